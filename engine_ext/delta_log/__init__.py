@@ -10,7 +10,7 @@ far they are behind it.
 To list and prune a folder takes a moment, as what reads and writes parts is imported later.
 
 Imports: `engine_ext.remote_parts`, `engine_ext.object_store`, `engine_ext.version_folders`,
-`engine_ext.wire`, `engine_ext.files`, `engine_ext.resources`, `engine_ext.errors`.
+`engine_ext.format`, `engine_ext.files`, `engine_ext.resources`, `engine_ext.errors`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from engine_ext.delta_log.store_writer import StoreWriter
     from engine_ext.delta_log.writer import LogWriter
 
-# What imports torch and all of `engine_ext.wire`, by module.
+# What imports torch and all of `engine_ext.format`, by module.
 _LATER: Final = {
     "fold": ("digests_of", "fold_versions", "read_version", "verify_version"),
     "records": ("listed_record", "read_digests", "read_identities", "read_record"),

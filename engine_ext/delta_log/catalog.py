@@ -307,8 +307,8 @@ def parse_done(text: bytes) -> Done:
 
 def _read_foreign(folder: Path, version: int, files: VersionFiles, written_at: float) -> Entry:
     """Read a folder with an index; its files are read when it is applied or verified."""
+    from engine_ext.format import Limits
     from engine_ext.version_folders import INDEX, read_version_folder
-    from engine_ext.wire import Limits
 
     names = files.names()
     try:

@@ -16,14 +16,7 @@ from engine_ext.delta_log.merged import MergedDelta, add_delta
 from engine_ext.delta_log.records import Digests, declared_digests
 from engine_ext.delta_log.values import ModelValues
 from engine_ext.errors import ChecksumMismatch, DeltaError
-from engine_ext.version_folders import (
-    INDEX,
-    check_change,
-    read_file,
-    read_tensor,
-    read_version_folder,
-)
-from engine_ext.wire import (
+from engine_ext.format import (
     SIGNATURE_SUFFIX,
     FrameReader,
     Limits,
@@ -35,6 +28,13 @@ from engine_ext.wire import (
     encode_part,
     sign,
     signing_key,
+)
+from engine_ext.version_folders import (
+    INDEX,
+    check_change,
+    read_file,
+    read_tensor,
+    read_version_folder,
 )
 
 _ENCODING = "deltas_zstd"  # of a folded part; it sends values

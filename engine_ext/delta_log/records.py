@@ -15,8 +15,8 @@ import xxhash
 
 from engine_ext.delta_log.catalog import Entry, FileFacts, open_regular
 from engine_ext.errors import DeltaError
+from engine_ext.format import FrameReader, Header, Limits, Manifest, PartGate, part_identity
 from engine_ext.version_folders import INDEX
-from engine_ext.wire import FrameReader, Header, Limits, Manifest, PartGate, part_identity
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -11,9 +11,9 @@ import xxhash
 
 from engine_ext.delta_log.catalog import MAX_DONE_BYTES, Done, FileFacts, parse_done
 from engine_ext.errors import ChecksumMismatch, PartUnavailable, TooLarge
+from engine_ext.format import Limits
 from engine_ext.object_store import ObjectFacts, ObjectStore
 from engine_ext.remote_parts import PartCache
-from engine_ext.wire import Limits
 
 _ATTEMPTS: Final = 2  # at a file that is not found, or whose bytes are not those that were written
 _READ_BYTES: Final = 1 << 20

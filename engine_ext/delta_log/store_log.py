@@ -42,10 +42,10 @@ from engine_ext.delta_log.interface import Note
 from engine_ext.delta_log.store_fetch import fetch_object
 from engine_ext.delta_log.store_writer import StoreDraft, StoreWriter
 from engine_ext.errors import ChecksumMismatch, LogDamaged, PartUnavailable, TooLarge
+from engine_ext.format import SIGNATURE_SUFFIX
 from engine_ext.object_store import ObjectFacts, ObjectStore
 from engine_ext.remote_parts import LocalFolder, PartCache
 from engine_ext.version_folders import INDEX
-from engine_ext.wire import SIGNATURE_SUFFIX
 
 _AT_ONCE: Final = 8  # small objects
 _UNFINISHED_S: Final = 86400.0

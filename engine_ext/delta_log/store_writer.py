@@ -28,9 +28,9 @@ from engine_ext.delta_log.catalog import (
     version_of,
 )
 from engine_ext.delta_log.writer import done_of, manifest_of
+from engine_ext.format import SIGNATURE_SUFFIX, Manifest
 from engine_ext.object_store import ObjectStore
 from engine_ext.version_folders import INDEX
-from engine_ext.wire import SIGNATURE_SUFFIX, Manifest
 
 _CLAIMS: Final = "claims"
 _SAFE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")

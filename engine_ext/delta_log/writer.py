@@ -21,7 +21,7 @@ from engine_ext.delta_log.catalog import (
 )
 from engine_ext.delta_log.records import read_header
 from engine_ext.files import FileLock, sync_folder, write_file
-from engine_ext.wire import SIGNATURE_SUFFIX, Manifest
+from engine_ext.format import SIGNATURE_SUFFIX, Manifest
 
 _HEADER_CHUNK = 1 << 16
 

@@ -4,7 +4,7 @@ The storage index (`storage_index`), a walk over what a module reaches (`module_
 other objects without parts (`leaves`), snapshots of a model around a dry run (`state_guard`),
 hashes of tensors (`fingerprint`), and which tensors are constants (`constants`).
 
-Imports: `engine_ext.kernels`, `engine_ext.wire`, and the ground floor.
+Imports: `engine_ext.kernels`, `engine_ext.format`, and the ground floor.
 """
 
 from engine_ext.model.constants import ConstantsWatch, Known, is_cache, is_constant, is_default

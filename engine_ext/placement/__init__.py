@@ -5,7 +5,7 @@ the bytes (`certify`), agreed on by all ranks (`ownership`, `plan`), and read an
 `locator`, `targets`, `live_elements` and `device_batch`, with the engine's casts and repacks
 (`casts`, `repacked`).
 
-Imports: `engine_ext.model`, `engine_ext.wire`, `engine_ext.kernels`, and the ground floor.
+Imports: `engine_ext.model`, `engine_ext.format`, `engine_ext.kernels`, and the ground floor.
 """
 
 from engine_ext.placement.casts import as_host, checkpoint_bits, has_nan, live_bits

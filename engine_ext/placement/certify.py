@@ -15,11 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from engine_ext.dtypes import torch_bits_dtype
+from engine_ext.format import Digest, digest_if_equal
 from engine_ext.kernels import Bits, bits_of, host_bits
 from engine_ext.placement.ownership import SourceBox, box_of
 from engine_ext.placement.repacked import gather_live
 from engine_ext.placement.segments import Placed, Placement, Segment, Status
-from engine_ext.wire import Digest, digest_if_equal
 
 Certified = dict[str, dict[SourceBox, Digest]]
 """The digests of certified elements, by checkpoint tensor and box."""

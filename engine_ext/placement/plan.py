@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine_ext.dtypes import NAME_OF_TORCH, TORCH_DTYPE
+from engine_ext.format import Digest, change_digest, device_digest, tensor_digest
 from engine_ext.kernels import Bits
 from engine_ext.placement.casts import appended_bits, as_host, checkpoint_bits
 from engine_ext.placement.certify import Certified
@@ -23,7 +24,6 @@ from engine_ext.placement.ownership import box_of, boxes, resolve
 from engine_ext.placement.segments import Placed, Placement, Status, TensorSpec
 from engine_ext.placement.targets import Target, make_targets
 from engine_ext.ranks import Ranks
-from engine_ext.wire import Digest, change_digest, device_digest, tensor_digest
 
 _SCAN_ELEMENTS = 1 << 20
 # Of a run on a device, where a piece costs a launch: 16 us of an H100's time.

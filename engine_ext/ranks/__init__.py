@@ -1,8 +1,9 @@
-"""The ranks of one engine, for votes among them, and those of its data parallel replicas.
+"""The ranks of one engine: the operations that the HTTP side calls on them, and votes among them.
 
-`group` has the ranks of one process group, `replicas` lets the first ranks of several vote.
+`operations` has the requests and `replies` the answers, which cross processes as msgpack. `group`
+has the ranks of one process group, `replicas` lets the first ranks of several vote.
 
-Imports: `engine_ext.errors`.
+Imports: `engine_ext.format`, and the ground floor.
 """
 
 from engine_ext.ranks.group import (

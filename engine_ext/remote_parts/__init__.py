@@ -4,7 +4,7 @@ The server's process spools a part on one host. Ranks on other hosts get it by i
 `fetch` reads it over HTTP from where the operation says, and `cache` keeps it in a folder that all
 ranks of a host share, and all engines. `local_folder` is where others have links to what it keeps.
 
-Imports: `engine_ext.wire`, `engine_ext.files`, `engine_ext.settings`, `engine_ext.errors`.
+Imports: `engine_ext.format`, `engine_ext.files`, `engine_ext.settings`, `engine_ext.errors`.
 """
 
 from engine_ext.remote_parts.cache import PartCache

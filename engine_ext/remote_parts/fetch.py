@@ -9,7 +9,7 @@ import httpx
 import tenacity
 
 from engine_ext.errors import PartUnavailable
-from engine_ext.wire.operations import PartSource
+from engine_ext.ranks.operations import PartSource
 
 _TIMEOUT: Final = httpx.Timeout(30.0, connect=5.0)
 _ATTEMPTS: Final = 6

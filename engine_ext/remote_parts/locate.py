@@ -6,9 +6,9 @@ import functools
 import os
 from collections.abc import Callable
 
+from engine_ext.ranks.operations import PartSource
 from engine_ext.remote_parts.cache import PartCache
 from engine_ext.settings import Settings
-from engine_ext.wire.operations import PartSource
 
 Locate = Callable[[str, PartSource | None], str]
 

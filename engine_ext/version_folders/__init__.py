@@ -3,7 +3,7 @@
 ``docs/wire-format.md`` has the format. `read_version_folder` reads the index (`index`), `read_file`
 the header of one file (`files`), `find_change` the change of one tensor (`changes`).
 
-Imports: `engine_ext.wire`, and the ground floor.
+Imports: `engine_ext.format`, and the ground floor.
 """
 
 from engine_ext.version_folders.changes import check_change, find_change

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import MalformedPart, NotUpdatable, TooLarge
-from engine_ext.wire import Limits, ParamDelta, inflate
+from engine_ext.format import Limits, ParamDelta, inflate
 
 _COUNT: Final = 4  # bytes of a count, and of a position
 _XOR_SPAN: Final = 1 << 20  # elements searched at a time

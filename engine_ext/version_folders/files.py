@@ -16,8 +16,8 @@ import msgspec
 
 from engine_ext.dtypes import NAME_OF_CODE, itemsize
 from engine_ext.errors import MalformedPart, TooLarge
+from engine_ext.format import CHECKSUM_DIGITS, Limits
 from engine_ext.version_folders.index import LENGTH_BYTES, METADATA, VersionIndex
-from engine_ext.wire import CHECKSUM_DIGITS, Limits
 
 _HEX: Final = re.compile(r"[0-9a-fA-F]+")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import BinaryIO, Final
 
 from engine_ext.errors import MalformedPart
+from engine_ext.format import Limits
 from engine_ext.version_folders.files import FileTensor, header_bytes, parse_file
 from engine_ext.version_folders.index import INDEX, LENGTH_BYTES, VersionIndex, parse_index
-from engine_ext.wire import Limits
 
 SINGLE: Final = "model.safetensors"  # a checkpoint of one file has no index
 

@@ -17,7 +17,7 @@ ways:
                         off: old values are only gathered for the undo, by the pass that writes
   scatter, with digest  as in an engine: old values are gathered and digested while staging,
                         compared again by the pass that overwrites them
-  masked                engine_ext.apply.masked.apply_masked
+  masked                engine_ext.sync.masked.apply_masked
   vLLM's own            load_checkpoint_weight_patches, with its defaults; not --without-engine
 columns:
   density, nnz          changed elements / elements, and changed elements

@@ -19,7 +19,7 @@ columns:
   ratio      bytes / floor
   encode ms  encoding the part from the found changes. The gap8 encodings' gaps are written
              while the snapshots are compared, so their time is not included.
-  decode ms  decoding the part; see engine_ext/wire/part.py for the threads
+  decode ms  decoding the part; see engine_ext/format/part.py for the threads
   / read     the time left of it, over that of reading both copies of the weights once, in the same
              run; "-" for the real model, which is too small to time
   apply      time of decoding and scattering over that of scattering, which uses one thread
@@ -52,9 +52,9 @@ from rich.console import Console
 from rich.table import Table
 
 from delta_sender.diff_host import compare
+from engine_ext.format import ENCODINGS, FrameReader, ParamDelta, Part, decode_part, encode_part
 from engine_ext.kernels import gather_scatter
 from engine_ext.resources import usable_cores
-from engine_ext.wire import ENCODINGS, FrameReader, ParamDelta, Part, decode_part, encode_part
 from scripts import command_line
 from scripts.bench.memory_read import fastest, read_time
 from scripts.bench.synthetic_weights import (

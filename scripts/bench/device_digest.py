@@ -31,9 +31,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from engine_ext.format import Digest, device_digest, digest_on_device, tensor_digest
 from engine_ext.kernels import bits_of, host_bits
 from engine_ext.kernels.triton import runs_kernels
-from engine_ext.wire import Digest, device_digest, digest_on_device, tensor_digest
 from scripts import command_line
 from scripts.bench.sender_device import missing_device
 

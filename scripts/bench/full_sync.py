@@ -91,14 +91,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """
     import torch
 
-    from engine_ext.apply import DeltaApplier, ScatterWriter, UndoLog
+    from engine_ext.format import Digest, ParamDelta, decode_part, encode_part, tensor_digest
     from engine_ext.kernels import bits_of, host_bits, warm_up
     from engine_ext.model import StorageIndex
     from engine_ext.placement import TensorSpec, certify_placement, make_plan
     from engine_ext.ranks import SingleRank
     from engine_ext.settings import Settings
+    from engine_ext.sync import DeltaApplier, ScatterWriter, UndoLog
     from engine_ext.tracing import trace_placement
-    from engine_ext.wire import Digest, ParamDelta, decode_part, encode_part, tensor_digest
     from scripts.bench.loaded_model import checkpoint_of, load_weights, make_model
     from scripts.bench.startup import reading_time
 

@@ -17,16 +17,16 @@ import msgspec
 import numpy as np
 import torch
 
-from engine_ext.apply import DeltaApplier, ScatterWriter, StagedPart, apply_masked
 from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.format import ParamDelta, Part, decode_part, encode_part, tensor_digest
 from engine_ext.kernels import bits_of, host_bits, warm_up
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Plan, Status, TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
 from engine_ext.repacks import compose
 from engine_ext.settings import Settings
+from engine_ext.sync import DeltaApplier, ScatterWriter, StagedPart, apply_masked
 from engine_ext.tracing import trace_placement
-from engine_ext.wire import ParamDelta, Part, decode_part, encode_part, tensor_digest
 from scripts.process_memory import peak_resident, reset_peak
 
 _MEMORY_DENSITY: Final = 0.02

@@ -35,8 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 from engine_ext.delta_log import LogWriter
+from engine_ext.format import DIFFERENCES, Digest, ParamDelta, change_digest, encode_part
 from engine_ext.resources import usable_cores
-from engine_ext.wire import DIFFERENCES, Digest, ParamDelta, change_digest, encode_part
 from scripts import command_line
 from scripts.bench.synthetic_weights import (
     Bits,

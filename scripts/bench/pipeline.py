@@ -49,8 +49,8 @@ from delta_sender.results import SyncReport
 from delta_sender.run import Run
 from delta_sender.snapshot import Snapshot
 from delta_sender.sync_round import Attempt, SyncRound
+from engine_ext.format import ENCODINGS
 from engine_ext.resources import usable_cores
-from engine_ext.wire import ENCODINGS
 from scripts import command_line
 from scripts.bench import pipeline_link, pipeline_receiver, synthetic_weights
 

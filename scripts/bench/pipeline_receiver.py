@@ -22,17 +22,13 @@ from delta_server.request_options import parse_query, part_id
 from delta_server.routes import attach
 from delta_server.service import DeltaService
 from delta_server.spool import Spooled
-from engine_ext.apply import DeltaApplier, ScatterWriter
 from engine_ext.errors import DeltaError
+from engine_ext.format import Limits
 from engine_ext.kernels import warm_up
 from engine_ext.model import StorageIndex
 from engine_ext.placement import TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
-from engine_ext.receiver import Receiver
-from engine_ext.settings import Settings
-from engine_ext.tracing import trace_placement
-from engine_ext.wire import Limits
-from engine_ext.wire.operations import (
+from engine_ext.ranks.operations import (
     BeginPart,
     DropSync,
     Operation,
@@ -41,6 +37,9 @@ from engine_ext.wire.operations import (
     decode_answers,
     encode_request,
 )
+from engine_ext.settings import Settings
+from engine_ext.sync import DeltaApplier, Receiver, ScatterWriter
+from engine_ext.tracing import trace_placement
 from scripts.bench.pipeline_link import HOST
 
 _CHUNK = 1 << 16  # as uvicorn hands a body on

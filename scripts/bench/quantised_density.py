@@ -35,7 +35,7 @@ from delta_sender import quantize_weight
 from delta_sender.diff_host import compare
 from delta_sender.quantize import FORMS
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
-from engine_ext.wire import ENCODINGS, ParamDelta, encode_part
+from engine_ext.format import ENCODINGS, ParamDelta, encode_part
 from scripts import command_line
 from scripts.bench.synthetic_weights import change, make_weights
 

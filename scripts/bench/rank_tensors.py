@@ -26,8 +26,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from engine_ext.format import ENCODINGS, ParamDelta, decode_part, encode_part
 from engine_ext.resources import no_full_collections
-from engine_ext.wire import ENCODINGS, ParamDelta, decode_part, encode_part
 from scripts import command_line
 from scripts.bench.scaling.measure_rank import Rank
 from scripts.bench.tensor_sizes import make_parser, tensors_of

@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from engine_ext.wire import ParamDelta, encode_part
+from engine_ext.format import ParamDelta, encode_part
 from scripts import command_line
 
 _SERVER: Final = Path(__file__).with_name("receive_server.py")

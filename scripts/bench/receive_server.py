@@ -22,8 +22,8 @@ from fastapi import FastAPI, Request
 from delta_server.engine import Engine
 from delta_server.routes import attach
 from delta_server.service import DeltaService
+from engine_ext.ranks import operations as ops
 from engine_ext.settings import Settings
-from engine_ext.wire import operations as ops
 
 _BEAT_S = 0.001
 

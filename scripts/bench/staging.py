@@ -38,15 +38,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engine_ext.apply import DeltaApplier, ScatterWriter
 from engine_ext.files import decoded_path, remove_beside
+from engine_ext.format import Limits, ParamDelta, PartId, decode_part, encode_part, part_identity
 from engine_ext.model import StorageIndex
 from engine_ext.placement import TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import GroupRanks, Ranks, cores_per_rank
-from engine_ext.receiver import BackgroundStaging
 from engine_ext.resources import usable_cores
+from engine_ext.sync import BackgroundStaging, DeltaApplier, ScatterWriter
 from engine_ext.tracing import trace_placement
-from engine_ext.wire import Limits, ParamDelta, PartId, decode_part, encode_part, part_identity
 from scripts import command_line
 
 _ROWS: Final = 4096

@@ -110,8 +110,8 @@ def measure(layers: int, folder: Path, threads: int) -> Times:
     from engine_ext.derived import LaterCopies
     from engine_ext.placement import uncertified
     from engine_ext.ranks import SingleRank
-    from engine_ext.receiver import LoadedModel, startup
     from engine_ext.settings import Settings
+    from engine_ext.sync import LoadedModel, startup
     from engine_ext.tracing import LoadingTrace
 
     model, seconds = make_model(layers), Times()

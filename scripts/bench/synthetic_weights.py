@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from delta_sender.diff_host import Comparisons
+from engine_ext.format import ParamDelta
 from engine_ext.kernels import gather_scatter
-from engine_ext.wire import ParamDelta
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 DENSITIES = (0.001, 0.006, 0.02, 0.03, 0.1)

@@ -41,8 +41,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from engine_ext.format import ParamDelta, encode_part
 from engine_ext.kernels import bits_of, host_bits
-from engine_ext.wire import ParamDelta, encode_part
 from scripts import command_line
 from scripts.bench.synthetic_weights import QWEN3_SIZES
 from scripts.live_engine.process import HOST, EngineError

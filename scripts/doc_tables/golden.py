@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from engine_ext.wire import Limits, ParamDelta, encode_part, read_container, sign, tensor_digest
+from engine_ext.format import Limits, ParamDelta, encode_part, read_container, sign, tensor_digest
 
 _INDICES = np.array([1, 2, 6])
 _OLD = np.array([0x3F00, 0x3F81, 0x0000], np.uint16)

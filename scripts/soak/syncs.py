@@ -18,7 +18,7 @@ import torch
 from delta_sender import DeltaSender, SyncReport
 from delta_sender.encoding_policy import CHOICES
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
-from engine_ext.wire import Digest, tensor_digest
+from engine_ext.format import Digest, tensor_digest
 from scripts.live_engine.process import EngineProcess
 from scripts.soak.load import Load
 from scripts.soak.memory import Sample

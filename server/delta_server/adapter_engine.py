@@ -6,7 +6,7 @@ import msgspec
 
 from delta_server.engine import Engine
 from engine_ext.errors import DeltaError
-from engine_ext.wire.operations import Operation, ReplyT
+from engine_ext.ranks.operations import Operation, ReplyT
 
 
 class AdapterEngine:

@@ -32,8 +32,8 @@ from delta_server.engine import Engine
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
 from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, PublishFailed
-from engine_ext.wire import Digest
-from engine_ext.wire.operations import (
+from engine_ext.format import Digest
+from engine_ext.ranks.operations import (
     AcquireLease,
     CallerPause,
     CommittedSync,

@@ -8,8 +8,8 @@ from typing import Any
 from delta_server import metrics
 from delta_server.commit import call
 from delta_server.engine import Engine
-from engine_ext.wire import DIGEST_ALGORITHM, Digest
-from engine_ext.wire.operations import GetDigest
+from engine_ext.format import DIGEST_ALGORITHM, Digest
+from engine_ext.ranks.operations import GetDigest
 
 
 async def describe_digests(engine: Engine, scan: bool) -> dict[str, Any]:

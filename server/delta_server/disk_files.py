@@ -20,8 +20,8 @@ from typing import BinaryIO
 from delta_server.request_options import DiskRequest
 from delta_server.spool import Spool, Spooled
 from engine_ext.errors import MalformedPart, PathForbidden, TooLarge
+from engine_ext.format import SIGNATURE_SUFFIX, Limits, Verifier, signing_key
 from engine_ext.version_folders import INDEX
-from engine_ext.wire import SIGNATURE_SUFFIX, Limits, Verifier, signing_key
 
 _SUFFIX = ".safetensors"
 _MAX_SIGNATURE_BYTES = 128

@@ -10,7 +10,7 @@ from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import mismatched
 from engine_ext.errors import BaseMismatch, EngineUncertain, VersionConflict
-from engine_ext.wire import encode_part, optional_version
+from engine_ext.format import encode_part, optional_version
 
 if TYPE_CHECKING:
     from delta_server.service import DeltaService

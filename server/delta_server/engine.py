@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from engine_ext.errors import DeltaError
-from engine_ext.wire.operations import Operation, ReplyT
+from engine_ext.ranks.operations import Operation, ReplyT
 
 
 class Engine(Protocol):

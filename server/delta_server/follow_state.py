@@ -16,7 +16,7 @@ from delta_server.engine import Engine
 from delta_server.leases import acquire
 from delta_server.process_identity import new_name, pid_of
 from engine_ext.delta_log import Listing
-from engine_ext.wire.operations import AcquireFollowLease, Following, LogLook, ShareFollowing
+from engine_ext.ranks.operations import AcquireFollowLease, Following, LogLook, ShareFollowing
 
 
 class FollowState:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from delta_server.commit import call
 from delta_server.engine import Engine
 from delta_server.process_identity import is_alive
-from engine_ext.wire.operations import LeaseGrant, Operation
+from engine_ext.ranks.operations import LeaseGrant, Operation
 
 
 async def acquire(engine: Engine, ask: Callable[[str | None], Operation[LeaseGrant]]) -> bool:

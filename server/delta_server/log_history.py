@@ -25,7 +25,7 @@ from engine_ext.delta_log import (
     version_of,
 )
 from engine_ext.errors import LogDamaged, LogDiverged
-from engine_ext.wire.operations import FindUnseen, ShareLogRecords
+from engine_ext.ranks.operations import FindUnseen, ShareLogRecords
 
 _MOST_COMPARED: Final = 128  # versions before the engine's; half of what the ranks keep
 _MOST_NAMED: Final = 8

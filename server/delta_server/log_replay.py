@@ -57,7 +57,7 @@ from engine_ext.errors import (
     WriteUndone,
 )
 from engine_ext.object_store import is_store_url
-from engine_ext.wire.operations import AcquireLogLease, DropSync, ReleaseLogLease
+from engine_ext.ranks.operations import AcquireLogLease, DropSync, ReleaseLogLease
 
 logger = logging.getLogger(__name__)
 

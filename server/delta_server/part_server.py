@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from engine_ext.wire.operations import PartSource
+from engine_ext.ranks.operations import PartSource
 
 _READ_BYTES: Final = 1 << 20
 

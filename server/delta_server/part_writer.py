@@ -11,7 +11,7 @@ from pathlib import Path
 from delta_server.spool_files import SpoolFile, SpoolFiles
 from engine_ext.errors import TooLarge
 from engine_ext.files import remove_beside
-from engine_ext.wire import (
+from engine_ext.format import (
     ZSTD_MAGIC,
     FrameReader,
     Header,
@@ -32,7 +32,7 @@ class Spooled:
 
     path: Path  # the plain container
     header: Header
-    identity: str  # see `engine_ext.wire.identity`
+    identity: str  # see `engine_ext.format.identity`
     wire_bytes: int  # size of the body as it was sent, compressed or not
     _file: SpoolFile
 

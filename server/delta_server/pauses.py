@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from engine_ext.wire.operations import CallerPause
+from engine_ext.ranks.operations import CallerPause
 
 logger = logging.getLogger(__name__)
 

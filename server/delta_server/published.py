@@ -13,9 +13,9 @@ from typing import Final
 from delta_server.disk_files import list_names
 from delta_server.version_folders import read_version
 from engine_ext.errors import DeltaError, PartUnavailable
+from engine_ext.format import signing_key
+from engine_ext.ranks.operations import Delivery
 from engine_ext.version_folders import INDEX
-from engine_ext.wire import signing_key
-from engine_ext.wire.operations import Delivery
 
 _FOLDER: Final = re.compile(r"weight_v([0-9]{1,19})")
 _SUFFIX: Final = ".safetensors"

@@ -32,8 +32,8 @@ from engine_ext.errors import (
     SpoolFull,
     VersionConflict,
 )
-from engine_ext.wire import PartId
-from engine_ext.wire.operations import (
+from engine_ext.format import PartId
+from engine_ext.ranks.operations import (
     FindPull,
     GetState,
     Pulled,

@@ -23,8 +23,8 @@ from delta_server.commit import call
 from delta_server.engine import Engine
 from delta_server.request_record import RequestRecord
 from engine_ext.errors import DeltaError, as_delta_error
-from engine_ext.wire import RunSender
-from engine_ext.wire.operations import CommittedSync, GetHistory, RecordSync, SyncRecord
+from engine_ext.format import RunSender
+from engine_ext.ranks.operations import CommittedSync, GetHistory, RecordSync, SyncRecord
 
 logger = logging.getLogger(__name__)
 

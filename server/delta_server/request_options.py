@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 
 from engine_ext.errors import MalformedPart
-from engine_ext.wire import (
+from engine_ext.format import (
     MAX_VERSION,
     Manifest,
     Origin,

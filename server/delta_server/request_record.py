@@ -9,8 +9,8 @@ from typing import Any
 
 from delta_server.spool import Spooled
 from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, PublishFailed, WriteUndone
-from engine_ext.wire import Origin, PartId
-from engine_ext.wire.operations import SyncRecord
+from engine_ext.format import Origin, PartId
+from engine_ext.ranks.operations import SyncRecord
 
 _MAX_TEXT = 200
 _NO_REASON = "sent in full"
@@ -68,7 +68,7 @@ class RequestRecord:
     def answer(self, status: str, facts: dict[str, Any]) -> dict[str, Any]:
         """Return the JSON object of a successful answer, and set the result.
 
-        The facts are fields of `engine_ext.wire.operations.CommittedSync`, as far as known.
+        The facts are fields of `engine_ext.ranks.operations.CommittedSync`, as far as known.
         """
         entries = [entry for s in self.spooled for entry in s.header.manifest.params]
         answer = {

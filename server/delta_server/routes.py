@@ -44,8 +44,8 @@ from engine_ext.errors import (
     UnsupportedMedia,
     as_delta_error,
 )
-from engine_ext.wire import SIGNATURE_HEADER, Verifier, signing_key
-from engine_ext.wire.operations import GetState
+from engine_ext.format import SIGNATURE_HEADER, Verifier, signing_key
+from engine_ext.ranks.operations import GetState
 
 # Prefixes of the paths where engines generate; they answer 503 while the weights are uncertain.
 GENERATION = (

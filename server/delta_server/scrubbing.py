@@ -10,7 +10,7 @@ from typing import Any, Final
 from delta_server import metrics
 from delta_server.commit import call
 from delta_server.engine import Engine
-from engine_ext.wire.operations import RankStatus, TakeScrubFindings
+from engine_ext.ranks.operations import RankStatus, TakeScrubFindings
 
 logger = logging.getLogger(__name__)
 

@@ -53,12 +53,9 @@ from engine_ext.errors import (
     MalformedPart,
     RunConflict,
 )
+from engine_ext.format import DIGEST_ALGORITHM, Limits, PartId
 from engine_ext.object_store import is_store_url
-from engine_ext.remote_parts import PartCache
-from engine_ext.resources import RateLimit
-from engine_ext.settings import Settings
-from engine_ext.wire import DIGEST_ALGORITHM, Limits, PartId
-from engine_ext.wire.operations import (
+from engine_ext.ranks.operations import (
     ClaimRun,
     CommitSync,
     CommittedSync,
@@ -69,6 +66,9 @@ from engine_ext.wire.operations import (
     ReleaseRun,
     RollBack,
 )
+from engine_ext.remote_parts import PartCache
+from engine_ext.resources import RateLimit
+from engine_ext.settings import Settings
 
 
 class DeltaService:
@@ -121,7 +121,7 @@ class DeltaService:
     def for_adapter(self, name: str) -> DeltaService:
         """Return the service of an adapter of the same engine; all share everything but the state.
 
-        The ranks keep that; see `engine_ext.receiver.adapter_receivers`.
+        The ranks keep that; see `engine_ext.sync.adapter_receivers`.
         """
         service = copy.copy(self)
         service.adapter, service.log_replay, service.follower = name, None, None

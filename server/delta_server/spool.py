@@ -26,7 +26,7 @@ from delta_server.spool_files import SpoolFiles
 from delta_server.upload_limits import MinimumRate, receive_body
 from engine_ext.errors import TooLarge
 from engine_ext.files import FileLock
-from engine_ext.wire import Limits, Verifier, signing_key
+from engine_ext.format import Limits, Verifier, signing_key
 
 __all__ = ["Spool", "Spooled"]
 

@@ -2,7 +2,7 @@
 
 Fresh pages of shared memory cost more than the bytes that are written into them, and freeing them
 costs, too. Ranks hold a shared lock on a part's file while they map it, see
-`engine_ext.receiver.mapped_part`; a file is written again only if it can be locked exclusively.
+`engine_ext.sync.mapped_part`; a file is written again only if it can be locked exclusively.
 
 A file's name is used for one part only, so that the path of a removed part leads nowhere. Files
 without a part keep their memory, so there are few of them, and not for long.

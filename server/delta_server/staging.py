@@ -17,8 +17,8 @@ from delta_server.request_record import RequestRecord
 from delta_server.spool import Spooled
 from delta_server.staging_pipe import StagingPipe
 from engine_ext.errors import Conflict, DeltaError, NotUpdatable
-from engine_ext.wire import PartId
-from engine_ext.wire.operations import (
+from engine_ext.format import PartId
+from engine_ext.ranks.operations import (
     Admission,
     BeginPart,
     Delivery,

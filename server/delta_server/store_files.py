@@ -27,12 +27,12 @@ from engine_ext.errors import (
     SpoolFull,
     TooLarge,
 )
+from engine_ext.format import SIGNATURE_SUFFIX, Limits
 from engine_ext.object_store import ObjectFacts, ObjectStore, is_store_url, is_within, store_url
 from engine_ext.remote_parts import LocalFolder, PartCache
 from engine_ext.resources import RateLimit
 from engine_ext.settings import Settings
 from engine_ext.version_folders import INDEX
-from engine_ext.wire import SIGNATURE_SUFFIX, Limits
 
 _SUFFIX: Final = ".safetensors"
 _MAX_FILES: Final = Limits().max_parts

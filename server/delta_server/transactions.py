@@ -14,8 +14,8 @@ from delta_server.commit import call
 from delta_server.engine import Engine
 from delta_server.published import gap_is_empty, version_of
 from delta_server.spool import Spooled
-from engine_ext.wire import Manifest, PartId
-from engine_ext.wire.operations import FindUnseen, GetState
+from engine_ext.format import Manifest, PartId
+from engine_ext.ranks.operations import FindUnseen, GetState
 
 
 async def as_transaction(

@@ -26,7 +26,7 @@ from delta_server.request_record import RequestRecord
 from delta_server.routes import error_response
 from delta_server.service import DeltaService
 from engine_ext.errors import Conflict, DeltaError, MalformedPart, TooLarge
-from engine_ext.wire import PartId, Verifier, signing_key
+from engine_ext.format import PartId, Verifier, signing_key
 
 MAX_INLINE_BYTES: Final = 32 << 20  # of a part; larger ones go by path or by a collective
 _MAX_JSON_BYTES: Final = MAX_INLINE_BYTES // 3 * 4 + (1 << 20)

@@ -24,6 +24,8 @@ from delta_server.engine import Engine
 from delta_server.spool import Spool, Spooled
 from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable, Unauthorized
+from engine_ext.format import BIT_CHANGES, Limits, ParamDelta, encode_part, signing_key
+from engine_ext.ranks.operations import GetPlan
 from engine_ext.version_folders import (
     SINGLE,
     FileTensor,
@@ -35,8 +37,6 @@ from engine_ext.version_folders import (
     read_tensor,
     read_version_folder,
 )
-from engine_ext.wire import BIT_CHANGES, Limits, ParamDelta, encode_part, signing_key
-from engine_ext.wire.operations import GetPlan
 
 _FULL_ENCODING: Final = "indices"  # of dense params only, so that it is their plain bytes
 _BUCKET_BYTES: Final = 64 << 20  # of the params of a part, unless one alone is larger

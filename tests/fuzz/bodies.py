@@ -12,9 +12,9 @@ import xxhash
 import zstandard
 from hypothesis import strategies as st
 
-from engine_ext.wire import ENCODINGS, ParamDelta, encode_part
-from engine_ext.wire.digest import Digest, change_digest
-from engine_ext.wire.manifest import manifest_checksum
+from engine_ext.format import ENCODINGS, ParamDelta, encode_part
+from engine_ext.format.digest import Digest, change_digest
+from engine_ext.format.manifest import manifest_checksum
 from tests.support.delta_bodies import fresh_weights
 from tests.support.independent_encoder import bits16, header_of, sendable, with_header
 from tests.support.mutations import byte_mutants, mutants

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import strategies as st
 
 from engine_ext.errors import DeltaError
-from engine_ext.wire import FrameReader, Limits, Part, PartGate, decode_part
-from engine_ext.wire import part as wire_part
-from engine_ext.wire.manifest import parse_manifest
-from engine_ext.wire.operations import DropSync
+from engine_ext.format import FrameReader, Limits, Part, PartGate, decode_part
+from engine_ext.format import part as wire_part
+from engine_ext.format.manifest import parse_manifest
+from engine_ext.ranks.operations import DropSync
 from tests.fuzz.bodies import TEXTS, any_json, bodies, chunks, good
 from tests.fuzz.requests import REQUESTS
 from tests.fuzz.time_boxed import SECONDS, check_for

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.wire import encode_part
+from engine_ext.format import encode_part
 from tests.support.in_process_vllm import run
 
 # What vLLM derives from weights there follows: views of kv_b_proj, packed experts, and what is

@@ -42,7 +42,7 @@ def main(model: str, out: str) -> None:
 
     from engine_ext import settings
     from engine_ext.adapters.vllm import plugin
-    from engine_ext.wire import decode_part, part_identity
+    from engine_ext.format import decode_part, part_identity
     from scripts.live_engine import tiny_models
     from tests.support.plain_trainer import Trainer, container
 

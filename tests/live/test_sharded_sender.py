@@ -15,7 +15,7 @@ import transformers
 from delta_sender import ShardedSender, SyncError, model_shards
 from delta_sender.checkpoint import read_checkpoint
 from delta_sender.http_client import EngineClient
-from engine_ext.wire import tensor_digest
+from engine_ext.format import tensor_digest
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint

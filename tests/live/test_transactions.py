@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_ext.wire.digest import Digest, change_digest, tensor_digest
+from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.support.armed_faults import arm

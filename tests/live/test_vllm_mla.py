@@ -162,8 +162,8 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
 def _apply(worker: Any, version: int, path: str) -> None:
     import msgspec
 
-    from engine_ext.wire import decode_part
-    from engine_ext.wire.identity import PartId, part_identity
+    from engine_ext.format import decode_part
+    from engine_ext.format.identity import PartId, part_identity
 
     body = Path(path).read_bytes()
     part = decode_part(body)

@@ -10,7 +10,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from engine_ext.wire import ParamDelta, encode_part
+from engine_ext.format import ParamDelta, encode_part
 
 VERSION = 7
 SHAPES = {"embed.weight": (4, 6), "layer.weight": (6, 2), "norm.weight": (8,)}

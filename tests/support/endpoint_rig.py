@@ -15,8 +15,8 @@ from fastapi.responses import JSONResponse
 from delta_server.routes import attach
 from delta_server.service import DeltaService
 from delta_server.spool_files import SUFFIX
+from engine_ext.format.digest import Digest, tensor_digest
 from engine_ext.settings import Settings
-from engine_ext.wire.digest import Digest, tensor_digest
 from tests.support.delta_bodies import (
     OTHER_STEP,
     VERSION,

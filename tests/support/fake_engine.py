@@ -13,10 +13,10 @@ import torch
 
 from delta_sender import DeltaSender
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.wire.digest import Digest, change_digest, tensor_digest
-from engine_ext.wire.identity import part_identity
-from engine_ext.wire.part import ParamDelta, Part, decode_part
-from engine_ext.wire.zstd_frames import FrameReader
+from engine_ext.format.digest import Digest, change_digest, tensor_digest
+from engine_ext.format.identity import part_identity
+from engine_ext.format.part import ParamDelta, Part, decode_part
+from engine_ext.format.zstd_frames import FrameReader
 
 Model = dict[str, torch.Tensor]
 Handler = Callable[[httpx.Request], httpx.Response]

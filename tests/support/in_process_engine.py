@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.apply.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
-from engine_ext.receiver.receiver import Receiver
+from engine_ext.format import Limits, ParamDelta, Part
+from engine_ext.format.digest import Digest, change_digest, tensor_digest
+from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
 from engine_ext.settings import Settings
-from engine_ext.wire import Limits, ParamDelta, Part
-from engine_ext.wire.digest import Digest, change_digest, tensor_digest
-from engine_ext.wire.operations import Operation, ReplyT, decode_answers, encode_request
+from engine_ext.sync.receiver import Receiver
+from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from tests.support.delta_bodies import SHAPES, Weights, fresh_weights
 from tests.support.thread_group import HANGS_AFTER_S
 

@@ -209,7 +209,7 @@ class _Served:
         """
         import msgspec
 
-        from engine_ext.wire import PartId, decode_part, encode_part, part_identity
+        from engine_ext.format import PartId, decode_part, encode_part, part_identity
 
         full = old is None
         deltas = [_delta(n, tensor, None if old is None else old[n]) for n, tensor in new.items()]
@@ -250,9 +250,9 @@ class _Served:
 
 def _delta(name: str, new: Any, old: Any) -> Any:
     from engine_ext.dtypes import NAME_OF_TORCH
+    from engine_ext.format import ParamDelta
     from engine_ext.kernels import host_bits
     from engine_ext.placement import flat_bits
-    from engine_ext.wire import ParamDelta
 
     dtype, bits = NAME_OF_TORCH[new.dtype], host_bits(flat_bits(new))
     if old is None:

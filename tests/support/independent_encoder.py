@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from safetensors.torch import save
 
 from engine_ext.dtypes import bits_dtype
-from engine_ext.wire import FrameReader, ParamDelta, Part
+from engine_ext.format import FrameReader, ParamDelta, Part
 
 # No example database: a test must leave nothing behind in the working tree.
 PROPERTY = settings(deadline=None, database=None, max_examples=80)

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from engine_ext.apply.staged import StagedParam, StagedPart, UndoLog
-from engine_ext.receiver.receiver import Receiver
-from engine_ext.wire import Limits, Part, decode_part
-from engine_ext.wire.digest import Digest
-from engine_ext.wire.identity import PartId, part_identity
+from engine_ext.format import Limits, Part, decode_part
+from engine_ext.format.digest import Digest
+from engine_ext.format.identity import PartId, part_identity
+from engine_ext.sync.receiver import Receiver
+from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from tests.support.thread_group import HANGS_AFTER_S, Group, ThreadRanks
 
 

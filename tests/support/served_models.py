@@ -14,21 +14,21 @@ import torch
 from hypothesis import settings
 from torch import nn
 
-from engine_ext.apply.delta_applier import DeltaApplier, Writer
-from engine_ext.apply.masked import MaskedWriter
-from engine_ext.apply.param_batch import Batcher
-from engine_ext.apply.scatter import ScatterWriter
-from engine_ext.apply.staged import StagedPart
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
+from engine_ext.format import ParamDelta, Part, decode_part, encode_part
+from engine_ext.format.digest import Digest
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.plan import Plan, make_plan
 from engine_ext.placement.segments import Placed, Placement
 from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.sync.delta_applier import DeltaApplier, Writer
+from engine_ext.sync.masked import MaskedWriter
+from engine_ext.sync.param_batch import Batcher
+from engine_ext.sync.scatter import ScatterWriter
+from engine_ext.sync.staged import StagedPart
 from engine_ext.tracing.trace import trace_placement
-from engine_ext.wire import ParamDelta, Part, decode_part, encode_part
-from engine_ext.wire.digest import Digest
 from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel
 

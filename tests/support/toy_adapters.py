@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from engine_ext.errors import AdapterNotLoaded
-from engine_ext.receiver import AdapterReceivers, AdapterStore
+from engine_ext.sync import AdapterReceivers, AdapterStore
 from tests.support.endpoint_rig import Rig
 
 Tensors = dict[str, torch.Tensor]

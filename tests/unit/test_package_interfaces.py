@@ -14,7 +14,7 @@ ROOMS = sorted(path.parent.name for path in (ROOT / "engine_ext").glob("*/__init
 PACKAGES = [*(f"engine_ext.{room}" for room in ROOMS), "delta_server", "delta_sender"]
 FOLDERS = ("engine_ext", "server/delta_server", "trainer/delta_sender", "scripts")
 # Modules that are an interface of their own: structs for both ends of a call, and optional kernels.
-OWN = {"engine_ext.wire.operations", "engine_ext.kernels.triton"}
+OWN = {"engine_ext.ranks.operations", "engine_ext.kernels.triton"}
 
 
 def imports(path: Path) -> Iterator[tuple[str, str]]:

@@ -41,7 +41,7 @@ Modules, in the order of the data's way:
 - `sender`, `multi_sender`, `log_sender`, `session_thread`, `model_sync`, `options`, `results`,
   `cli`: the public interface.
 
-The package needs no engine. Of this project it may import `engine_ext.wire`, `engine_ext.kernels`,
+The package needs no engine. It can import `engine_ext.format`, `engine_ext.kernels`,
 `engine_ext.delta_log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.files`,
 `engine_ext.object_store` and `engine_ext.resources`.
 """

@@ -13,8 +13,8 @@ import numpy as np
 from delta_sender.diff_loop import Bits
 from delta_sender.results import SyncError
 from delta_sender.snapshot import Changes, Snapshot
+from engine_ext.format import Digest, tensor_digest
 from engine_ext.resources import usable_cores
-from engine_ext.wire import Digest, tensor_digest
 
 logger = logging.getLogger(__name__)
 

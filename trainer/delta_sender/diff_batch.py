@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from delta_sender.diff_loop import Difference, find_differing
+from engine_ext.format import Digest, loops
 from engine_ext.kernels import array, compile_loop, made_with_numba, memory_at, register_intrinsics
-from engine_ext.wire import Digest, loops
 
 # Compiled loops know global functions by plain names.
 _digest_sums, _write_gaps, _SKIP = loops.digest_sums, loops.write_gaps, loops.BYTE_SKIP

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from delta_sender.copy_streams import CopyStreams
 from delta_sender.diff_host import Change
 from delta_sender.diff_loop import Bits, Difference
+from engine_ext.format import change_digest
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
-from engine_ext.wire import change_digest
 
 # Where the copy is that the device compares with; `auto` by the device's free memory.
 SNAPSHOT_ON: Final = ("auto", "device", "host")

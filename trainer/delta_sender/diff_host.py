@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from delta_sender.diff_batch import Pair, compare_batch
 from delta_sender.diff_loop import Bits, Difference, loop_of
+from engine_ext.format import Digest, ParamDelta, byte_stream, change_digest, join_streams
 from engine_ext.kernels import bits_of, host_bits
-from engine_ext.wire import Digest, ParamDelta, byte_stream, change_digest, join_streams
 
 _CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple of any line's
 

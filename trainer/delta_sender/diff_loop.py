@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.format import Digest
 from engine_ext.kernels import (
     LINE,
     array,
@@ -25,7 +26,6 @@ from engine_ext.kernels import (
     register_intrinsics,
     trailing_zeros,
 )
-from engine_ext.wire import Digest
 
 Bits = NDArray[Any]  # unsigned ints [n]
 

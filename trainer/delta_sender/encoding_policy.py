@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.wire import DIFFERENCES, ENCODINGS, PACKED_ENCODINGS
+from engine_ext.format import DIFFERENCES, ENCODINGS, PACKED_ENCODINGS
 
 AUTO: Final = "auto"
 CHOICES: Final = (*ENCODINGS, AUTO)

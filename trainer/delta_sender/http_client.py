@@ -20,8 +20,8 @@ from delta_sender.bandwidth import LinkSpeed
 from delta_sender.options import MultiOptions
 from delta_sender.results import SyncError
 from delta_sender.run import Run, clock, owner_in_words
+from engine_ext.format import SIGNATURE_HEADER, sign
 from engine_ext.resources import RateLimit
-from engine_ext.wire import SIGNATURE_HEADER, sign
 
 logger = logging.getLogger(__name__)
 

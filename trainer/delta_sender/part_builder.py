@@ -20,7 +20,7 @@ from delta_sender.encoding_policy import EncodingChoice, ParamStats, escaped_sha
 from delta_sender.part_sizes import most_bytes
 from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.wire import (
+from engine_ext.format import (
     DIFFERENCES,
     PACKED_ENCODINGS,
     Digest,

@@ -25,7 +25,7 @@ from delta_sender.results import SyncError, SyncReport
 from delta_sender.run import Run
 from delta_sender.snapshot import Snapshot
 from delta_sender.sync_round import Attempt, SyncRound
-from engine_ext.wire import Digest
+from engine_ext.format import Digest
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from delta_sender.diff_host import Change, Comparisons, compare
 from delta_sender.diff_loop import Bits, Difference
 from delta_sender.refills import Stable, Unchanged, Yielded
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
+from engine_ext.format import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes, tensor_digest
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.resources import usable_cores
-from engine_ext.wire import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes, tensor_digest
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Changes = dict[str, Change]  # by name in the snapshot
@@ -46,8 +46,8 @@ class Snapshot:
     Args:
         base: Tensors in checkpoint coordinates; copied. Of tied ones (one storage, several names)
             one copy is kept, under the first name, its key.
-        encoding: One of `engine_ext.wire.positions.ENCODINGS`; a change that would take more bytes
-            with its indices, before compression, than the whole tensor is kept dense.
+        encoding: One of `engine_ext.format.positions.ENCODINGS`; a change that would take more
+            bytes with its indices, before compression, than the whole tensor is kept dense.
         snapshot_on: One of `diff_device.SNAPSHOT_ON`.
     """
 

@@ -13,7 +13,7 @@ from delta_sender.run import Run
 from delta_sender.snapshot import Snapshot
 from delta_sender.sync_round import SyncRound
 from engine_ext.files import FileLock, sync_folder, write_file
-from engine_ext.wire import Digest
+from engine_ext.format import Digest
 
 
 class Known(msgspec.Struct, frozen=True):

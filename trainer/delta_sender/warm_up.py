@@ -15,8 +15,8 @@ from delta_sender.diff_batch import compare_batch
 from delta_sender.diff_host import compare
 from delta_sender.encoding_policy import AUTO
 from engine_ext.dtypes import bits_dtype
+from engine_ext.format import DIFFERENCES, ParamDelta, encode_part, tensor_digest
 from engine_ext.kernels import gather_scatter
-from engine_ext.wire import DIFFERENCES, ParamDelta, encode_part, tensor_digest
 
 _NUMEL: Final = 1 << 20
 # Near each other and far apart: gap symbols of one byte and of two.

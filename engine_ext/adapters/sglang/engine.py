@@ -8,7 +8,7 @@ from typing import Any
 
 from engine_ext.adapters.sglang.rpc import Channel
 from engine_ext.errors import DeltaError
-from engine_ext.wire.operations import Operation, ReplyT
+from engine_ext.ranks.operations import Operation, ReplyT
 
 _IDLE_POLL_S = 0.05
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_ext.adapters.sglang.names import LOAD_FORMAT
-from engine_ext.receiver import Receiver
+from engine_ext.sync import Receiver
 
 _WEIGHTS = "weights"  # SGLang's name for the weights' share of its memory
 _UPDATES = (

@@ -21,8 +21,8 @@ import psutil
 
 from engine_ext.adapters.sglang.names import LOAD_FORMAT
 from engine_ext.errors import DeltaError
+from engine_ext.ranks import operations as ops
 from engine_ext.ranks import replicas
-from engine_ext.wire import operations as ops
 
 logger = logging.getLogger(__name__)
 

@@ -34,11 +34,11 @@ from engine_ext.errors import (
 )
 from engine_ext.placement import Repack
 from engine_ext.ranks import GroupRanks, Ranks, among_replicas
+from engine_ext.ranks.operations import BeginPart, CommitSync, Reply, RollBack, encode_answer
 from engine_ext.rebuild import LoadingStates
-from engine_ext.receiver import LoadedModel, Rebuilding, Receiver, make_receiver
 from engine_ext.remote_parts import locator
+from engine_ext.sync import LoadedModel, Rebuilding, Receiver, make_receiver
 from engine_ext.tracing import LoadingTrace
-from engine_ext.wire.operations import BeginPart, CommitSync, Reply, RollBack, encode_answer
 
 logger = logging.getLogger(__name__)
 

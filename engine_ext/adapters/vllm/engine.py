@@ -9,7 +9,7 @@ from typing import Any
 from engine_ext.adapters.vllm.features import may_span_hosts
 from engine_ext.errors import DeltaError
 from engine_ext.ranks import replicas
-from engine_ext.wire.operations import Operation, ReplyT, decode_answers, encode_request
+from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
 
 _DEATH_POLL_S = 0.5
 

@@ -14,7 +14,7 @@ from engine_ext import settings
 from engine_ext.adapters.vllm import transfer_frontend
 from engine_ext.adapters.vllm.engine import VllmEngine
 from engine_ext.errors import DeltaError
-from engine_ext.wire.operations import UnloadAdapter
+from engine_ext.ranks.operations import UnloadAdapter
 
 
 class DeltaEndpoints:

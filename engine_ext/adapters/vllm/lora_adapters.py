@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from engine_ext.errors import AdapterNotLoaded
-from engine_ext.receiver import AdapterStore
+from engine_ext.sync import AdapterStore
 
 Tensors = dict[str, torch.Tensor]
 

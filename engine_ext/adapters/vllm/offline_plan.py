@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine_ext.errors import DeltaError
-from engine_ext.wire.operations import GetPlan, decode_answers, encode_request
+from engine_ext.ranks.operations import GetPlan, decode_answers, encode_request
 
 
 def load_plan(model: str, flags: Sequence[str]) -> list[list[dict[str, Any]]]:

@@ -21,7 +21,7 @@ import msgspec
 from engine_ext.adapters.vllm.engine import VllmEngine
 from engine_ext.adapters.vllm.transfer_group import JoinGroup, LeaveGroup, PollGroup, ReceivePart
 from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable, UploadTooSlow, as_delta_error
-from engine_ext.wire.operations import Operation
+from engine_ext.ranks.operations import Operation
 
 NAME: Final = "delta_updates"
 PATHS: Final = (

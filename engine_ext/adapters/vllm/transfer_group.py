@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from engine_ext.errors import Conflict, SpoolFull, UploadTooSlow
-from engine_ext.wire.operations import (
+from engine_ext.ranks.operations import (
     Operation,
     PartProgress,
     Reply,

@@ -33,14 +33,14 @@ from engine_ext.model import ConstantsWatch
 from engine_ext.placement import Repack
 from engine_ext.ranks import GroupRanks, Ranks, among_replicas, replicas
 from engine_ext.rebuild import LoadingStates, make_twin
-from engine_ext.receiver import (
+from engine_ext.remote_parts import locator
+from engine_ext.sync import (
     AdapterReceivers,
     LoadedModel,
     Rebuilding,
     Receiver,
     make_receiver,
 )
-from engine_ext.remote_parts import locator
 from engine_ext.tracing import LoadingTrace, LoadWeights
 
 _COLLECTIVE: Final = ("fastsafetensors", "instanttensor")

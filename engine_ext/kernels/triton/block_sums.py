@@ -1,6 +1,6 @@
 """Sum the digest's terms over a dense range of elements on an accelerator.
 
-``engine_ext.wire.digest`` defines the sums; its table of factors and the seeds of a tensor's name
+``engine_ext.format.digest`` defines the sums; its table of factors and the seeds of a tensor's name
 are arguments here. Memory is read once. Integers have the same bits signed and unsigned, but for
 shifts and for widening, which are done on unsigned ones.
 """

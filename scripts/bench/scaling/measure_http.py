@@ -21,7 +21,7 @@ import xxhash
 
 from delta_sender.http_client import EngineClient
 from delta_sender.options import with_defaults
-from engine_ext.wire import ParamDelta, encode_part
+from engine_ext.format import ParamDelta, encode_part
 from scripts.bench.scaling.stub_server import HOST
 from scripts.bench.scaling.timing import ColdCaches, fastest
 from scripts.live_engine.process import EngineError

@@ -22,15 +22,8 @@ import torch
 from torch import nn
 
 from delta_sender.diff_host import compare
-from engine_ext.apply import DeltaApplier, ScatterWriter, StagedPart
 from engine_ext.files import remove_beside
-from engine_ext.model import StorageIndex
-from engine_ext.placement import Plan, TensorSpec, certify_placement, make_plan
-from engine_ext.receiver import shared_decoding
-from engine_ext.resources import no_full_collections
-from engine_ext.settings import Settings
-from engine_ext.tracing import trace_placement
-from engine_ext.wire import (
+from engine_ext.format import (
     Limits,
     ParamDelta,
     Part,
@@ -38,6 +31,12 @@ from engine_ext.wire import (
     encode_part,
     part_identity,
 )
+from engine_ext.model import StorageIndex
+from engine_ext.placement import Plan, TensorSpec, certify_placement, make_plan
+from engine_ext.resources import no_full_collections
+from engine_ext.settings import Settings
+from engine_ext.sync import DeltaApplier, ScatterWriter, StagedPart, shared_decoding
+from engine_ext.tracing import trace_placement
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.encodings import ENCODINGS
 from scripts.bench.scaling.measure_sender import SMALL, SMALLS, deltas_of

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from delta_sender.diff_host import compare
 from delta_sender.diff_loop import Difference
+from engine_ext.format import ParamDelta, change_digest, encode_part, tensor_digest
 from engine_ext.kernels import gather_scatter
 from engine_ext.resources import usable_cores
-from engine_ext.wire import ParamDelta, change_digest, encode_part, tensor_digest
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.encodings import ENCODINGS, gap_bytes
 from scripts.bench.scaling.timing import ColdCaches, fastest

@@ -56,7 +56,7 @@ def diff_cpu(setup: Setup, costs: Constants) -> float:
 
 
 def encode_cpu(setup: Setup, costs: Constants) -> float:
-    """Return CPU seconds of encoding a part; see `engine_ext.wire.encode_part`."""
+    """Return CPU seconds of encoding a part; see `engine_ext.format.encode_part`."""
     return setup.part_nnz * costs.encode_ns[setup.encoding] * _NS
 
 
@@ -90,14 +90,14 @@ def receive_cpu(setup: Setup, costs: Constants) -> float:
 
 
 def decode_cpu(setup: Setup, costs: Constants) -> float:
-    """Return CPU seconds of verifying and decoding a part; see `engine_ext.wire.decode_part`."""
+    """Return CPU seconds of verifying and decoding a part; see `engine_ext.format.decode_part`."""
     return setup.part_nnz * costs.decode_ns[setup.encoding] * _NS
 
 
 def place_cpu(setup: Setup, costs: Constants) -> float:
     """Return CPU seconds of a rank for a decoded part: locate, read old values, digest.
 
-    `engine_ext.apply.stager`: of ``ranks`` elements one is this rank's.
+    `engine_ext.sync.stager`: of ``ranks`` elements one is this rank's.
     """
     own = setup.part_nnz / setup.ranks
     return (own * costs.stage_own_ns + (setup.part_nnz - own) * costs.stage_other_ns) * _NS

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from delta_sender import DeltaSender
-from engine_ext.wire import tensor_digest
+from engine_ext.format import tensor_digest
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.processes import cpu_seconds
 from scripts.bench.scaling.timing import wait_until_idle, write_free_pages

@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from delta_server.routes import attach
 from delta_server.service import DeltaService
 from engine_ext.errors import DeltaError
+from engine_ext.ranks import operations as ops
 from engine_ext.settings import Settings
-from engine_ext.wire import operations as ops
 
 HOST = "127.0.0.1"
 

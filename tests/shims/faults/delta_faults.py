@@ -45,7 +45,7 @@ from typing import Any
 
 def register() -> None:
     """Put the faults in; the engines call this in each of their processes."""
-    from engine_ext.receiver.receiver import Receiver
+    from engine_ext.sync.receiver import Receiver
 
     original = Receiver.execute
     if hasattr(original, "faulty"):

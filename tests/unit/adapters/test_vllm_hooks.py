@@ -14,8 +14,7 @@ import pytest
 from engine_ext import settings
 from engine_ext.adapters.vllm import engine, hooks
 from engine_ext.adapters.vllm.engine import VllmEngine
-from engine_ext.ranks import replicas
-from engine_ext.wire import operations
+from engine_ext.ranks import operations, replicas
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,8 @@ from delta_sender.options import with_defaults
 from delta_sender.results import SyncError
 from engine_ext.adapters.vllm import transfer_frontend
 from engine_ext.errors import DeltaError
+from engine_ext.format.signature import HMAC_KEY_ENVIRONMENT
 from engine_ext.settings import API_KEY_ENVIRONMENT
-from engine_ext.wire.signature import HMAC_KEY_ENVIRONMENT
 from tests.support.delta_bodies import BASE, NEXT, OTHER_STEP, after, delta_part, same
 from tests.support.endpoint_rig import assert_error
 from tests.unit.adapters.transfer_api import START, Api, assert_ended, inline, parts
@@ -167,7 +167,7 @@ def test_a_worker_that_waits_for_its_trainer_may_exit() -> None:
     code = """
 import torch
 from engine_ext.adapters.vllm.transfer_group import JoinGroup, TransferGroup
-from engine_ext.wire.operations import encode_request
+from engine_ext.ranks.operations import encode_request
 
 group = TransferGroup(torch.device("cpu"), receives=True)
 join = JoinGroup(master_address="127.0.0.1", master_port=1, backend="gloo", timeout=3600.0)

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Body, FastAPI, Request
 from engine_ext.adapters.vllm import transfer_frontend
 from engine_ext.adapters.vllm.frontend import DeltaEndpoints
 from engine_ext.adapters.vllm.transfer_group import TransferGroup
-from engine_ext.wire.operations import Operation, decode_answers, encode_request
+from engine_ext.ranks.operations import Operation, decode_answers, encode_request
 from tests.support.delta_bodies import Changes, delta_part
 from tests.support.endpoint_rig import Rig, assert_error
 

@@ -26,7 +26,7 @@ from engine_ext.delta_log.catalog import (
 from engine_ext.delta_log.folder_log import discard
 from engine_ext.delta_log.writer import LogWriter, manifest_of
 from engine_ext.errors import LogDamaged, MalformedPart
-from engine_ext.wire import ParamDelta, encode_part
+from engine_ext.format import ParamDelta, encode_part
 from tests.support.served_models import PROPERTY
 
 

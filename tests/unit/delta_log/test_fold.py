@@ -16,9 +16,9 @@ from engine_ext.delta_log.catalog import DONE, folder_name, list_log, route
 from engine_ext.delta_log.folder_log import FolderLog
 from engine_ext.delta_log.writer import LogWriter
 from engine_ext.errors import LogDamaged
-from engine_ext.wire import ParamDelta, encode_part
-from engine_ext.wire.digest import Digest, change_digest
-from engine_ext.wire.signature import SIGNATURE_SUFFIX, sign
+from engine_ext.format import ParamDelta, encode_part
+from engine_ext.format.digest import Digest, change_digest
+from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
 from tests.support.served_models import PROPERTY
 
 SIZES = {"a": 12, "b": 5, "c": 300}

@@ -27,10 +27,10 @@ from engine_ext.delta_log import (
 )
 from engine_ext.delta_log.catalog import DONE, MAX_DONE_BYTES, REFUSED
 from engine_ext.errors import LogDamaged, PartUnavailable
+from engine_ext.format import HMAC_KEY_ENVIRONMENT, SIGNATURE_SUFFIX, sign
 from engine_ext.object_store import ObjectStore
 from engine_ext.remote_parts import PartCache
 from engine_ext.version_folders import INDEX
-from engine_ext.wire import HMAC_KEY_ENVIRONMENT, SIGNATURE_SUFFIX, sign
 from tests.support.folder_writer import write_checkpoint, write_version
 from tests.support.object_stores import StoreServer
 from tests.support.store_proxy import Fault, StoreProxy

@@ -22,7 +22,7 @@ from engine_ext.delta_log import (
     read_version,
     route,
 )
-from engine_ext.wire import Digest, ParamDelta, change_digest, encode_part
+from engine_ext.format import Digest, ParamDelta, change_digest, encode_part
 from tests.support.served_models import PROPERTY
 from tests.unit.delta_log.test_fold import (
     DTYPES,

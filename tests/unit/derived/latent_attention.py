@@ -13,9 +13,9 @@ from torch import nn
 
 from engine_ext.derived.recompute import Recomputation
 from engine_ext.model.constants import is_constant
-from engine_ext.receiver.loaded_model import LoadedModel
-from engine_ext.receiver.startup import make_receiver
 from engine_ext.settings import Settings
+from engine_ext.sync.loaded_model import LoadedModel
+from engine_ext.sync.startup import make_receiver
 from tests.support.rank_engine import Engine, part_id
 from tests.support.served_models import (
     base_checkpoint,

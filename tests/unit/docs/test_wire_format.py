@@ -13,7 +13,7 @@ import torch
 from jsonschema import Draft202012Validator
 
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
-from engine_ext.wire import (
+from engine_ext.format import (
     BIT_CHANGES,
     ENCODINGS,
     Limits,
@@ -21,8 +21,8 @@ from engine_ext.wire import (
     encode_part,
     read_container,
 )
-from engine_ext.wire.manifest import Manifest, ParamEntry
-from engine_ext.wire.zstd_frames import FrameReader
+from engine_ext.format.manifest import Manifest, ParamEntry
+from engine_ext.format.zstd_frames import FrameReader
 from scripts.doc_tables.__main__ import DOCS
 
 SCHEMA: dict[str, Any] = json.loads((DOCS / "wire-metadata.schema.json").read_text())

@@ -23,21 +23,21 @@ from delta_sender import diff_device
 from delta_sender import snapshot as sender_snapshot
 from delta_sender.diff_device import begin_device_compare
 from delta_sender.snapshot import Snapshot
-from engine_ext.apply.staged import Write
-from engine_ext.apply.thread_pool import ThreadPool
-from engine_ext.apply.writes import put_all, undo_all
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.kernels import gather_scatter as host_gather_scatter
-from engine_ext.kernels import triton as device
-from engine_ext.kernels.triton import block_sums, compact, gather_scatter, self_test
-from engine_ext.placement import DeviceBatch, DeviceElements, device_batch, targets
-from engine_ext.wire import (
+from engine_ext.format import (
     decode_part,
     device_digest,
     digest_on_device,
     encode_part,
     tensor_digest,
 )
+from engine_ext.kernels import gather_scatter as host_gather_scatter
+from engine_ext.kernels import triton as device
+from engine_ext.kernels.triton import block_sums, compact, gather_scatter, self_test
+from engine_ext.placement import DeviceBatch, DeviceElements, device_batch, targets
+from engine_ext.sync.staged import Write
+from engine_ext.sync.thread_pool import ThreadPool
+from engine_ext.sync.writes import put_all, undo_all
 from tests.support.device import DEVICE
 from tests.support.served_models import (
     attempt,

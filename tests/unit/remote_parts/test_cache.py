@@ -16,8 +16,8 @@ import xxhash
 
 from engine_ext.errors import ChecksumMismatch, PartUnavailable, SpoolFull
 from engine_ext.files import FileLock, decoded_path
-from engine_ext.receiver.mapped_part import map_part
 from engine_ext.remote_parts import LocalFolder, PartCache
+from engine_ext.sync.mapped_part import map_part
 
 LIMIT = 10_000
 

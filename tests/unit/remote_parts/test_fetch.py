@@ -15,9 +15,9 @@ import xxhash
 
 from delta_server.part_server import PartServer
 from engine_ext.errors import PartUnavailable
+from engine_ext.ranks.operations import PartSource
 from engine_ext.remote_parts import PartCache, PartLocator
 from engine_ext.remote_parts.fetch import fetch_part
-from engine_ext.wire.operations import PartSource
 
 DATA = os.urandom(3 << 20)
 

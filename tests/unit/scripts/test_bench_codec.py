@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine_ext.wire import ENCODINGS
+from engine_ext.format import ENCODINGS
 from scripts.bench import codec, synthetic_weights
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from engine_ext.wire import Digest
+from engine_ext.format import Digest
 from scripts.bench import apply, device_digest
 
 

@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 
 from delta_sender.diff_host import compare
-from engine_ext.apply import StagedPart
-from engine_ext.wire import ParamDelta, decode_part, encode_part
+from engine_ext.format import ParamDelta, decode_part, encode_part
+from engine_ext.sync import StagedPart
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling import (
     __main__,

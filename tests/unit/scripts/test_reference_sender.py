@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from engine_ext.dtypes import bits_dtype
-from engine_ext.wire import decode_part
+from engine_ext.format import decode_part
 from tests.support.independent_encoder import PROPERTY
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "reference_sender.py"

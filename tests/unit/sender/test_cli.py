@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 
 from delta_sender import MultiSender, cli
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.wire.digest import Digest, tensor_digest
-from engine_ext.wire.part import Part, decode_part
-from engine_ext.wire.zstd_frames import FrameReader
+from engine_ext.format.digest import Digest, tensor_digest
+from engine_ext.format.part import Part, decode_part
+from engine_ext.format.zstd_frames import FrameReader
 
 URL = "http://engine:8000"
 CHANGES = {("a.weight", 3, 2.0), ("c.scale", 0, 5.0), ("c.scale", 6, 7.0)}
@@ -560,7 +560,7 @@ def test_runs_as_a_program_and_imports_nothing_unasked(base: Path, target: Path)
         "sys.modules.update(dict.fromkeys(['numba', 'prometheus_client']))\n"  # not installed
         "try: runpy.run_module('delta_sender', run_name='__main__', alter_sys=True)\n"
         "finally:\n"
-        "    import engine_ext.apply.scatter\n"  # uses Triton on an accelerator, as the sender does
+        "    import engine_ext.sync.scatter\n"  # uses Triton on an accelerator, as the sender does
         "    unasked = {'vllm', 'sglang', 'fastapi', 'transformers', 'triton'}\n"
         "    assert not unasked & set(sys.modules)\n"
     )

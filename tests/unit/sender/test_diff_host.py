@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from delta_sender import diff_host
 from delta_sender.diff_host import Comparisons
 from delta_sender.diff_host import compare as compared
+from engine_ext.format.digest import change_digest
+from engine_ext.format.gap_streams import encode_gaps
 from engine_ext.kernels.gather_scatter import signed
-from engine_ext.wire.digest import change_digest
-from engine_ext.wire.gap_streams import encode_gaps
 from tests.support.served_models import PROPERTY
 
 

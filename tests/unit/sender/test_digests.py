@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from delta_sender import SyncError
-from engine_ext.wire.digest import Digest
+from engine_ext.format.digest import Digest
 from tests.support.fake_engine import (
     Engine,
     Handler,

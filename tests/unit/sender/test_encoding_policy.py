@@ -19,7 +19,7 @@ from delta_sender.encoding_policy import (
     _sizes,
     escaped_share,
 )
-from engine_ext.wire import encode_part
+from engine_ext.format import encode_part
 from scripts.bench import synthetic_weights
 from tests.support.fake_engine import Engine, Handler, Model, model_of, train
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from delta_sender import DeltaSender, Quantizer, SyncError, cli, quantize_weight
 from delta_sender.quantize import FORMS
-from engine_ext.wire import ENCODINGS
+from engine_ext.format import ENCODINGS
 from scripts.live_engine.quantised_checkpoints import by_compressed_tensors
 from tests.support.fake_engine import Engine, Model, bits, error, sends, snapshot_is
 

@@ -10,8 +10,8 @@ import torch
 
 from delta_sender import DeltaSender, part_sizes
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.wire.positions import ENCODINGS
-from engine_ext.wire.zstd_frames import ZSTD_MAGIC
+from engine_ext.format.positions import ENCODINGS
+from engine_ext.format.zstd_frames import ZSTD_MAGIC
 from tests.support.fake_engine import Engine, breaks, digest_of, model_of, sender_of, train
 
 

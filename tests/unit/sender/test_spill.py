@@ -17,7 +17,7 @@ from delta_sender import spill as sender_spill
 from delta_sender.encoding_policy import AUTO
 from delta_sender.snapshot import Change, Snapshot
 from delta_sender.spill import Spill
-from engine_ext.wire.manifest import ENCODINGS
+from engine_ext.format.manifest import ENCODINGS
 from tests.support.descriptors import open_descriptors
 from tests.support.fake_engine import Engine, model_of, train
 

@@ -20,8 +20,8 @@ from delta_sender import (
     session_thread,
 )
 from delta_sender import snapshot as sender_snapshot
+from engine_ext.format import digest, exponent_planes, gap_streams, ulp_differences
 from engine_ext.kernels import gather_scatter
-from engine_ext.wire import digest, exponent_planes, gap_streams, ulp_differences
 from tests.support.fake_engine import (
     Engine,
     Handler,

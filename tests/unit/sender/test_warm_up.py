@@ -11,8 +11,8 @@ import torch
 
 from delta_sender import DeltaSender, diff_batch, diff_loop
 from delta_sender.encoding_policy import CHOICES
+from engine_ext.format import digest, exponent_planes, gap_streams, ulp_differences
 from engine_ext.kernels import gather_scatter
-from engine_ext.wire import digest, exponent_planes, gap_streams, ulp_differences
 
 LOOPS = {
     diff_batch: [diff_batch._loop],

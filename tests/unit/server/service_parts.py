@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from delta_server.commit import total_digest
-from engine_ext.wire.operations import GetStatus
+from engine_ext.ranks.operations import GetStatus
 from tests.support.delta_bodies import (
     STEP,
     Changes,

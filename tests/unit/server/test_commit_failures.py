@@ -8,7 +8,7 @@ import pytest
 
 from delta_server.service import DeltaService
 from engine_ext.errors import Conflict
-from engine_ext.wire.operations import Operation
+from engine_ext.ranks.operations import Operation
 from tests.support.delta_bodies import (
     NEXT,
     OTHER_STEP,

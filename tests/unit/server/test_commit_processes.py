@@ -11,7 +11,7 @@ import pytest
 from delta_server import commit as commits_module
 from engine_ext.errors import Conflict
 from engine_ext.model import TracingError
-from engine_ext.wire.operations import Operation
+from engine_ext.ranks.operations import Operation
 from tests.support.delta_bodies import (
     BASE,
     NEXT,

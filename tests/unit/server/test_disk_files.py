@@ -15,7 +15,7 @@ from delta_server import disk_files as files
 from delta_server.disk_files import open_file, resolve_files
 from delta_server.request_options import DiskRequest
 from engine_ext.errors import DeltaError, MalformedPart, PathForbidden, TooLarge
-from engine_ext.wire import Limits
+from engine_ext.format import Limits
 from tests.support.delta_bodies import delta_part
 from tests.support.descriptors import open_descriptors
 from tests.support.endpoint_rig import DELTA, FROM_DISK, Rig, assert_error

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine_ext.ranks.operations import PartSource
 from engine_ext.remote_parts import PartCache, PartLocator
 from engine_ext.remote_parts.fetch import fetch_part
-from engine_ext.wire.operations import PartSource
 from tests.support.delta_bodies import NEXT, delta_part
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.in_process_engine import Engine

@@ -12,7 +12,7 @@ import pytest
 
 from delta_server.disk_files import list_names
 from delta_server.published import beside, completeness, gap_is_empty, not_applied, version_of
-from engine_ext.wire.operations import Delivery
+from engine_ext.ranks.operations import Delivery
 from tests.support.delta_bodies import (
     BASE,
     NEXT,

@@ -15,7 +15,7 @@ from delta_server.request_options import (
     part_id,
 )
 from engine_ext.errors import MalformedPart
-from engine_ext.wire import Manifest, decode_part
+from engine_ext.format import Manifest, decode_part
 from tests.support.delta_bodies import bare, delta_part, forged, fresh_weights, full_part
 
 BIGGEST = 2**63 - 1

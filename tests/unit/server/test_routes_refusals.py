@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable
-from engine_ext.wire import xxh3_checksum
+from engine_ext.format import xxh3_checksum
 from tests.support.delta_bodies import (
     bare,
     delta_part,
@@ -23,7 +23,7 @@ from tests.support.delta_bodies import (
     zstd_declaring,
 )
 from tests.support.endpoint_rig import MAX_BODY_BYTES, Rig, assert_error
-from tests.unit.wire.test_packed import BROKEN, BROKEN_ULP, packed, ulp
+from tests.unit.format.test_packed import BROKEN, BROKEN_ULP, packed, ulp
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 from delta_server import metrics, scrubbing
 from delta_server.service import DeltaService
 from engine_ext.errors import DeltaError
-from engine_ext.wire.operations import ScrubFindings, ScrubState
+from engine_ext.ranks.operations import ScrubFindings, ScrubState
 from tests.support.delta_bodies import OTHER_STEP, RESYNCED, delta_part, full_part, same
 from tests.support.endpoint_rig import COMPLETIONS, Rig, assert_error
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from engine_ext.receiver.sync_state import SyncState
+from engine_ext.sync.sync_state import SyncState
 from tests.support.delta_bodies import (
     BASE,
     NEXT,

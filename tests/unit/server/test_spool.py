@@ -17,7 +17,7 @@ from delta_server import spool_files
 from delta_server.spool import Spool, Spooled
 from delta_server.upload_limits import MinimumRate
 from engine_ext.errors import DeltaError, MalformedPart, SpoolFull, TooLarge, UploadTooSlow
-from engine_ext.wire import Limits, decode_part
+from engine_ext.format import Limits, decode_part
 from tests.support.delta_bodies import STEP, delta_part, pieces, zstd_declaring
 
 LIMITS = Limits(max_part_bytes=4096)

@@ -24,9 +24,9 @@ from delta_server.part_writer import Spooled
 from delta_server.spool import Spool
 from delta_server.upload_limits import MinimumRate
 from engine_ext.errors import DeltaError, SpoolFull
-from engine_ext.receiver.mapped_part import map_part
-from engine_ext.wire import Limits, ParamDelta, Verifier, encode_part, part_identity, sign
-from engine_ext.wire.container import read_container
+from engine_ext.format import Limits, ParamDelta, Verifier, encode_part, part_identity, sign
+from engine_ext.format.container import read_container
+from engine_ext.sync.mapped_part import map_part
 from tests.support.delta_bodies import STEP, VERSION, after, delta_part, fresh_weights, pieces, same
 from tests.support.descriptors import open_descriptors
 from tests.support.endpoint_rig import Rig
@@ -156,7 +156,7 @@ def test_a_body_given_up_while_it_is_written(spool: Spool, batches: int) -> None
 
 RANK = """
 import sys
-from engine_ext.receiver.mapped_part import map_part
+from engine_ext.sync.mapped_part import map_part
 data = map_part(sys.argv[1])
 print("mapped", flush=True)
 sys.stdin.readline()

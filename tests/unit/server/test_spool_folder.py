@@ -50,7 +50,7 @@ def test_the_folder_goes_with_the_spool(tmp_path: Path) -> None:
 SERVERS = """
 import os, signal, sys
 from delta_server.spool import Spool
-from engine_ext.wire import Limits
+from engine_ext.format import Limits
 
 def start():
     spool = Spool(sys.argv[1], Limits())

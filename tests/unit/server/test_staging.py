@@ -13,8 +13,8 @@ import pytest
 
 from delta_server import staging
 from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
-from engine_ext.wire import Part
-from engine_ext.wire.operations import BeginPart, Operation, PollPart, SettlePart
+from engine_ext.format import Part
+from engine_ext.ranks.operations import BeginPart, Operation, PollPart, SettlePart
 from tests.support.delta_bodies import NEXT, Changes, after, delta_part, fresh_weights
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.in_process_engine import RANKS

@@ -14,7 +14,7 @@ import torch
 
 from delta_server.log_replay import LogReplay
 from engine_ext.delta_log import FolderLog
-from engine_ext.wire import encode_part
+from engine_ext.format import encode_part
 from tests.support.delta_bodies import VERSION
 from tests.support.endpoint_rig import assert_error
 from tests.support.folder_writer import INDEX, write_checkpoint, write_version
@@ -126,7 +126,7 @@ def test_a_large_tensor_is_proven_in_chunks(
 ) -> None:
     """Chunks end in rows and elements; several tensors go in several shares."""
     for name, size in {"_CHUNK": 5, "_READ": 3, "_SHARE_BYTES": 1}.items():
-        monkeypatch.setattr(f"engine_ext.apply.new_states.{name}", size)
+        monkeypatch.setattr(f"engine_ext.sync.new_states.{name}", size)
     folder = write_version(engine.root, NEXT, engine.base, engine.target, encoding="overwrite")
     engine.assert_at(engine.ask(folder), engine.target)
 

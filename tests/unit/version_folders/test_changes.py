@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable
+from engine_ext.format import Limits, ParamDelta, decode_part, encode_part, read_decoded
+from engine_ext.format.decoded_part import write_decoded
 from engine_ext.version_folders import check_change, find_change
-from engine_ext.wire import Limits, ParamDelta, decode_part, encode_part, read_decoded
-from engine_ext.wire.decoded_part import write_decoded
 from tests.support.folder_writer import checksum, payload
 from tests.support.served_models import PROPERTY
 

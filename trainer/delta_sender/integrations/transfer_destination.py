@@ -21,7 +21,7 @@ from delta_sender.http_client import EngineClient
 from delta_sender.integrations.transfer_group import Group, Rendezvous
 from delta_sender.options import MultiOptions
 from delta_sender.results import SyncError
-from engine_ext.wire import SIGNATURE_SUFFIX, sign
+from engine_ext.format import SIGNATURE_SUFFIX, sign
 
 _BUSY: Final = ("SyncInProgress", "TooManyUploads")
 _WAIT_S: Final = 1.0

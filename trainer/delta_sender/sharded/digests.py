@@ -8,8 +8,8 @@ import numpy as np
 
 from delta_sender.diff_loop import Bits
 from delta_sender.sharded.box import Box
+from engine_ext.format import Digest, tensor_digest
 from engine_ext.resources import usable_cores
-from engine_ext.wire import Digest, tensor_digest
 
 _CHUNK: Final = 1 << 20  # elements whose indices are made at a time
 

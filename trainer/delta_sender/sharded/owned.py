@@ -16,7 +16,7 @@ from delta_sender.sharded.ranks import Ranks
 from delta_sender.sharded.shards import Shard, Shards, checked
 from delta_sender.snapshot import NamedTensors, Snapshot
 from engine_ext.dtypes import NAME_OF_TORCH
-from engine_ext.wire import Digest
+from engine_ext.format import Digest
 
 
 class OwnedShards:

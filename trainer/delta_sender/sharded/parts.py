@@ -19,7 +19,7 @@ from delta_sender.sharded.ownership import Tensor
 from delta_sender.snapshot import Changes
 from delta_sender.sync_round import Attempt
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.wire import (
+from engine_ext.format import (
     DIFFERENCES,
     Digest,
     ParamDelta,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from delta_sender.results import RankError, SyncError
 from delta_sender.sharded.copies import differing
-from engine_ext.wire import Digest
+from engine_ext.format import Digest
 
 _Result = TypeVar("_Result")
 

@@ -24,7 +24,7 @@ from delta_sender.sharded.posting import Posting
 from delta_sender.sharded.ranks import Ranks
 from delta_sender.snapshot import Snapshot
 from delta_sender.sync_round import Attempt, SyncRound
-from engine_ext.wire import Digest, encode_part
+from engine_ext.format import Digest, encode_part
 
 
 class SharedEngine(Destination):

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from delta_sender.sharded.box import Box
 from delta_sender.sharded.digests import box_digest
 from delta_sender.sharded.ownership import Held, Ownership
-from engine_ext.wire import tensor_digest
+from engine_ext.format import tensor_digest
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
 

@@ -1,0 +1,132 @@
+"""Encode and decode the wire format: one part, from bytes to checked arrays and back; sans-I/O.
+
+``docs/wire-format.md`` is the specification: what a part MUST and MAY be, every encoding with its
+byte layout, the metadata, and the digest.
+
+Reading is layered, and each layer can be used alone on a stream: `FrameReader` unwraps, `PartGate`
+checks the header and the length, `decode_part` verifies and decodes. All of them raise
+`engine_ext.errors.DeltaError` and nothing else for hostile bytes; the encoder, which is given
+arguments and not bytes, raises ValueError.
+
+Imports: `engine_ext.kernels`, and the ground floor.
+"""
+
+from engine_ext.format.checksum import (
+    CHECKSUM_DIGITS,
+    StateHash,
+    slime_checksum,
+    state_hash,
+    verify_checksum,
+    xxh3_checksum,
+)
+from engine_ext.format.compared_digest import digest_if_equal
+from engine_ext.format.container import (
+    Header,
+    PartGate,
+    Span,
+    parse_header,
+    read_container,
+    write_container,
+)
+from engine_ext.format.decoded_part import is_decoded, read_decoded, write_decoded
+from engine_ext.format.digest import ALGORITHM as DIGEST_ALGORITHM
+from engine_ext.format.digest import Digest, change_digest, tensor_digest
+from engine_ext.format.digest_on_device import device_digest
+from engine_ext.format.gap_streams import byte_stream, join_streams
+from engine_ext.format.gathered_change import gather_change
+from engine_ext.format.gathered_change import warm_up as warm_up_gathering
+from engine_ext.format.identity import IdentityHash, Origin, PartId, RunSender, part_identity
+from engine_ext.format.manifest import (
+    ANONYMOUS,
+    BIT_CHANGES,
+    DIFFERENCES,
+    ENCODINGS,
+    MAX_VERSION,
+    PACKED_ENCODINGS,
+    Limits,
+    Manifest,
+    ParamEntry,
+    check_run,
+    manifest_checksum,
+    optional_version,
+    parse_manifest,
+    split_owner,
+)
+from engine_ext.format.param_delta import ParamDelta
+from engine_ext.format.part import Part, decode_part, encode_part
+from engine_ext.format.positions import decode_positions, encode_positions, position_bytes
+from engine_ext.format.signature import (
+    HMAC_KEY_ENVIRONMENT,
+    SIGNATURE_HEADER,
+    SIGNATURE_SUFFIX,
+    Verifier,
+    sign,
+    signing_key,
+)
+from engine_ext.format.ulp_differences import differences_of
+from engine_ext.format.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame, inflate
+
+__all__ = [
+    "ANONYMOUS",
+    "BIT_CHANGES",
+    "CHECKSUM_DIGITS",
+    "DIFFERENCES",
+    "DIGEST_ALGORITHM",
+    "ENCODINGS",
+    "HMAC_KEY_ENVIRONMENT",
+    "MAX_VERSION",
+    "PACKED_ENCODINGS",
+    "SIGNATURE_HEADER",
+    "SIGNATURE_SUFFIX",
+    "ZSTD_MAGIC",
+    "Digest",
+    "FrameReader",
+    "Header",
+    "IdentityHash",
+    "Limits",
+    "Manifest",
+    "Origin",
+    "ParamDelta",
+    "ParamEntry",
+    "Part",
+    "PartGate",
+    "PartId",
+    "RunSender",
+    "Span",
+    "StateHash",
+    "Verifier",
+    "byte_stream",
+    "change_digest",
+    "check_run",
+    "compress_frame",
+    "decode_part",
+    "decode_positions",
+    "device_digest",
+    "differences_of",
+    "digest_if_equal",
+    "encode_part",
+    "encode_positions",
+    "gather_change",
+    "inflate",
+    "is_decoded",
+    "join_streams",
+    "manifest_checksum",
+    "optional_version",
+    "parse_header",
+    "parse_manifest",
+    "part_identity",
+    "position_bytes",
+    "read_container",
+    "read_decoded",
+    "sign",
+    "signing_key",
+    "slime_checksum",
+    "split_owner",
+    "state_hash",
+    "tensor_digest",
+    "verify_checksum",
+    "warm_up_gathering",
+    "write_container",
+    "write_decoded",
+    "xxh3_checksum",
+]

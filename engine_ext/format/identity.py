@@ -1,0 +1,92 @@
+"""Compute the identity of a part, which is equal for two parts only if they write the same.
+
+Repeated parts are recognised by it. The container's own checksum would not do: it covers positions
+and values but not which tensors they are for, and slime's form of it ignores order. What a sender
+may change when it sends a part again (its sync id, its number) is not included. Differences write
+the same only on the same old values, so the digest of these is included.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import xxhash
+
+from engine_ext.format.container import Header
+from engine_ext.format.manifest import DIFFERENCES
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class IdentityHash:
+    """Computes the identity of a part while its data section arrives.
+
+    It is the xxh3_128 of everything that determines what is written, as 32 hex digits. The hashed
+    bytes are, as text joined with NUL: the encoding, the dtype of the values, the offsets of the
+    two tensors in the data section, the ``params`` text, and with differences ``digest_part``; then
+    the data section.
+    """
+
+    def __init__(self, header: Header) -> None:
+        start = header.data_begin
+        hashed = (
+            header.manifest.encoding,
+            header.values.dtype,
+            header.positions.begin - start,
+            header.values.begin - start,
+            header.metadata["params"],
+            *([header.metadata["digest_part"]] if header.manifest.encoding == DIFFERENCES else []),
+        )
+        self._digest = xxhash.xxh3_128("\0".join(map(str, hashed)).encode())
+
+    def feed(self, data: Buffer) -> None:
+        """Take the next bytes of the data section."""
+        self._digest.update(data)
+
+    def finish(self) -> str:
+        """Return the identity, once all of the data section was fed."""
+        return self._digest.hexdigest()
+
+
+def part_identity(header: Header, container: Buffer) -> str:
+    """Return the identity of a part of which `container` is the whole, decompressed."""
+    identity = IdentityHash(header)
+    with memoryview(container) as view:
+        identity.feed(view[header.data_begin :])
+    return identity.finish()
+
+
+class RunSender(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that sends the weights of a run."""
+
+    run: str
+    epoch: int  # which opening of the run this is, from 1
+    host: str | None = None
+    pid: int | None = None
+
+
+# Who brings a part: a sender, the engine's delta log, or an endpoint that makes an empty one.
+Origin = Literal["sender", "log", "engine"]
+
+
+class PartId(msgspec.Struct, frozen=True, kw_only=True):
+    """One part and the sync that it belongs to."""
+
+    version: int  # that its sync leads to
+    base_version: int | None  # that its sync starts from; None for a ``full`` sync
+    identity: str  # see `IdentityHash`
+    sync_id: str | None = None
+    full: bool = False  # the sync's params are dense and together cover the model
+    part: int = 0
+    num_parts: int | None = None  # of the sync, or None if this part does not say
+    continues: bool = False  # it may be one more transaction at the engine's version
+    apart: bool = False  # but only if that may be incomplete, and of tensors not sent before
+    counted: bool = True  # something says that no part of the version is missing
+    folder: str | None = None  # the folder of its version that it is from, if not counted
+    file: str | None = None  # its name there
+    # What the delta log has of the versions that its sync leads over: records by folder's name.
+    log_records: dict[str, str] = {}
+    sender: RunSender | None = None  # None: the part names no run
+    origin: Origin = "sender"

@@ -1,0 +1,343 @@
+"""Encode a whole part from the params' changed elements to bytes, and decode it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
+from engine_ext.errors import DeltaError, MalformedPart
+from engine_ext.format.bit_changes import decode_changes, encode_changes
+from engine_ext.format.checksum import verify_checksum, xxh3_checksum
+from engine_ext.format.container import Header, read_container, write_container
+from engine_ext.format.digest import ALGORITHM
+from engine_ext.format.exponent_planes import decode_planes, encode_planes
+from engine_ext.format.gap_streams import (
+    check_streams,
+    decode_many_gaps,
+    pack_streams,
+    unpack_streams,
+)
+from engine_ext.format.manifest import (
+    BIT_CHANGES,
+    DIFFERENCES,
+    PACKED_ENCODINGS,
+    Limits,
+    Manifest,
+    ParamEntry,
+    manifest_checksum,
+    parse_manifest,
+)
+from engine_ext.format.param_delta import ParamDelta
+from engine_ext.format.positions import decode_positions, encode_positions
+from engine_ext.format.ulp_differences import decode_differences, encode_differences
+from engine_ext.format.undo_promotion import narrow_values
+from engine_ext.format.zstd_frames import compress_frame
+from engine_ext.resources import usable_cores
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_DEFAULT_LIMITS: Final = Limits()
+_NOTHING: Final = np.empty(0, np.uint8)
+_WORTH_THREADS = 1 << 19  # bytes that take far longer to pack or unpack than threads take to start
+_SHARE = 1 << 20  # bytes of gap streams that are worth a thread of their own
+
+_Indices = NDArray[Any] | None  # None for a dense param
+_Own = tuple[NDArray[Any], NDArray[Any] | None]  # values, and the bits cleared before
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A decoded part; the deltas are in the order of ``params``."""
+
+    header: Header
+    deltas: tuple[ParamDelta, ...]
+
+    @property
+    def manifest(self) -> Manifest:
+        """The part's parsed metadata."""
+        return self.header.manifest
+
+
+def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
+    """Verify a decompressed container and decode all its params.
+
+    The deltas may keep views of `buffer`, so it must stay unchanged as long as they live.
+
+    Raises:
+        MalformedPart: It is truncated, contradicts itself, is not what the sender hashed
+            (`ChecksumMismatch`), or a value does not narrow to its param's dtype.
+        TooLarge: A declared size is over `limits`.
+        NotUpdatable: An index is out of range or not ascending.
+
+    Example:
+        >>> import numpy as np
+        >>> delta = ParamDelta("w", "bfloat16", (4,), np.array([2]), np.array([0x3F80], np.uint16))
+        >>> raw = encode_part([delta], encoding="deltas", current_version=1)
+        >>> decode_part(raw).deltas[0].indices
+        array([2], dtype=int32)
+    """
+    header, positions, values = read_container(buffer, limits)
+    manifest = header.manifest
+    verify_checksum(manifest.checksum, positions, values, header.values.dtype)
+    if manifest.encoding in PACKED_ENCODINGS:
+        places, own_values = _unpacked(manifest, positions, values)
+    else:
+        streams = (positions[entry.pos_start : entry.pos_end] for entry in manifest.params)
+        places = _places(manifest.encoding, manifest.params, streams)
+        own_values = [(own, None) for own in plain_values(header, values)]
+    deltas = (
+        make_delta(manifest.encoding, entry, indices, *own)
+        for entry, indices, own in zip(manifest.params, places, own_values, strict=True)
+    )
+    return Part(header, tuple(deltas))
+
+
+def make_delta(
+    encoding: str,
+    entry: ParamEntry,
+    indices: NDArray[Any] | None,
+    values: NDArray[Any],
+    cleared: NDArray[Any] | None,
+) -> ParamDelta:
+    """Return one param of a part, from what was decoded of it; see `ParamDelta`."""
+    return ParamDelta(
+        entry.name,
+        entry.dtype,
+        entry.shape,
+        indices,
+        values,
+        differences=encoding == DIFFERENCES,
+        cleared=cleared,
+        new_checksum=entry.new_checksum,
+    )
+
+
+def _unpacked(
+    manifest: Manifest, positions: NDArray[np.uint8], values: NDArray[np.uint8]
+) -> tuple[list[_Indices], list[_Own]]:
+    """Decode the params of a packed part, with threads if it is large."""
+    encoding, params = manifest.encoding, manifest.params
+
+    def read(values: NDArray[np.uint8], params: Sequence[ParamEntry]) -> list[_Own]:
+        if encoding == BIT_CHANGES:
+            return [*decode_changes(values, params)]
+        decode = decode_differences if encoding == DIFFERENCES else decode_planes
+        return [(own, None) for own in decode(values, params)]
+
+    cores = usable_cores()
+    if positions.size + values.size < _WORTH_THREADS or cores == 1:
+        streams = unpack_streams(positions, params)
+        return _places(encoding, params, streams), read(values, params)
+    with ThreadPoolExecutor(cores, thread_name_prefix="delta-decode") as pool:
+        own_values = pool.submit(read, values, params)
+        unpacked = [*unpack_streams(positions, params)]
+        shares = [
+            pool.submit(_places, encoding, params[share], unpacked[share])
+            for share in _shares(params, cores)
+        ]
+        return [place for share in shares for place in share.result()], own_values.result()
+
+
+def _shares(params: Sequence[ParamEntry], most: int) -> list[slice]:
+    """Divide params into at most so many shares, of about as many bytes of positions each."""
+    size = params[-1].pos_end if params else 0
+    count = max(2, min(most, size // _SHARE))
+    numbers = [entry.pos_end * count // (size + 1) for entry in params]
+    ends = [*(bisect_right(numbers, share) for share in range(count - 1)), len(params)]
+    return [slice(start, end) for start, end in pairwise([0, *ends]) if start < end]
+
+
+def _places(
+    encoding: str, params: Sequence[ParamEntry], streams: Iterable[NDArray[np.uint8]]
+) -> list[_Indices]:
+    """Decode each param's indices."""
+    raw = [*streams]
+    known: Sequence[_Indices] = [None] * len(raw)
+    if encoding in PACKED_ENCODINGS:
+        known = decode_many_gaps(raw, params)
+    return [
+        None if entry.is_dense else _indices(entry, encoding, stream) if own is None else own
+        for entry, stream, own in zip(params, raw, known, strict=True)
+    ]
+
+
+def _indices(entry: ParamEntry, encoding: str, raw: NDArray[np.uint8]) -> NDArray[Any]:
+    try:
+        indices = decode_positions(encoding, raw, entry.pos_width, entry.numel)
+        if indices.size != entry.nnz:
+            raise MalformedPart(f"the positions have {indices.size} gaps for {entry.nnz} values")
+    except DeltaError as error:
+        error.operands["tensor"] = entry.name
+        raise
+    return indices
+
+
+def plain_values(header: Header, raw: NDArray[np.uint8]) -> Iterator[NDArray[Any]]:
+    """Yield each param's values from a tensor that holds them as they are or promoted."""
+    wide = header.values.dtype
+    values = np.require(raw.view(bits_dtype(wide)), requirements="A")
+    for entry in header.manifest.params:
+        own = values[entry.val_start : entry.val_end]
+        yield narrow_values(own, wide, entry.dtype, entry.name)
+
+
+def encode_part(
+    deltas: Sequence[ParamDelta],
+    *,
+    encoding: str,
+    current_version: int | None,
+    base_version: int | None = None,
+    sync_id: str | None = None,
+    part: int | None = None,
+    num_parts: int | None = None,
+    full: bool = False,
+    digest_part: str | None = None,
+    digest_before: str | None = None,
+    digest_after: str | None = None,
+    run: str | None = None,
+    run_epoch: int | None = None,
+    run_owner: str | None = None,
+    with_manifest_checksum: bool = True,
+) -> bytes:
+    """Encode one part; `decode_part` of the (unwrapped) result returns `deltas` again.
+
+    Args:
+        deltas: One dtype for all; may be empty. Differences with ``gap8_ulp``, and with it only;
+            `cleared` with ``gap8_xor`` likewise.
+        encoding: One of `positions.ENCODINGS`. ``deltas_zstd`` gives the wrapped frame.
+        current_version, base_version: Where the sync leads to, and where it starts. These and what
+            follows are metadata, left out if None; see ``docs/wire-format.md``.
+        sync_id: Equal in all parts of one sync, and in no other sync.
+        part, num_parts: This part's number, from 0, and the number of parts of the sync.
+        full: Whether the sync's params are dense and together cover the model.
+        digest_part: Of the new values minus that of the old ones, 32 hex digits.
+        digest_before, digest_after: Of all covered tensors at the base and the target version.
+        run, run_epoch, run_owner: The sender's run, which opening of it this is, from 1, and its
+            HOST:PID.
+
+    Raises:
+        ValueError: The deltas have several dtypes, `decode_part` would refuse an argument, or the
+            encoding cannot hold an index.
+    """
+    dtypes = {delta.dtype for delta in deltas}
+    if len(dtypes) > 1:
+        raise ValueError(f"a part holds one dtype, not {', '.join(sorted(dtypes))}")
+    values_dtype = dtypes.pop() if dtypes else "uint8"
+    if values_dtype not in TORCH_DTYPE:
+        raise ValueError(f"unknown dtype {values_dtype!r}")
+    bits = bits_dtype(values_dtype)
+    packed = encoding in PACKED_ENCODINGS
+    entries: list[ParamEntry] = []
+    pieces: list[NDArray[np.uint8]] = []
+    given: list[tuple[NDArray[np.uint8], NDArray[Any]]] = []  # streams, and their indices
+    pos_end = val_end = 0
+    for delta in deltas:
+        _check_delta(delta, encoding, bits)
+        if delta.indices is None:
+            raw, width = _NOTHING, 0
+        elif packed and delta.stream is not None:
+            raw, width = delta.stream, 1
+            given.append((raw, delta.indices))
+        else:
+            raw, width = encode_positions(encoding, delta.indices)
+        pos_start, pos_end = pos_end, pos_end + raw.size
+        val_start, val_end = val_end, val_end + delta.values.size
+        slices = (pos_start, pos_end, width, val_start, val_end)
+        entries.append(
+            ParamEntry(delta.name, delta.dtype, delta.shape, *slices, delta.new_checksum)
+        )
+        pieces.append(raw)
+    check_streams([stream for stream, _ in given], [indices for _, indices in given])
+    if packed:
+        widths = [entry.pos_width for entry in entries]
+        positions, compressed = _packed(encoding, pieces, widths, deltas)
+        values, values_dtype = [compressed], "uint8"
+    else:
+        positions = np.concatenate([_NOTHING, *pieces])
+        values = [np.ascontiguousarray(delta.values) for delta in deltas]
+
+    digests = {
+        "digest_part": digest_part,
+        "digest_before": digest_before,
+        "digest_after": digest_after,
+    }
+    digested = any(value is not None for value in digests.values())
+    optional = {
+        "current_version": current_version,
+        "base_version": base_version,
+        "part": part,
+        "num_parts": num_parts,
+        "sync_id": sync_id,
+        "run": run,
+        "run_epoch": run_epoch,
+        "run_owner": run_owner,
+        "full": "true" if full else None,
+        "digest_algorithm": ALGORITHM if digested else None,
+        **digests,
+    }
+    metadata = {
+        "encoding": encoding,
+        "params": msgspec.json.encode(entries).decode(),
+        "checksum": xxh3_checksum(positions.data, *(piece.data for piece in values)),
+        **{key: str(value) for key, value in optional.items() if value is not None},
+    }
+    if with_manifest_checksum:
+        metadata["manifest_checksum"] = manifest_checksum(metadata)
+    try:
+        parse_manifest(metadata, _DEFAULT_LIMITS)
+    except DeltaError as error:
+        raise ValueError(f"{error.message} {error.operands or ''}".rstrip()) from None
+    container = write_container(positions, values, values_dtype, metadata)
+    return compress_frame(container) if encoding == "deltas_zstd" else container
+
+
+def _packed(
+    encoding: str,
+    streams: Sequence[NDArray[np.uint8]],
+    widths: Sequence[int],
+    deltas: Sequence[ParamDelta],
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return both tensors of a packed part; large ones are compressed in parallel."""
+    values = [delta.values for delta in deltas]
+    if encoding == BIT_CHANGES:
+        cleared = [delta.cleared for delta in deltas if delta.cleared is not None]
+        return pack_streams(streams, widths), encode_changes(values, cleared)
+    write = encode_differences if encoding == DIFFERENCES else encode_planes
+    size = sum(array.nbytes for array in (*streams, *values))
+    if size < _WORTH_THREADS or usable_cores() == 1:
+        return pack_streams(streams, widths), write(values)
+    with ThreadPoolExecutor(1, thread_name_prefix="delta-encode") as pool:
+        positions = pool.submit(pack_streams, streams, widths)
+        packed = write(values)
+        return positions.result(), packed
+
+
+def _check_delta(delta: ParamDelta, encoding: str, bits: np.dtype[Any]) -> None:
+    if delta.values.ndim != 1 or delta.values.dtype != bits:
+        raise ValueError(
+            f"{delta.name}: values are {delta.values.dtype} {delta.values.shape},"
+            f" not the bits of {delta.dtype} in one dimension"
+        )
+    numel, indices = delta.numel, delta.indices
+    sent = numel if indices is None else indices.size
+    if delta.values.size != sent:
+        raise ValueError(f"{delta.name}: {delta.nnz} values for {sent} elements")
+    if delta.differences != (encoding == DIFFERENCES):
+        raise ValueError(f"{delta.name}: {DIFFERENCES} takes differences, other encodings values")
+    if (delta.cleared is not None) != (encoding == BIT_CHANGES):
+        raise ValueError(f"{delta.name}: {BIT_CHANGES} takes changes of bits, others values")
+    if indices is not None:
+        if indices.ndim != 1 or indices.dtype not in (np.int32, np.int64):
+            raise ValueError(f"{delta.name}: indices are not int32 or int64 in one dimension")
+        if sent and indices[-1] >= numel:
+            raise ValueError(f"{delta.name}: an index beyond its {numel} elements")

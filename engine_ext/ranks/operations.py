@@ -1,0 +1,400 @@
+"""The operations that the HTTP side asks of every rank's receiver.
+
+Each operation is a struct, and its type parameter is the struct of its reply, one of those of
+`engine_ext.ranks.replies`, which this module exports too. Its tag is the name of the method that
+carries it out, see `engine_ext.sync.receiver.Receiver`. The engines' own channels carry a
+request as its tag and a dict of JSON types, and an answer as ``{"ok": reply}`` or
+``{"error": error}`` (see `engine_ext.errors.DeltaError.to_wire`). Only this module converts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, Union, get_args
+
+import msgspec
+
+from engine_ext.errors import DeltaError, as_delta_error, from_wire
+from engine_ext.format import PartId, RunSender
+from engine_ext.ranks.replies import (
+    Admission,
+    CallerPause,
+    CallerPaused,
+    CommittedSync,
+    Delivery,
+    EngineLease,
+    Following,
+    History,
+    LeaseGrant,
+    LoadedAdapter,
+    LogLook,
+    LogRecords,
+    PartBegun,
+    PartProgress,
+    PartSettled,
+    Pulled,
+    PulledFolder,
+    RankDigest,
+    RankPlan,
+    RankState,
+    RankStatus,
+    Reply,
+    RolledBack,
+    RunClaimed,
+    RunOwner,
+    RunReleased,
+    ScrubFindings,
+    ScrubState,
+    StagedSync,
+    SyncPrepared,
+    SyncRecord,
+    Unseen,
+    Written,
+)
+
+__all__ = [
+    "AcquireFollowLease",
+    "AcquireLease",
+    "AcquireLogLease",
+    "Admission",
+    "BeginPart",
+    "CallerPause",
+    "CallerPaused",
+    "ClaimRun",
+    "CommitSync",
+    "CommittedSync",
+    "Delivery",
+    "DropSync",
+    "EngineLease",
+    "FindPull",
+    "FindUnseen",
+    "Following",
+    "GetDigest",
+    "GetHistory",
+    "GetPlan",
+    "GetState",
+    "GetStatus",
+    "History",
+    "LeaseGrant",
+    "LoadedAdapter",
+    "LogLook",
+    "LogRecords",
+    "Operation",
+    "PartBegun",
+    "PartProgress",
+    "PartSettled",
+    "PollPart",
+    "PrepareSync",
+    "Pulled",
+    "PulledFolder",
+    "RankDigest",
+    "RankPlan",
+    "RankState",
+    "RankStatus",
+    "RecordPause",
+    "RecordPull",
+    "RecordSync",
+    "ReleaseLease",
+    "ReleaseLogLease",
+    "ReleaseRun",
+    "Reply",
+    "ReplyT",
+    "Request",
+    "RollBack",
+    "RolledBack",
+    "RunClaimed",
+    "RunOwner",
+    "RunReleased",
+    "ScrubFindings",
+    "ScrubState",
+    "SettlePart",
+    "ShareFollowing",
+    "ShareLogRecords",
+    "StagedSync",
+    "SyncPrepared",
+    "SyncRecord",
+    "TakeScrubFindings",
+    "UnloadAdapter",
+    "Unseen",
+    "Written",
+    "decode_answers",
+    "decode_request",
+    "encode_answer",
+    "encode_request",
+]
+
+_TAG = "operation"
+
+ReplyT = TypeVar("ReplyT", bound=Reply)
+
+
+class Operation(
+    msgspec.Struct,
+    Generic[ReplyT],
+    frozen=True,
+    forbid_unknown_fields=True,
+    tag_field=_TAG,
+    omit_defaults=True,
+    kw_only=True,
+):
+    """Base of the operations.
+
+    Attributes:
+        adapter: the LoRA adapter whose own tensors are meant; None means the model's weights.
+    """
+
+    adapter: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The operation's tag."""
+        return str(self.__struct_config__.tag)
+
+
+class GetStatus(Operation[RankStatus], frozen=True, tag="status"):
+    """Describe the receiver."""
+
+
+class GetState(Operation[RankState], frozen=True, tag="state"):
+    """Describe what every HTTP process must know; cheap."""
+
+
+class AcquireLease(Operation[EngineLease], frozen=True, kw_only=True, tag="acquire_lease"):
+    """Let one HTTP process pause the engine; see `engine_ext.sync.lease.Lease.acquire`."""
+
+    holder: str
+    resumes: bool
+    instead_of: str | None
+
+
+class ReleaseLease(Operation[Reply], frozen=True, kw_only=True, tag="release_lease"):
+    """Return the lease; `owed` if generation must still be resumed."""
+
+    holder: str
+    owed: bool
+
+
+class RecordPause(Operation[CallerPaused], frozen=True, kw_only=True, tag="record_pause"):
+    """Learn of a pause that is not a commit's, or that there is none."""
+
+    pause: CallerPause | None
+    begins: bool  # the engine was not paused just before; else what is known of the pause stays
+
+
+class AcquireLogLease(Operation[LeaseGrant], frozen=True, kw_only=True, tag="acquire_log_lease"):
+    """Let one HTTP process replay the delta log."""
+
+    holder: str
+    instead_of: str | None
+
+
+class ReleaseLogLease(Operation[Reply], frozen=True, kw_only=True, tag="release_log_lease"):
+    """Return the lease of the delta log."""
+
+    holder: str
+
+
+class AcquireFollowLease(
+    Operation[LeaseGrant], frozen=True, kw_only=True, tag="acquire_follow_lease"
+):
+    """Let one HTTP process follow the delta log, until it is dead."""
+
+    holder: str
+    instead_of: str | None
+
+
+class ShareFollowing(Operation[Following], frozen=True, kw_only=True, tag="share_following"):
+    """Read what the HTTP processes of an engine share that follows its log, and change some."""
+
+    follower: str  # the engine's name among the log's followers, if it has none yet
+    look: LogLook | None = None  # has just ended
+    was_read: bool = False  # the log could be read
+    pins: bool = False  # `pin` counts
+    pin: int | None = None
+
+
+class ShareLogRecords(Operation[LogRecords], frozen=True, kw_only=True, tag="share_log_records"):
+    """Read what the delta log had of the versions that led to the engine's, and add to it."""
+
+    version: int  # to which what is added has led
+    seen: dict[str, str] = {}  # records by folder's name, in order of version
+
+
+class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
+    """Find which parts were not committed at this version."""
+
+    version: int
+    run: str | None = None  # that the parts name
+    identities: list[str]
+
+
+class PartSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where hosts without the spool get a part, as long as it is being staged."""
+
+    url: str
+    token: str  # bearer token of that URL
+    size: int  # bytes
+    content: str  # xxh3_128 of these, in hex
+    # Of the file, which another one at the same path on another host does not share.
+    inode: int
+    modified_ns: int
+
+
+class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
+    """Admit a part and start staging it."""
+
+    part: PartId
+    path: str  # the spool file that holds the part
+    source: PartSource | None = None  # for ranks of other hosts, if there are any
+    now: float  # seconds on a clock that all HTTP processes share
+    at: float = 0.0  # Unix time
+
+
+class PollPart(Operation[PartProgress], frozen=True, kw_only=True, tag="poll"):
+    """Ask whether a part is staged."""
+
+    part: PartId
+
+
+class SettlePart(Operation[PartSettled], frozen=True, kw_only=True, tag="settle"):
+    """Keep a part that every rank has staged, or forget one that some rank refused."""
+
+    part: PartId
+    staged: bool
+
+
+class PrepareSync(Operation[SyncPrepared], frozen=True, kw_only=True, tag="prepare"):
+    """Do a share of what must precede the commit of a staged sync; `part` is one of its parts."""
+
+    part: PartId
+
+
+class DropSync(Operation[Reply], frozen=True, kw_only=True, tag="drop"):
+    """Forget the staged sync; with a version, only if it is that one."""
+
+    version: int | None = None
+    sync_id: str | None = None
+
+
+class ClaimRun(Operation[RunClaimed], frozen=True, kw_only=True, tag="claim_run"):
+    """Let the process of a run alone change the weights, from now on."""
+
+    sender: RunSender
+    takeover: bool  # from another run, which is fenced
+    now: float  # as in `BeginPart`
+    at: float
+
+
+class ReleaseRun(Operation[RunReleased], frozen=True, kw_only=True, tag="release_run"):
+    """Let anyone change the weights, and drop what the process of a run has staged."""
+
+    sender: RunSender
+
+
+class CommitSync(Operation[CommittedSync], frozen=True, kw_only=True, tag="commit"):
+    """Write the staged sync on every rank, or on none."""
+
+    version: int
+    sync_id: str | None
+
+
+class RollBack(Operation[RolledBack], frozen=True, tag="rollback"):
+    """Restore the version before the last one."""
+
+
+class RecordPull(Operation[Reply], frozen=True, kw_only=True, tag="record_pull"):
+    """Remember what was pulled under the name of a checkpoint."""
+
+    checkpoint: str
+    pulled: Pulled
+
+
+class FindPull(Operation[Pulled], frozen=True, kw_only=True, tag="find_pull"):
+    """Find what was pulled under the name of a checkpoint."""
+
+    checkpoint: str
+
+
+class GetPlan(Operation[RankPlan], frozen=True, tag="plan"):
+    """List every checkpoint tensor with its placement on this rank."""
+
+
+class GetDigest(Operation[RankDigest], frozen=True, kw_only=True, tag="digest"):
+    """Compute the digests; with `scan` from live memory."""
+
+    scan: bool
+
+
+class TakeScrubFindings(Operation[ScrubFindings], frozen=True, tag="take_scrub_findings"):
+    """Return what scrubbing has found since the last request of any process."""
+
+
+class RecordSync(Operation[SyncRecord], frozen=True, kw_only=True, tag="record"):
+    """Add a request to the history; the reply includes the parts staged before it."""
+
+    record: SyncRecord
+
+
+class GetHistory(Operation[History], frozen=True, tag="history"):
+    """List the last syncs."""
+
+
+class UnloadAdapter(Operation[Reply], frozen=True, tag="unload_adapter"):
+    """Learn that requests cannot name the adapter any more."""
+
+
+# The operations above; an adapter may define more for itself.
+Request: Any = Union[tuple(Operation.__subclasses__())]  # noqa: UP007
+
+
+# Transport -----------------------------------------------------------------------------------
+
+
+def encode_request(request: Operation[Any]) -> tuple[str, dict[str, Any]]:
+    """Return the operation's tag and its fields as JSON types.
+
+    Raises:
+        TypeError: `request` is not an operation.
+    """
+    if not isinstance(request, Operation):
+        raise TypeError(f"not an operation: {request!r}")
+    arguments: dict[str, Any] = msgspec.to_builtins(request)
+    return str(arguments.pop(_TAG)), arguments
+
+
+def decode_request(operation: str, arguments: dict[str, Any], types: Any = Request) -> Any:
+    """Return the operation, one of the union `types`, that `encode_request` has encoded.
+
+    Raises:
+        DeltaError: the tag is unknown, or a field is missing, unknown or of another type.
+    """
+    try:
+        return msgspec.convert({**arguments, _TAG: operation}, types)
+    except (TypeError, msgspec.ValidationError) as error:
+        raise DeltaError(f"invalid operation {operation!r}: {error}") from error
+
+
+def encode_answer(carry_out: Callable[[], Reply]) -> dict[str, Any]:
+    """Call `carry_out` and return its reply, or what it raises, as an answer; never raises."""
+    try:
+        return {"ok": msgspec.to_builtins(carry_out())}
+    except Exception as error:
+        return {"error": as_delta_error(error).to_wire()}
+
+
+def decode_answers(
+    request: Operation[ReplyT], answers: Sequence[dict[str, Any]]
+) -> list[ReplyT | DeltaError]:
+    """Return every rank's reply to the operation, or its error, in rank order.
+
+    Raises:
+        msgspec.ValidationError: an answer is not one to this operation.
+    """
+    [operation] = type(request).__orig_bases__  # type: ignore[attr-defined]
+    [reply_type] = get_args(operation)
+    return [
+        from_wire(answer["error"])
+        if "error" in answer
+        else msgspec.convert(answer.get("ok"), reply_type)
+        for answer in answers
+    ]

@@ -1,0 +1,297 @@
+"""The replies to the operations that the HTTP side asks of every rank's receiver."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Admission = Literal["new", "staged", "already_applied"]
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the replies; by itself the reply of an operation that has nothing to report."""
+
+
+class CallerPause(msgspec.Struct, frozen=True, kw_only=True):
+    """A pause of generation that is not a commit's."""
+
+    since: float  # Unix time at which an HTTP process has seen it
+    began: float  # the same on a clock that all HTTP processes share, in seconds
+    by: str | None  # address of the client that asked for it; None if it is not known
+
+
+class CallerPaused(Reply, frozen=True, kw_only=True):
+    """The pause that lasts; None if there is none."""
+
+    pause: CallerPause | None
+
+
+class RankState(Reply, frozen=True, kw_only=True):
+    """What every HTTP process must know of a rank."""
+
+    version: int  # of the live weights
+    # uncertain after a write failed half-way, mismatched after a scan or scrubbing found other bits
+    engine_state: Literal["certain", "mismatched", "uncertain"]
+    resume_owed: bool  # a commit has paused the engine and not resumed it yet
+    paused: CallerPause | None = None  # as it was last recorded
+
+
+class LeaseGrant(Reply, frozen=True, kw_only=True):
+    """The answer to a process that asks for a lease."""
+
+    granted: bool  # whether the process has the lease now
+    holder: str | None = None  # if not, the process that has it
+    fresh: bool = False  # if so, no other process has had it since this one last had it
+
+
+class EngineLease(Reply, frozen=True, kw_only=True):
+    """A `LeaseGrant`, with the state of the rank that gave it."""
+
+    grant: LeaseGrant
+    state: RankState
+
+
+class RunOwner(msgspec.Struct, frozen=True, kw_only=True):
+    """Who owns the weights, or has staged parts; see `engine_ext.format.identity.RunSender`."""
+
+    run: str
+    epoch: int
+    host: str | None
+    pid: int | None
+    since: float  # Unix time
+
+
+class RunClaimed(Reply, frozen=True, kw_only=True):
+    """A run owns the weights."""
+
+    owner: RunOwner
+    highest: int | None  # number that a version of the run has had; None before the first
+
+
+class RunReleased(Reply, frozen=True, kw_only=True):
+    """Whether the run has owned the weights until now."""
+
+    released: bool
+
+
+class StagedSync(Reply, frozen=True, kw_only=True):
+    """A sync that has parts, but is not committed."""
+
+    version: int
+    base_version: int | None
+    sync_id: str | None
+    full: bool
+    num_parts: int | None
+    parts: list[int]  # numbers of the parts that all ranks have staged
+    run: str | None = None  # None: its parts name none
+    owner: RunOwner | None = None  # its sender, if its parts name a run
+    since: float = 0.0  # Unix time of its first part
+
+
+class Delivery(Reply, frozen=True, kw_only=True):
+    """Whether all of a version has arrived, as far as the ranks know."""
+
+    complete: bool = True  # False: unknown, its files named no count and no digest
+    folder: str | None = None  # the version's folder, if all that arrived is from there
+    files: list[str] = []  # the names of what arrived
+
+
+class Written(Reply, frozen=True, kw_only=True):
+    """What a commit or a rollback has written."""
+
+    version: int  # of the live weights now
+    commit_ms: float  # milliseconds that this rank spent writing and voting
+    digest: str  # of what this rank counts, in hex
+    run: str | None  # that the version is of; None: loaded with the engine
+
+
+class CommittedSync(Written, frozen=True, kw_only=True):
+    """A sync that was committed."""
+
+    base_version: int
+    base_run: str | None  # that the version before was of
+    sync_id: str | None
+    full: bool
+    apply: str  # name of the applier
+    parts: int
+    nnz: int  # elements that the sync has sent, without those skipped
+    tensors: int  # tensors that it has named, without those skipped
+    elements: int  # elements of those tensors
+    skipped: dict[str, int] = {}  # elements sent of tensors that the engine ignores, by name
+    rollback: bool  # whether this version can be rolled back
+
+
+class RolledBack(Written, frozen=True, kw_only=True):
+    """A rollback; `rolled_back` is the version that was left."""
+
+    rolled_back: int
+
+
+class LoadedAdapter(Reply, frozen=True, kw_only=True):
+    """A LoRA adapter that the engine has loaded; no digest before a request has named it."""
+
+    name: str
+    version: int
+    digest: str | None
+
+
+class ScrubState(Reply, frozen=True, kw_only=True):
+    """What scrubbing has found on one rank."""
+
+    passes: int  # over all tensors, since the start
+    passed_at: float | None  # Unix time at which the last one ended
+    mismatched: list[str]  # tensors whose live memory is not what the syncs have written
+    error: str | None  # what ended the last pass early
+
+
+class RankStatus(RankState, frozen=True, kw_only=True):
+    """The state of one rank's receiver."""
+
+    asleep: bool  # the engine has released the weights' memory
+    foreign: str | None  # what changed the weights outside of delta sync since the last sync
+    run: str | None  # that the version is of; None: as for `Written`
+    owner: RunOwner | None  # who alone may change it; None: anyone
+    loaded: bool  # nothing was written since the engine has started
+    mismatched: list[str] = []  # tensors found to hold other bits since the last full sync
+    delivery: Delivery = Delivery()
+    staged: StagedSync | None
+    last_sync: CommittedSync | None
+    can_roll_back: bool
+    apply: str  # name of the applier
+    certification: dict[str, int]  # number of tensors by certification status
+    uncertified: dict[str, str]  # why each refused tensor could not be certified, by name
+    digest: str  # of what this rank counts, in hex
+    awaits: str | msgspec.UnsetType = msgspec.UNSET  # what must come before it takes deltas
+    adapters: list[LoadedAdapter] | msgspec.UnsetType = msgspec.UNSET  # if the engine takes any
+    scrub: ScrubState | None = None  # None if scrubbing is off
+
+
+class Unseen(Reply, frozen=True, kw_only=True):
+    """The identities that were not committed at the version in question."""
+
+    unseen: list[str]
+
+
+class PartBegun(Reply, frozen=True, kw_only=True):
+    """How a part was admitted, see `engine_ext.sync.sync_state.SyncState.admit`."""
+
+    admission: Admission
+
+
+class PartProgress(Reply, frozen=True, kw_only=True):
+    """Whether a part is staged on this rank."""
+
+    done: bool
+
+
+class PartSettled(Reply, frozen=True, kw_only=True):
+    """Whether all parts of the staged sync are staged, and it needs no `PrepareSync`."""
+
+    complete: bool
+    prepared: bool
+    base: Delivery | None = None  # if complete: of the version that it replaces, unless it is full
+
+
+class SyncPrepared(Reply, frozen=True, kw_only=True):
+    """Whether nothing is left to do before the staged sync can be committed."""
+
+    done: bool
+    rebuilt: int  # modules rebuilt so far on this rank
+
+
+class PulledFolder(msgspec.Struct, frozen=True, kw_only=True):
+    """The folder of the version that a pull has staged, as it was read."""
+
+    version: int
+    identities: list[str]  # of its parts, sorted
+    marks: dict[str, str]  # by file name: changes with the file; empty if it cannot show a change
+
+
+class Pulled(Reply, frozen=True, kw_only=True):
+    """Versions that were pulled under the name of a checkpoint; none if `source` is empty."""
+
+    source: str = ""  # the folder that they are published in
+    target: int = 0  # the last of them
+    sync_id: str | None = None  # of what was staged
+    folder: PulledFolder | None = None  # that it is from
+
+
+class LogLook(msgspec.Struct, frozen=True, kw_only=True):
+    """How a look at the delta log ended, of an engine that follows one."""
+
+    at: float  # Unix time of its end
+    newest: int | None  # version in the log; None if it has none, or was never read
+    behind: int  # versions in the log after that of the weights
+    problem: dict[str, Any] | None  # that keeps the engine from the newest version
+    error: dict[str, Any] | None  # that ended the look
+    asleep: bool  # the weights' memory was released
+
+
+class Following(Reply, frozen=True, kw_only=True):
+    """What all HTTP processes of an engine that follows its delta log must know."""
+
+    name: str | None = None  # the engine's, among the log's followers
+    process: str | None = None  # that looks at the log
+    pin: int | None = None  # a version that the engine does not go past
+    look: LogLook | None = None  # the last one, of any process
+    was_read: bool = False  # the log was, since the engine's start
+    failures: int = 0  # looks that an error has ended
+    in_a_row: int = 0  # of these, since one ended well
+
+
+class LogRecords(Reply, frozen=True, kw_only=True):
+    """Records of the last versions in the delta log that have led to the engine's."""
+
+    records: dict[str, str]  # by folder's name, see `engine_ext.delta_log.records`
+
+
+class RankPlan(Reply, frozen=True, kw_only=True):
+    """One row per checkpoint tensor, or None if the engine has loaded no checkpoint yet."""
+
+    tensors: list[dict[str, Any]] | None
+
+
+class ScrubFindings(Reply, frozen=True, kw_only=True):
+    """The tensors that scrubbing has found to be other than written, each told once."""
+
+    mismatched: list[str]
+
+
+class RankDigest(Reply, frozen=True, kw_only=True):
+    """The digest of each covered tensor's elements that this rank counts, in hex."""
+
+    version: int
+    tensors: dict[str, str]  # scanned from live memory, if a scan was asked for; else `tracked`
+    tracked: dict[str, str]  # what the syncs add up to
+    corrupted: list[str]  # whose modules a scan found different from what processing makes of them
+
+
+class SyncRecord(Reply, frozen=True, kw_only=True):
+    """The result of one request for an update; see `CommittedSync` for the counts."""
+
+    at: float  # Unix time at which the request began
+    outcome: str  # committed, staged, refused, ...
+    error: str | None = None  # type of the error that it was answered with
+    message: str | None = None
+    version: int | None = None
+    base_version: int | None = None
+    run: str | None = None  # that the version is of
+    sync_id: str | None = None
+    full: bool = False
+    reason: str | None = None  # why it was full
+    parts: int = 0  # that it has sent
+    nnz: int | None = None
+    elements: int | None = None
+    tensors: int | None = None
+    bytes: int = 0  # of the parts
+    apply: str | None = None
+    rebuilt: int | None = None  # modules that the engine's own processing has computed anew
+    adapter: str | None = None  # the LoRA adapter that it was for
+    timings_ms: dict[str, float]  # milliseconds by phase
+
+
+class History(Reply, frozen=True, kw_only=True):
+    """The last syncs, the newest one last."""
+
+    syncs: list[SyncRecord]

@@ -1,0 +1,119 @@
+"""The interface between the steps of a sync and the code that writes the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from engine_ext.format import Digest, Part
+from engine_ext.placement import Plan
+from engine_ext.sync.staged import StagedPart, UndoLog
+
+
+class Applier(Protocol):
+    """Stages and writes syncs on one rank.
+
+    `engine_ext.sync.delta_applier.DeltaApplier` implements it for a model whose placement is
+    certified, `engine_ext.sync.initial_sync.InitialSyncApplier` for a model without known weights.
+    A sync goes through `stage` (once per part), `check_sync`, `prepare` until it is done,
+    `check_base`, `brief`, `agree` and `write`, then through `finish`, or through `undo` if some
+    rank's write failed. Whatever a step before `write` raises refuses the sync and leaves the model
+    unchanged, except a `TracingError` of `check_sync`: its dry run of the engine's loader has
+    changed the model. A BaseMismatch of `write` refuses it, too, once every rank has undone its
+    writes; the staged sync is of no use then.
+
+    Attributes:
+        name: the apply mode in answers and metrics.
+        digests: the digest of the elements that this rank counts, by checkpoint tensor.
+        copies: that of the elements that it holds and another rank counts, of the tensors of which
+            it is known: scrubbing adds it.
+    """
+
+    name: str
+    digests: dict[str, Digest]
+    copies: dict[str, Digest]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The certified placement; None before the initial sync."""
+
+    @property
+    def digest(self) -> Digest:
+        """The sum of `digests`."""
+
+    def stage(self, part: Part) -> StagedPart:
+        """Check a part and prepare its writes; may run in several threads at once."""
+
+    def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
+        """Check what only all parts of a sync together show on this rank."""
+
+    def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
+        """Do a share of what must precede the commit; return whether all is done."""
+
+    def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
+        """Return whether `prepare` is done with a sync."""
+
+    def scan(self) -> tuple[dict[str, Digest], list[str]]:
+        """Return `digests` from live memory, and the tensors that are not what was written.
+
+        The digests of tensors that have moved are left out.
+        """
+
+    def search_again(self) -> bool:
+        """Refuse weights that the engine has copied since start-up.
+
+        An engine may make some when it first generates. Return whether it could be searched.
+        """
+
+    def moved(self) -> list[str]:
+        """Return the tensors that are not where they were when they were placed, sorted.
+
+        Those of the checkpoint, or live ones that hold none of it.
+        """
+
+    def check_in_place(self) -> None:
+        """Check that nothing has moved; raise BaseMismatch, with the names as ``moved``."""
+
+    def place_again(self) -> None:
+        """Let a ``full`` sync be written to where the live tensors are now.
+
+        Must come before the sync's first part is staged.
+
+        Raises:
+            NotUpdatable: a tensor cannot be followed there. Nothing was changed.
+            TracingError: the dry run of the engine's loader has changed the model.
+        """
+
+    def check_base(self, staged: Sequence[StagedPart]) -> None:
+        """Check old values read while staging, as far as `write` does not."""
+
+    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+        """Return what the other ranks need to know of this rank's share of a sync, as JSON."""
+
+    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+        """Check a sync by the briefs of all ranks; every rank reaches the same result."""
+
+    def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
+        """Write a sync. If it raises, some elements may have been written.
+
+        Args:
+            given_up: undo logs that are of no use any more; it may keep old values in their memory.
+
+        Raises:
+            BaseMismatch: an old value read while staging is not in live memory any more.
+        """
+
+    def undo(self, staged: Sequence[StagedPart]) -> None:
+        """Write the old values back after `write` succeeded or failed."""
+
+    def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
+        """Record a written sync; return what rolls it back, or None if that was not kept."""
+
+    def roll_back(self, log: UndoLog) -> None:
+        """Restore the weights and digests from before a committed sync."""
+
+    def forget(self) -> None:
+        """Learn that something else than a sync has changed the weights, or that one has failed."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the apply mode, certification summary and digest of this rank, as JSON."""

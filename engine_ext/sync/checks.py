@@ -1,0 +1,129 @@
+"""Checks of a sync on one rank.
+
+Each raises `NotUpdatable` before anything is written; its operands name the tensors or sizes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import numpy as np
+
+from engine_ext.dtypes import NAME_OF_TORCH
+from engine_ext.errors import NotUpdatable
+from engine_ext.format import ParamDelta
+from engine_ext.placement import (
+    DeviceElements,
+    HostElements,
+    Placed,
+    Plan,
+    Status,
+    TensorSpec,
+)
+from engine_ext.sync.staged import StagedParam, StagedPart
+
+
+def check_param(
+    delta: ParamDelta, plan: Plan, refusal: Callable[[ParamDelta, Placed, bool], str | None]
+) -> None:
+    """Check that a param is a tensor of the checkpoint that can be updated exactly.
+
+    `refusal` returns why the apply mode cannot write a delta of a certified tensor, or None; its
+    last argument is whether the digest covers the tensor.
+    """
+    name = delta.name
+    placed = plan.placement.get(name)
+    if placed is None:
+        raise NotUpdatable(
+            f"{name}: the checkpoint this engine was loaded from has no such tensor", tensor=name
+        )
+    _check_spec(delta, placed.spec)
+    uncertified = placed.status is Status.UNCERTIFIED
+    reason = placed.reason if uncertified else refusal(delta, placed, name in plan.digested)
+    if reason:
+        raise NotUpdatable(
+            f"{name}: this engine cannot update it exactly: {reason}", tensor=name, reason=reason
+        )
+
+
+def is_ignored(delta: ParamDelta, plan: Plan) -> bool:
+    """Return whether a param may be skipped: no rank would have made anything of it.
+
+    Raises:
+        NotUpdatable: it may, but has another shape or dtype than the tensor it is of.
+    """
+    spec = plan.ignores(delta.name)
+    if spec is not None:
+        _check_spec(delta, spec)
+    return spec is not None
+
+
+def _check_spec(delta: ParamDelta, spec: TensorSpec) -> None:
+    name, dtype = delta.name, NAME_OF_TORCH[spec.dtype]
+    if (delta.shape, delta.dtype) != (spec.shape, dtype):
+        raise NotUpdatable(
+            f"{name}: it is {dtype} {list(spec.shape)} in the checkpoint, and {delta.dtype} "
+            f"{list(delta.shape)} in the delta",
+            tensor=name,
+        )
+
+
+def check_no_overlap(staged: Sequence[StagedPart]) -> None:
+    """Check that no element of a tensor on this rank is sent more than once.
+
+    A part that declares the whole new bytes of a tensor must send all of its changes.
+    """
+    by_name: dict[str, list[StagedParam]] = defaultdict(list)
+    alone = set()
+    for part in staged:
+        for param in part.params:
+            by_name[param.name].append(param)
+            if param.dense or part.manifest.proves_states:
+                alone.add(param.name)
+    for name, params in by_name.items():
+        if len(params) > 1 and (name in alone or _overlap(params)):
+            raise NotUpdatable(f"{name}: two parts send the same elements", tensor=name)
+
+
+def _overlap(params: Sequence[StagedParam]) -> bool:
+    """Return whether sparse params of one tensor write to the same element."""
+    by_live: dict[str, list[Any]] = defaultdict(list)
+    for write in (write for param in params for write in param.writes):
+        if isinstance(write.elements, HostElements):
+            by_live[write.live].append(write.elements.offsets)
+        elif isinstance(write.elements, DeviceElements):
+            by_live[write.live].append(write.elements.offsets.cpu().numpy())
+    return any(
+        len(np.unique(np.concatenate(found))) < sum(map(len, found)) for found in by_live.values()
+    )
+
+
+def check_covers(staged: Sequence[StagedPart], held: AbstractSet[str]) -> None:
+    """Check that a full sync sends every element of every tensor in `held`, those on some rank."""
+    params = [param for part in staged for param in part.params]
+    sparse = sorted({param.name for param in params if not param.dense})
+    if sparse:
+        raise NotUpdatable(
+            f"a full sync must be dense; these tensors are sparse: {sparse}", tensors=sparse
+        )
+    missing = sorted(held - {param.name for param in params})
+    if missing:
+        raise NotUpdatable(
+            f"a full sync must cover every tensor; {len(missing)} are missing: {missing}",
+            tensors=missing,
+        )
+
+
+def check_undo_log(staged: Sequence[StagedPart], limit: int) -> None:
+    """Check that the old values of a sync fit into `limit` bytes of host memory."""
+    needed = sum(write.undo_bytes for part in staged for write in part.writes)
+    if needed > limit:
+        raise NotUpdatable(
+            f"the undo log of this sync takes {needed} bytes, --delta-undo-bytes allows {limit}; "
+            "send a full sync",
+            needed=needed,
+            limit=limit,
+        )

@@ -1,0 +1,90 @@
+"""Agreement of all ranks on a sync, before anything is written.
+
+Each rank summarises its share of the staged sync in a brief; the briefs are exchanged, and `agree`
+is a pure function of the sync and of all briefs, so that every rank reaches the same result.
+Together they show what no rank sees alone: that each element is held by some rank, that replicas
+held the same old values, and that the digests which the parts declare are those of the weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from engine_ext.errors import BaseMismatch, NotUpdatable
+from engine_ext.format import Digest
+from engine_ext.sync.staged import StagedPart
+
+
+def brief(staged: Sequence[StagedPart], digest: Digest) -> dict[str, Any]:
+    """Return this rank's share of a sync for the others, as JSON; `digest` is that before it."""
+    replicas: dict[tuple[int, ...], Digest] = {}
+    counted, added, changes = 0, list[Digest](), list[str]()
+    for part in staged:
+        replaced: list[Digest] = []
+        for param in part.params:
+            counted += param.counted
+            if param.replaced is not Digest.ZERO:
+                replaced.append(param.replaced)
+            for ranks, change in param.replicas.items():
+                replicas[ranks] = replicas.get(ranks, Digest.ZERO) + change
+        added.append(Digest.total(param.change for param in part.params))
+        changes.append((added[-1] - Digest.total(replaced)).hex())
+    return {
+        "counted": counted,
+        "changes": changes,
+        "added": Digest.total(added).hex(),
+        "replicas": [[list(ranks), change.hex()] for ranks, change in replicas.items()],
+        "digest": digest.hex(),
+    }
+
+
+def agree(staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+    """Check a sync by the `brief` of every rank, in rank order.
+
+    Raises:
+        BaseMismatch: the old values are not the sender's, or differ between ranks.
+        NotUpdatable: an element is on no rank.
+    """
+    counted = sum(answer["counted"] for answer in briefs)
+    nnz = sum(part.nnz for part in staged)
+    if counted != nnz:
+        raise NotUpdatable(f"{nnz - counted} of {nnz} elements are on no rank")
+    full = all(part.manifest.full for part in staged)
+    if not full:
+        _check_replicas(briefs)
+    before = Digest.total(Digest.parse(answer["digest"]) for answer in briefs)
+    for number, part in enumerate(staged):
+        change = Digest.total(Digest.parse(answer["changes"][number]) for answer in briefs)
+        _check_digest("the digest of a part's change", part.manifest.digest_part, change, number)
+        if not part.manifest.full:
+            _check_digest("the model's digest", part.manifest.digest_before, before, number)
+    # A full sync replaces everything that the digest before it covers.
+    added = Digest.total(Digest.parse(answer["added"]) for answer in briefs)
+    after = added if full else before + added
+    for number, part in enumerate(staged):
+        _check_digest("the digest after the sync", part.manifest.digest_after, after, number)
+
+
+def _check_replicas(briefs: Sequence[dict[str, Any]]) -> None:
+    """Check that ranks which hold the same elements found the same old values."""
+    changes: dict[tuple[int, ...], set[str]] = defaultdict(set)
+    holders: Counter[tuple[int, ...]] = Counter()
+    for answer in briefs:
+        for ranks, change in answer["replicas"]:
+            changes[tuple(ranks)].add(change)
+            holders[tuple(ranks)] += 1
+    for ranks, found in changes.items():
+        if len(found) > 1 or holders[ranks] != len(ranks):
+            raise BaseMismatch(f"ranks {list(ranks)} hold different copies of the same weights")
+
+
+def _check_digest(what: str, declared: str | None, actual: Digest, part: int) -> None:
+    if declared is not None and Digest.parse(declared) != actual:
+        raise BaseMismatch(
+            f"{what} is {actual.hex()}, but part {part} declares {declared}: the engine's weights "
+            "are not the ones the delta was made from; send a full sync",
+            expected=declared,
+            actual=actual.hex(),
+        )

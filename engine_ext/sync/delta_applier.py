@@ -1,0 +1,436 @@
+"""The applier of a certified model: everything but the write itself, which a `Writer` does.
+
+Staging does the work in advance: it locates, casts, reads old values and digests the change. The
+commit then checks that the old values are unchanged, by a sample if the pass that writes compares
+all of them, writes, and recomputes the derived tensors that depend on what was written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from engine_ext.derived import LaterCopies, Recomputed
+from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
+from engine_ext.errors import BaseMismatch
+from engine_ext.format import Digest, ParamDelta, Part, change_digest, warm_up_gathering
+from engine_ext.model import StorageIndex
+from engine_ext.placement import Certified, Placed, Plan, WholeBox, summary, uncertified
+from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.sync import checks, consensus
+from engine_ext.sync.moved_tensors import MovedTensors, TraceAgain
+from engine_ext.sync.new_states import GatheredProof
+from engine_ext.sync.param_batch import Batcher
+from engine_ext.sync.rebuilds import Rebuilds
+from engine_ext.sync.staged import CHANGED, StagedParam, StagedPart, UndoLog
+from engine_ext.sync.stager import stage_part
+from engine_ext.sync.thread_pool import ThreadPool
+from engine_ext.sync.tied import check_tied
+from engine_ext.sync.writes import are_unchanged, restore, undo_all
+
+logger = logging.getLogger(__name__)
+
+
+class Writer(Protocol):
+    """An apply mode: how staged writes reach live memory. Its name is in answers and metrics.
+
+    Attributes:
+        keeps_deltas: whether it writes from the params as they were sent.
+        checks_base: whether `write` can compare old values that are known, see `Write.put`.
+    """
+
+    name: str
+    keeps_deltas: bool
+    checks_base: bool
+
+    def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
+        """Return why this mode cannot write a delta exactly, or None if it can.
+
+        The delta has the shape and dtype of the tensor, which is not uncertified; `digested` is
+        whether the digest covers it.
+        """
+
+    def follow(self, index: StorageIndex) -> None:
+        """Write to where the live tensors are in this index from now on."""
+
+    def check(self, staged: Sequence[StagedPart]) -> None:
+        """Raise NotUpdatable if this mode cannot write the sync as a whole."""
+
+    def write(self, staged: Sequence[StagedPart], threads: ThreadPool, *, compares: bool) -> None:
+        """Write the new values. If it raises, some elements may have been written.
+
+        Args:
+            compares: whether old values are compared that are known, if it can.
+
+        Raises:
+            BaseMismatch: one of them was not in memory.
+        """
+
+
+class DeltaApplier:
+    """Stages, writes and undoes syncs on one rank; see `engine_ext.sync.applier.Applier`.
+
+    Args:
+        index: the model's storage index, made before the certification.
+        undo_bytes: host memory that the old values of one sync may take.
+        threads: how many pieces of live tensors are staged or written at once.
+        recomputed: derived tensors that are proven to be recomputed correctly.
+        rebuilds: the modules that are computed from what is written to a twin, if `model` is one.
+        certified: the digests that the certification gave.
+        ranks: of the engine, this one among them.
+        checks_first: whether all old values are compared before anything is written, as they are
+            if there are `recomputed` ones; to be true if there are some on any rank. An undo
+            computes them again, and if something else had changed weights and not them, they would
+            not become what they were.
+        trace_again: finds where moved tensors are; None if none can be followed.
+        later: finds what is computed from weights only once the engine generates.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        index: StorageIndex,
+        plan: Plan,
+        writer: Writer,
+        *,
+        undo_bytes: int,
+        threads: int,
+        recomputed: Sequence[Recomputed] = (),
+        rebuilds: Rebuilds | None = None,
+        certified: Certified | None = None,
+        ranks: Ranks | None = None,
+        checks_first: bool = False,
+        trace_again: TraceAgain | None = None,
+        later: LaterCopies | None = None,
+    ) -> None:
+        self.name = writer.name
+        self.plan = plan
+        self.digests = plan.scan(threads, certified)
+        self.copies: dict[str, Digest] = {}
+        self._writer = writer
+        self._undo_bytes = undo_bytes
+        self._recomputed = recomputed
+        self._rebuilds = rebuilds
+        self._ranks = ranks or SingleRank()
+        self._later = later
+        self._proof = GatheredProof(plan, self._ranks)
+        self._places = MovedTensors(model, index, plan.placement, recomputed, rebuilds, trace_again)
+        self._checks_while_writing = writer.checks_base and not (checks_first or recomputed)
+        self._threads = ThreadPool(threads)
+        devices = {entry.tensor.device for entry in index.entries}
+        self._devices = [device for device in devices if device.type != "cpu"]
+        for dtype in {placed.spec.dtype for placed in plan.placement.values()}:
+            # Compiles the loops, which the first sync would otherwise wait for.
+            none = np.empty(0, bits_dtype(NAME_OF_TORCH[dtype]))
+            change_digest("", np.empty(0, np.int64), none, none)
+        runs = {
+            (target.flat.itemsize, target.locator.offset_dtype)
+            for targets in plan.targets.values()
+            for target in targets
+            if target.is_run
+        }
+        for width, offset_dtype in runs:
+            warm_up_gathering(width, offset_dtype)
+        self._batcher = Batcher(plan)
+
+    @property
+    def digest(self) -> Digest:
+        """The digest of all covered elements that this rank counts."""
+        return Digest.total(self.digests.values())
+
+    def stage(self, part: Part) -> StagedPart:
+        """Check every param of a part and prepare its writes. The model is only read.
+
+        Params that the engine is proven to ignore are skipped; `check_sync` compares those that are
+        tied to a tensor of the checkpoint.
+
+        Raises:
+            NotUpdatable: names the tensor.
+            BaseMismatch: names a tensor whose copies on this rank differ.
+        """
+        ignored = [delta for delta in part.deltas if checks.is_ignored(delta, self.plan)]
+        if ignored:
+            names = {delta.name for delta in ignored}
+            part = replace(part, deltas=tuple(d for d in part.deltas if d.name not in names))
+        for delta in part.deltas:
+            checks.check_param(delta, self.plan, self._writer.refusal)
+        undo = not part.manifest.full or self._size() <= self._undo_bytes
+        keep = self._writer.keeps_deltas
+        staged = stage_part(part, self.plan, self._batcher, self._threads, undo=undo, keep=keep)
+        for param in staged.params:
+            param.tied = not self.plan.writes(param.name)
+        for delta in ignored:
+            staged.skipped[delta.name] = staged.skipped.get(delta.name, 0) + delta.nnz
+        staged.compared = self._compared(ignored, part)
+        return staged
+
+    def _compared(self, ignored: Sequence[ParamDelta], part: Part) -> list[StagedParam]:
+        """Stage ignored params as the tensors that they are tied to; they are not written."""
+        found = []
+        for delta in ignored:
+            tied = self.plan.tied.get(delta.name)
+            if tied is not None:
+                own = msgspec.structs.replace(delta, name=tied, new_checksum=None)
+                checks.check_param(own, self.plan, self._writer.refusal)
+                one = replace(part, deltas=(own,))
+                [param] = stage_part(
+                    *(one, self.plan, self._batcher, self._threads), undo=False, keep=False
+                ).params
+                param.name = delta.name
+                found.append(param)
+        return found
+
+    def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
+        """Check what only all parts of a sync together show on this rank.
+
+        Raises:
+            BaseMismatch: a weight has moved. Nothing was written.
+            NotUpdatable: parts overlap, tied tensors would get different values, a ``full`` sync
+                leaves tensors out, the old values would not fit the undo log, or the apply mode
+                cannot write the sync as a whole. Nothing was written.
+        """
+        self.check_in_place()
+        checks.check_no_overlap(staged)
+        check_tied(staged, self.plan.tied, self.plan.dropped)
+        if full:
+            checks.check_covers(staged, self.plan.held)
+        else:
+            checks.check_undo_log(staged, self._undo_bytes)
+        self._writer.check(staged)
+
+    def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
+        """Prove the next tensors, or rebuild the next modules; return whether nothing is left.
+
+        All ranks must call it until it returns True. It takes twice the time of the engine's own
+        processing of a batch.
+
+        Raises:
+            BaseMismatch: a tensor's new bytes would not be the declared ones.
+            NotUpdatable: a module cannot be rebuilt, or the undo log would be too large. Nothing
+                was written after either.
+        """
+        if not self._proof.is_done(staged):
+            self._proof.prove_some(staged)
+        elif self._rebuilds is not None:
+            self._rebuilds.rebuild_some(staged)
+        if not self.is_prepared(staged):
+            return False
+        if not full:
+            checks.check_undo_log(staged, self._undo_bytes)
+        return True
+
+    def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
+        """Return whether every tensor is proven, and every module rebuilt that a sync changes."""
+        rebuilt = self._rebuilds is None or not self._rebuilds.pending(staged)
+        return rebuilt and self._proof.is_done(staged)
+
+    def scan(self) -> tuple[dict[str, Digest], list[str]]:
+        """Compute `digests` from live memory, and rebuild every module; all ranks must call it.
+
+        Returns:
+            The digests, and the tensors that have moved or whose modules are not what processing
+            makes of them. Those that have moved have no digest: their places hold what is left.
+        """
+        corrupted = set() if self._rebuilds is None else {*self._rebuilds.corrupted()}
+        moved = set(self.moved())
+        found = {name: digest for name, digest in self.plan.scan().items() if name not in moved}
+        return found, sorted(corrupted | moved)
+
+    def search_again(self) -> bool:
+        """Refuse the weights that the engine has come to keep copies of since it was loaded.
+
+        It takes as long as the walk over all modules at start-up. Return whether it was done: what
+        has moved would be taken for a copy.
+        """
+        if self._places.tensors():
+            return False
+        found = {} if self._later is None else self._later.refuse(self.plan.placement)
+        for name, reason in found.items():
+            logger.warning("delta updates will refuse %s from now on: %s", name, reason)
+        return True
+
+    def moved(self) -> list[str]:
+        """Return the weights and the recomputed tensors that are not where they were placed.
+
+        They are given by the checkpoint's tensors, or by live ones that hold none of these.
+        """
+        return self._places.tensors()
+
+    def check_in_place(self) -> None:
+        """Check that nothing has moved.
+
+        Raises:
+            BaseMismatch: names the tensors that have, as `moved` too. Nothing was written.
+        """
+        self._places.check()
+
+    def place_again(self) -> None:
+        """Follow what has moved, so that a ``full`` sync is written to where it is now.
+
+        Raises:
+            NotUpdatable: a tensor cannot be followed there. Nothing was changed.
+            TracingError: the dry run of the engine's loader has changed the model.
+        """
+        plan = self._places.follow(self.plan)
+        self._writer.follow(self._places.index)
+        self._proof = GatheredProof(plan, self._ranks)
+        self._batcher = Batcher(plan)
+        self.plan = plan
+
+    def check_base(self, staged: Sequence[StagedPart]) -> None:
+        """Check that the old values read while staging are still in live memory.
+
+        Of those that `write` compares, in the pass that overwrites them, only a sample is: whatever
+        else updates the weights changes more than a few elements.
+
+        Raises:
+            BaseMismatch: one of them is not. Nothing was written.
+        """
+        self._synchronize()
+        writes = [w for part in staged for w in part.writes]
+        sampled = self._compares_while_writing(staged)
+        if not are_unchanged(writes, self._threads, sampled=sampled):
+            raise BaseMismatch(CHANGED)
+
+    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+        """See `engine_ext.sync.consensus.brief`."""
+        return consensus.brief(staged, self.digest)
+
+    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+        """See `engine_ext.sync.consensus.agree`."""
+        consensus.agree(staged, briefs)
+
+    def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
+        """Write the new values and recompute the derived tensors that depend on them.
+
+        The old values of whole tensors take the memory of the logs that are `given_up`: otherwise a
+        full sync would have two logs as large as the weights while it writes, and memory from the
+        system is cleared first, which takes as long as the copy.
+
+        Raises:
+            BaseMismatch: an old value read while staging is not in live memory any more.
+            Exception: some elements may have been written; after each error `undo` restores them.
+        """
+        memory = {
+            id(elements.segment): old
+            for log in given_up
+            for elements, old in log.writes
+            if isinstance(elements, WholeBox)
+        }
+        for write in (write for part in staged for write in part.writes):
+            if isinstance(write.elements, WholeBox):
+                write.memory = memory.pop(id(write.elements.segment), None)
+        compares = self._compares_while_writing(staged)
+        self._writer.write(staged, self._threads, compares=compares)
+        self._after_write(self._written(staged))
+
+    def _compares_while_writing(self, staged: Sequence[StagedPart]) -> bool:
+        """Return whether the pass that writes compares the old values, and not `check_base`.
+
+        Not in a full sync, whose old values another rank may not keep for an undo. Not with rebuilt
+        modules: what the engine's processing computes may be a view of a weight, which is written
+        twice then, and the second pass would not find the old values.
+        """
+        plain = not any(part.manifest.full or part.rebuilt.modules for part in staged)
+        return self._checks_while_writing and plain
+
+    def undo(self, staged: Sequence[StagedPart]) -> None:
+        """Restore the old values after `write` succeeded or failed, derived tensors too.
+
+        They are what `write` has found in live memory, also where that is not what was staged.
+
+        Raises:
+            RuntimeError: the old values were not kept.
+            Exception: a derived tensor could not be recomputed.
+        """
+        writes = [write for part in staged for write in part.writes]
+        if not all(write.keep for write in writes):
+            raise RuntimeError("the old values were not kept: they do not fit the undo log")
+        undo_all(writes, self._threads)
+        self._after_write(self._written(staged))
+
+    def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
+        """Advance the digests after a write; see `Applier.finish`."""
+        changes: dict[str, Digest] = {}
+        digests = self.digests
+        for part in staged:
+            full = part.manifest.full
+            for param in part.params:
+                name, change = param.name, param.change
+                if full:
+                    self.copies.pop(name, None)
+                elif name in self.copies:
+                    others = [
+                        c for ranks, c in param.replicas.items() if ranks[0] != self.plan.rank
+                    ]
+                    self.copies[name] += Digest.total(others)
+                held = digests.get(name)
+                if held is None:  # another rank counts it
+                    continue
+                if full:  # then it is the digest of the new values
+                    change -= held
+                digests[name] = held + change
+                before = changes.get(name)
+                changes[name] = change if before is None else before + change
+        known = {} if self._rebuilds is None else self._rebuilds.committed(staged)
+        writes = [write for part in staged for write in part.writes]
+        if not all(write.keep for write in writes):
+            return None
+        old = [(write.elements, write.old) for write in writes]
+        return UndoLog(old, changes, self._written(staged), known)
+
+    def roll_back(self, log: UndoLog) -> None:
+        """Restore the weights, derived tensors and digests from before a committed sync.
+
+        Raises:
+            Exception: some elements may have been restored.
+        """
+        restore(log.writes, self._threads)
+        self._after_write(log.live_names)
+        for name, change in log.changes.items():
+            self.digests[name] -= change
+        self.copies.clear()
+        if self._rebuilds is not None:
+            self._rebuilds.restored(log.rebuilt)
+
+    def forget(self) -> None:
+        """Rely no more on what the weights were computed to: something else may change them."""
+        if self._rebuilds is not None:
+            self._rebuilds.forget()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the apply mode, certification summary and digest of this rank, as JSON."""
+        return {
+            "apply": self.name,
+            "certification": summary(self.plan.placement),
+            "uncertified": uncertified(self.plan.placement),
+            "digest": self.digest.hex(),
+        }
+
+    def _size(self) -> int:
+        """Return the bytes of the weights."""
+        return sum(entry.end - entry.start for entry in self._places.index.entries)
+
+    def _written(self, staged: Sequence[StagedPart]) -> frozenset[str]:
+        """Return the live tensors on this rank that a sync writes to, by name."""
+        written = frozenset(write.live for part in staged for write in part.writes)
+        return written if self._rebuilds is None else written | self._rebuilds.written(staged)
+
+    def _after_write(self, live_names: frozenset[str]) -> None:
+        """Wait for the writes, and recompute what depends on these live tensors."""
+        self._synchronize()
+        for recompute in self._recomputed:
+            if recompute.weights & live_names:
+                recompute()
+                self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Wait for all work on the devices of the weights, the engine's and this thread's."""
+        for device in self._devices:
+            torch.get_device_module(device).synchronize(device)

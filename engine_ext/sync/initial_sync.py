@@ -1,0 +1,312 @@
+"""The first sync of an engine that was started without a checkpoint's weights.
+
+Without known bytes in memory nothing can be certified, so such an engine accepts only a ``full``
+sync. It is loaded like a checkpoint: by the engine's own reload path, or where the engine quantises
+or packs weights, on the twin from before that processing, which is then repeated. The result is
+certified against the sync's own bytes, and from then on the engine accepts deltas like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine_ext.derived import Recomputed
+from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.errors import BaseMismatch, NotUpdatable
+from engine_ext.format import Digest, ParamDelta, Part, tensor_digest
+from engine_ext.model import Known, StorageIndex, extent
+from engine_ext.placement import (
+    Certified,
+    Placement,
+    Segment,
+    TensorSpec,
+    boxes,
+    covered,
+    resolve,
+    uncertified,
+)
+from engine_ext.ranks import Ranks, together
+from engine_ext.rebuild import Rebuild
+from engine_ext.sync.masked import densify
+from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
+from engine_ext.sync.tied import tied_differ
+from engine_ext.tracing import LoadWeights
+
+Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+CheckpointReader = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """The result of tracing the tensors of a checkpoint through the model's loader.
+
+    Attributes:
+        model: the model, or the twin that was traced in its place.
+        load_weights: its loader.
+        placement: not certified by the tracing.
+        others: live boxes that the loader fills with something else (padding).
+        recomputed: derived tensors that are proven to be recomputed correctly.
+        rebuilds: modules that are computed from what the loader writes.
+        live: index of the live model.
+        certified: the digests that the certification gave.
+        dropped: other names of tied tensors that the loader is proven to drop.
+        tied: the checkpoint's tensors that the loader drops, each with the one that it is tied to.
+    """
+
+    model: torch.nn.Module
+    load_weights: LoadWeights
+    index: StorageIndex
+    placement: Placement
+    others: list[Segment]
+    live: StorageIndex
+    recomputed: list[Recomputed] = field(default_factory=list)
+    rebuilds: list[Rebuild] = field(default_factory=list)
+    certified: Certified = field(default_factory=dict)
+    dropped: dict[str, TensorSpec] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+
+
+class InitialSyncApplier:
+    """Applies the first ``full`` sync; see `engine_ext.sync.applier.Applier`.
+
+    Args:
+        trace: traces the tensors of a checkpoint through the model's loader.
+        load: loads a checkpoint into the running model, given what was traced.
+        certify: marks what holds exactly the bytes of a checkpoint that was loaded.
+        ranks: of the engine.
+        constant: whether a tensor has what the model's constructor gave it, as it would have in an
+            engine that has loaded a checkpoint without it.
+
+    Attributes:
+        on_initial_sync: called on every rank after the sync, with the certified placement; to be
+            set before it.
+    """
+
+    name = "reload"
+    plan = None
+
+    digest = Digest.ZERO  # nothing is covered yet
+
+    def __init__(
+        self,
+        trace: Callable[[Sequence[TensorSpec], CheckpointReader], Traced],
+        load: Callable[[Traced, CheckpointReader], object],
+        certify: Callable[[Traced, CheckpointReader], object],
+        constant: Known,
+        ranks: Ranks,
+    ) -> None:
+        self.digests: dict[str, Digest] = {}
+        self.copies: dict[str, Digest] = {}
+        self.on_initial_sync: Callable[[Traced], None]
+        self._trace, self._load, self._certify = trace, load, certify
+        self._constant, self._ranks = constant, ranks
+        self._traced: Traced
+
+    def stage(self, part: Part) -> StagedPart:
+        """Stage a part; raise BaseMismatch if it is not of a ``full`` sync."""
+        if not part.manifest.full:
+            raise BaseMismatch(
+                "the engine was started without a checkpoint's weights; send a full sync first"
+            )
+        return StagedPart(
+            part.manifest, [StagedParam.of(delta, keep=True) for delta in part.deltas]
+        )
+
+    def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
+        """Check that the engine's loader would write every live weight of this rank from the sync.
+
+        Raises:
+            NotUpdatable: names the tensors that are refused, tied ones that differ, or the live
+                weights that are not covered. Nothing was written.
+        """
+        deltas = list(_deltas(staged))
+        counts = Counter(delta.name for delta in deltas)
+        repeated = sorted(name for name, count in counts.items() if count > 1)
+        if repeated:
+            raise NotUpdatable(f"two parts send the same tensors: {repeated}", tensors=repeated)
+        self._traced = self._trace_sync(staged)
+        refused = uncertified(self._traced.placement)
+        if refused:
+            raise NotUpdatable(
+                f"this engine cannot load these exactly: {refused}",
+                tensors=sorted(refused),
+                reasons=refused,
+            )
+        sent = {delta.name: delta for delta in deltas}
+        for name, other in self._traced.tied.items():
+            one, tied = sent[name].values, sent[other].values
+            if one.tobytes() != tied.tobytes():
+                raise tied_differ(name, other)
+        left_out = _left_out(self._traced, self._constant)
+        if left_out:
+            raise NotUpdatable(
+                f"a full sync must cover every live weight; (parts of) {left_out} are missing",
+                missing=left_out,
+            )
+
+    def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
+        """Return True: nothing precedes the reload."""
+        return True
+
+    def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
+        """Return True: nothing precedes the reload."""
+        return True
+
+    def scan(self) -> tuple[dict[str, Digest], list[str]]:
+        """Return nothing: no weight is known."""
+        return {}, []
+
+    def search_again(self) -> bool:
+        """Return True: the model is searched when the sync has loaded it."""
+        return True
+
+    def moved(self) -> list[str]:
+        """Return nothing: the reload does not depend on where the weights are."""
+        return []
+
+    def check_in_place(self) -> None:
+        """Accept any state, see `moved`."""
+
+    def place_again(self) -> None:
+        """Do nothing, see `moved`."""
+
+    def check_base(self, staged: Sequence[StagedPart]) -> None:
+        """Accept any base: no old values were read."""
+
+    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+        """Return what this rank would hold and what the digest would cover, as JSON."""
+        placement = self._traced.placement
+        digested = {name: covered(placed) for name, placed in placement.items() if placed.segments}
+        used = [name for name, placed in placement.items() if placed.used]
+        return {"boxes": boxes(placement), "covered": digested, "used": used}
+
+    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+        """Check the sync by the briefs of all ranks.
+
+        Raises:
+            NotUpdatable: no rank would hold a tensor, or the ranks together not all of it.
+            BaseMismatch: a declared digest is not that of the sync's bytes, or is the digest of a
+                change from unknown weights.
+        """
+        placement = self._traced.placement
+        resolve(placement, [brief["boxes"] for brief in briefs])
+        absent = placement.keys() - {n for b in briefs for n in b["boxes"]}
+        # A loader that reads a tensor may keep something of it that was not found.
+        used = absent.intersection(n for b in briefs for n in b["used"])
+        lost, ignored = sorted({*uncertified(placement), *used}), sorted(absent - used)
+        if lost:
+            raise NotUpdatable(f"the engine would not hold all of these: {lost}", tensors=lost)
+        declared = {p.manifest.digest_after for p in staged if p.manifest.digest_after is not None}
+        if ignored and declared:  # no sender's digest may cover what no engine holds
+            raise NotUpdatable(
+                f"the engine ignores these: {ignored}; leave them out",
+                tensors=ignored,
+                ignored=ignored,
+            )
+        for part in staged:
+            skipped = {param.name: param.nnz for param in part.params if param.name in ignored}
+            part.skipped.update(skipped)
+        if any(part.manifest.digest_part is not None for part in staged):
+            raise BaseMismatch("the engine's weights are unknown: leave digest_part out")
+        if declared:
+            after = Digest.ZERO
+            for delta in _deltas(staged):
+                if all(brief["covered"].get(delta.name, True) for brief in briefs):
+                    after += tensor_digest(delta.name, delta.values)
+            if declared != {after.hex()}:
+                raise BaseMismatch(
+                    f"the digest of this sync's bytes is {after.hex()}, but its parts declare "
+                    f"{sorted(declared)}",
+                    actual=after.hex(),
+                )
+
+    def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
+        """Load the engine's weights from the sync, and certify the result.
+
+        Raises:
+            Exception: the engine's own, or RuntimeError if some tensor's bytes are not the sync's
+                afterwards. The weights are uncertain then.
+        """
+        sync = functools.partial(_tensors, staged)
+
+        def load() -> Traced:
+            self._load(self._traced, sync)
+            # Traced again, because that may have moved weights and replaced derived tensors.
+            return self._trace_sync(staged)
+
+        traced = self._traced = together(self._ranks, load)
+        self._certify(traced, sync)
+        wrong = uncertified(traced.placement)
+        if wrong:
+            raise RuntimeError(f"after they were loaded these are not exact: {wrong}")
+
+    def undo(self, staged: Sequence[StagedPart]) -> None:
+        """Raise RuntimeError: there is nothing to restore."""
+        raise RuntimeError("the weights before the first full sync were not kept")
+
+    def finish(self, staged: Sequence[StagedPart]) -> None:
+        """Pass the certified placement on. All ranks must call it."""
+        self.on_initial_sync(self._traced)
+
+    def roll_back(self, log: UndoLog) -> None:
+        """Raise RuntimeError, as `undo` does."""
+        self.undo([])
+
+    def forget(self) -> None:
+        """Do nothing: no weight is known."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the apply mode and state of this rank, as JSON."""
+        known = {"certification": {}, "uncertified": {}, "digest": self.digest.hex()}
+        return {"apply": self.name, "awaits": "full sync", **known}
+
+    def _trace_sync(self, staged: Sequence[StagedPart]) -> Traced:
+        specs = [_spec(delta) for delta in _deltas(staged)]
+        return self._trace(specs, functools.partial(_tensors, staged))
+
+
+def _deltas(staged: Sequence[StagedPart]) -> Iterator[ParamDelta]:
+    for part in staged:
+        for param in part.params:
+            assert param.delta is not None  # kept by `stage`
+            yield param.delta
+
+
+def _spec(delta: ParamDelta) -> TensorSpec:
+    return TensorSpec(delta.name, delta.shape, TORCH_DTYPE[delta.dtype])
+
+
+def _tensors(staged: Sequence[StagedPart]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the sync as a checkpoint; each tensor is a copy that the loader may keep."""
+    for delta in _deltas(staged):
+        yield delta.name, densify(delta)
+
+
+def _left_out(traced: Traced, constant: Known) -> list[str]:
+    """Return the parameters with elements that are neither written, recomputed nor constant."""
+    segments: dict[str, list[Segment]] = {}
+    for segment in [*(s for p in traced.placement.values() for s in p.segments), *traced.others]:
+        segments.setdefault(segment.live.name, []).append(segment)
+    parameters = {name for name, _ in traced.model.named_parameters(remove_duplicate=False)}
+    parameters -= {path for one in traced.recomputed for path in one.paths}
+    parameters -= {name for one in traced.rebuilds for name in one.computed}
+    missing = []
+    for entry in traced.index.entries:
+        if entry.name not in parameters:
+            continue
+        around = {other.name for other in traced.index.holding(entry.tensor)} - {entry.name}
+        if entry.name not in segments and around & segments.keys():
+            continue  # a view of another live tensor, which is checked itself
+        written = torch.zeros(extent(entry.tensor), dtype=torch.bool)
+        for segment in segments.get(entry.name, []):
+            written.as_strided(segment.sizes, segment.strides, segment.offset).fill_(True)
+        complete = written.as_strided(entry.tensor.shape, entry.tensor.stride(), 0).all()
+        if not complete and not constant(entry.name, entry.tensor):
+            missing.append(entry.name)
+    return missing

@@ -1,0 +1,228 @@
+"""The masked apply: a NaN-masked overwrite through the engine's own loader.
+
+Each param becomes a full-shape tensor with NaN at the unchanged positions and is passed to the
+model's ``load_weights``, while ``Tensor.copy_`` and ``Tensor.fill_`` are replaced: a copy into live
+memory overwrites only where the source is not NaN. This is how other projects apply sparse
+updates; here it is the baseline of the benchmarks and the oracle of the scatter apply's tests.
+
+What it cannot carry is refused by `refusal` before anything is written: values that are NaN, dtypes
+without NaN, loaders that write by other means, and tensors that are not certified as exact. After
+the write, every touched element is read back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from engine_ext.dtypes import TORCH_DTYPE, torch_bits_dtype
+from engine_ext.errors import NotUpdatable
+from engine_ext.format import ParamDelta
+from engine_ext.kernels import typed
+from engine_ext.model import StorageIndex
+from engine_ext.placement import Placed, Placement, Status
+from engine_ext.sync.staged import StagedPart, Write
+from engine_ext.sync.thread_pool import ThreadPool
+from engine_ext.tracing import COPY_REPLACED, LoadWeights, rehearse
+
+# torch compares and selects these for NaN, but not the 8-bit floats.
+_MASKABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class MaskedWriter:
+    """Writes through the model's own loader; for `chunk_bytes` see `chunks`."""
+
+    name = "masked"
+    keeps_deltas = True
+    checks_base = False
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        index: StorageIndex,
+        placement: Placement,
+        *,
+        load_weights: LoadWeights,
+        chunk_bytes: int,
+    ) -> None:
+        self._model = model
+        self._index = index
+        self._placement = placement
+        self._load_weights = load_weights
+        self._chunk_bytes = chunk_bytes
+        self._rehearsed: list[list[str]] = []
+
+    def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
+        """Return why the loader cannot write a delta exactly, or None if it can."""
+        return refusal(delta, placed) if placed.segments else None
+
+    def follow(self, index: StorageIndex) -> None:
+        """Recognise writes to the live tensors by this index from now on."""
+        self._index = index
+        self._rehearsed = []
+
+    def check(self, staged: Sequence[StagedPart]) -> None:
+        """Check that the loader treats these tensors alone as it treated the whole checkpoint.
+
+        Raises:
+            NotUpdatable: names the tensors that it treats differently. Nothing was written.
+        """
+        deltas = self._deltas(staged)
+        calls = [[delta.name for delta in chunk] for chunk in chunks(deltas, self._chunk_bytes)]
+        if calls == self._rehearsed:
+            return
+        for names in calls:
+            reasons = rehearse(self._model, self._load_weights, names, self._placement, self._index)
+            if reasons:
+                raise NotUpdatable(
+                    f"this engine cannot update these exactly: {reasons}",
+                    tensors=sorted(reasons),
+                    reasons=reasons,
+                )
+        self._rehearsed = calls
+
+    def write(self, staged: Sequence[StagedPart], threads: ThreadPool, *, compares: bool) -> None:
+        """Write the new values and read them back.
+
+        Raises:
+            Exception: the loader's own, or RuntimeError if an element does not have its new bits
+                afterwards. Some elements may have been written.
+        """
+        params = [param for part in staged for param in part.params if not param.tied]
+        for write in (write for param in params for write in param.writes):
+            write.read_old()
+            write.written = True
+        apply_masked(self._load_weights, self._index, self._deltas(staged), self._chunk_bytes)
+        for param in params:
+            if not all(threads.map(Write.holds, param.writes)):
+                raise RuntimeError(f"{param.name} does not hold its new bits after the write")
+
+    def _deltas(self, staged: Sequence[StagedPart]) -> list[ParamDelta]:
+        """Return the deltas that this rank's loader gets: of tensors that it holds elements of."""
+        params = [param for part in staged for param in part.params if param.nnz and not param.tied]
+        deltas = [param.delta for param in params if param.delta is not None]
+        return merge(delta for delta in deltas if self._placement[delta.name].segments)
+
+
+def refusal(delta: ParamDelta, placed: Placed) -> str | None:
+    """Return why the masked apply cannot carry a delta exactly, or None if it can."""
+    if placed.status is not Status.EXACT:
+        return placed.reason or f"its live copy is {placed.status.value}"
+    if delta.needs_old:
+        return "it is sent as differences, but the loader needs values; send new values"
+    if delta.indices is None:
+        return None
+    dtype = TORCH_DTYPE[delta.dtype]
+    if not all(segment.python_copy for segment in placed.segments):
+        return "the engine's loader does not write it with Tensor.copy_"
+    if dtype not in _MASKABLE:
+        return f"{delta.dtype} has no NaN that could mark unchanged elements"
+    if bool(typed(delta.values, dtype).isnan().any()):
+        return "a new value is NaN, which marks unchanged elements"
+    return None
+
+
+def densify(delta: ParamDelta) -> torch.Tensor:
+    """Return a delta as a new tensor of the checkpoint's shape and dtype, NaN where unchanged."""
+    dtype = TORCH_DTYPE[delta.dtype]
+    if delta.indices is None:
+        return typed(delta.values.copy(), dtype).reshape(delta.shape)
+    flat = torch.full((delta.numel,), float("nan"), dtype=dtype)
+    bits = torch_bits_dtype(dtype)
+    flat.view(bits)[torch.from_numpy(delta.indices).long()] = typed(delta.values, bits)
+    return flat.reshape(delta.shape)
+
+
+@torch.no_grad()
+def apply_masked(
+    load_weights: LoadWeights, index: StorageIndex, deltas: Sequence[ParamDelta], chunk_bytes: int
+) -> None:
+    """Write deltas that `refusal` accepts, each name once, into the live model.
+
+    Raises:
+        Exception: whatever the loader raises. Some elements may have been written.
+    """
+    for chunk in chunks(deltas, chunk_bytes):
+        with masked_copies(index, dense=chunk[0].indices is None):
+            load_weights(iter([(d.name, densify(d)) for d in chunk]))
+
+
+def merge(deltas: Iterable[ParamDelta]) -> list[ParamDelta]:
+    """Merge the deltas of each name into one: a loader may keep only the last tensor of a name.
+
+    The deltas of a name that occurs more than once must be sparse and disjoint.
+    """
+    by_name: dict[str, list[ParamDelta]] = defaultdict(list)
+    for delta in deltas:
+        by_name[delta.name].append(delta)
+    for name, (first, *others) in by_name.items():
+        if others:
+            found = by_name[name]
+            indices = np.concatenate([d.indices for d in found if d.indices is not None])
+            values, order = np.concatenate([d.values for d in found]), np.argsort(indices)
+            merged = ParamDelta(name, first.dtype, first.shape, indices[order], values[order])
+            by_name[name] = [merged]
+    return [delta for (delta,) in by_name.values()]
+
+
+def chunks(deltas: Sequence[ParamDelta], chunk_bytes: int) -> Iterator[list[ParamDelta]]:
+    """Yield what each call of the loader gets: sparse params first, then dense ones.
+
+    The full-shape tensors in one chunk take at most `chunk_bytes`; a single larger tensor is a
+    chunk of its own.
+    """
+    for dense in (False, True):
+        chunk: list[ParamDelta] = []
+        size = 0
+        for delta in (d for d in deltas if (d.indices is None) is dense):
+            nbytes = delta.numel * TORCH_DTYPE[delta.dtype].itemsize
+            if chunk and size + nbytes > chunk_bytes:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(delta)
+            size += nbytes
+        if chunk:
+            yield chunk
+
+
+@contextmanager
+def masked_copies(index: StorageIndex, *, dense: bool = False) -> Iterator[None]:
+    """Replace ``Tensor.copy_`` and ``Tensor.fill_`` for this thread while the loader runs.
+
+    A copy into live memory overwrites only where the source is not NaN, and a fill of live
+    memory (padding, at load time) does nothing. Calls on other memory, and all calls of other
+    threads, are unchanged. If `dense`, the loader gets whole tensors, whose copies overwrite
+    everything, NaNs too.
+    """
+    with COPY_REPLACED:
+        owner = threading.get_ident()
+        original_copy, original_fill = torch.Tensor.copy_, torch.Tensor.fill_
+
+        def is_ours(tensor: torch.Tensor) -> bool:
+            return threading.get_ident() == owner and index.find(tensor) is not None
+
+        def copy_(
+            self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False
+        ) -> torch.Tensor:
+            if dense or not is_ours(self):
+                return original_copy(self, src, non_blocking)
+            source = src.to(device=self.device, dtype=self.dtype)
+            live = self.detach()
+            torch.where(source.isnan(), live, source, out=live)
+            return self
+
+        def fill_(self: torch.Tensor, value: float) -> torch.Tensor:
+            return self if is_ours(self) else original_fill(self, value)
+
+        torch.Tensor.copy_ = copy_  # type: ignore[method-assign, assignment]
+        torch.Tensor.fill_ = fill_  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.Tensor.copy_ = original_copy  # type: ignore[method-assign]
+            torch.Tensor.fill_ = original_fill  # type: ignore[method-assign]

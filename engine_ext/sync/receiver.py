@@ -1,0 +1,289 @@
+"""The receiver of one rank: stages parts in the background, commits them in one call.
+
+Each of the engine's workers has one `Receiver`. The HTTP side reaches all of them with one
+collective call of `Receiver.handle`, which returns errors as answers and never raises: when an
+executor sees one rank raise, it leaves the other ranks' answers in its queue. All ranks get the
+same calls in the same order and so keep the same `SyncState`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from typing import Any
+
+from engine_ext.errors import AdapterNotLoaded, WeightsAsleep
+from engine_ext.format import Limits
+from engine_ext.ranks import Ranks, together
+from engine_ext.ranks import operations as ops
+from engine_ext.remote_parts import Locate
+from engine_ext.resources import no_full_collections
+from engine_ext.sync.applier import Applier
+from engine_ext.sync.background_staging import BackgroundStaging
+from engine_ext.sync.following import SharedFollowing
+from engine_ext.sync.lease import Lease
+from engine_ext.sync.scrubber import Scrubber
+from engine_ext.sync.sync_history import SyncHistory
+from engine_ext.sync.sync_operations import SyncOperations
+from engine_ext.sync.sync_state import SyncState
+
+logger = logging.getLogger(__name__)
+
+# They write weights or what the scrubber compares them with, or may let the engine do so.
+_WRITES = (ops.PrepareSync, ops.CommitSync, ops.RollBack)
+_MOST_PULLED = 16  # names that are remembered
+
+
+class Receiver(SyncOperations):
+    """One rank's receiver. Every operation has a method with the name of its tag.
+
+    Those that bring in and write syncs are the methods of `SyncOperations`.
+
+    Args:
+        base_version: version of the freshly loaded weights.
+        stage_timeout: seconds after its last part for which a staged sync keeps others out.
+        read_workers: how many parts are staged at once.
+        shared: whether other ranks of this host stage the same parts.
+        locate: see `engine_ext.remote_parts.PartLocator.locate`; None if all ranks are on the host
+            of the spool.
+        undo_bytes: host memory that the old values of one version may take, with those of its
+            continuations.
+        scrub_interval: seconds in which each tensor is scrubbed once; None turns scrubbing off.
+    """
+
+    def __init__(
+        self,
+        applier: Applier,
+        ranks: Ranks,
+        *,
+        base_version: int,
+        stage_timeout: float,
+        read_workers: int,
+        limits: Limits,
+        undo_bytes: int = 4 << 30,
+        scrub_interval: float | None = None,
+        shared: bool = False,
+        locate: Locate | None = None,
+    ) -> None:
+        sync_state = SyncState(base_version, stage_timeout)
+        staging = BackgroundStaging(read_workers, limits, shared=shared, locate=locate)
+        super().__init__(applier, ranks, sync_state, staging, undo_bytes=undo_bytes)
+        self._lease = Lease()
+        self._paused: ops.CallerPause | None = None
+        self._log_lease = Lease()
+        self._following = SharedFollowing()
+        self._history = SyncHistory()
+        self._pulled: dict[str, ops.Pulled] = {}
+        self._scrubber = Scrubber(weakref.WeakMethod(self._scrubbed), ranks.rank)
+        self._scrub_interval = scrub_interval
+        self._searched = False
+
+    # What the adapter reports -----------------------------------------------------------------
+
+    def weights_replaced(self, by: str) -> None:
+        """Take only a full sync from now on; `by` names what in the engine changed the weights."""
+        self._sync_state.foreign = by
+        self._applier.forget()
+        self._drop_staged()
+        self._undo = []
+
+    def weights_released(self) -> None:
+        """Prepare for the engine to release the weights' memory.
+
+        Returns when neither staging nor scrubbing reads it any more.
+        """
+        self.set_asleep(True)
+        self._drop_staged()
+        self._staging.wait()
+        self._scrubber.wait()
+
+    def set_asleep(self, asleep: bool) -> None:
+        """Record whether the weights' memory is released."""
+        self._sync_state.asleep = asleep
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether some weights may be new and some old."""
+        return self._sync_state.uncertain
+
+    # Operations -------------------------------------------------------------------------------
+
+    def handle(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one operation, encoded by `ops.encode_request`; return its encoded answer.
+
+        Never raises. An error that is not a `DeltaError` is a bug and is reported as one; the
+        engine is unchanged then, unless the operation was a commit or a rollback.
+        """
+        return ops.encode_answer(lambda: self.execute(ops.decode_request(operation, arguments)))
+
+    def execute(self, request: ops.Operation[ops.ReplyT]) -> ops.ReplyT:
+        """Carry out one operation; raises what its method raises.
+
+        Raises:
+            AdapterNotLoaded: it is for a LoRA adapter, which `AdapterReceivers` serves.
+        """
+        if request.adapter is not None:
+            raise AdapterNotLoaded(
+                f"adapter {request.adapter}: this engine takes no updates of LoRA adapters",
+                adapter=request.adapter,
+            )
+        if self._scrub_interval is not None:
+            # Not before: an engine that still captures graphs may take no other work on its device.
+            self._scrubber.start(self._scrub_interval)
+        rebuilds = isinstance(request, ops.GetDigest) and request.scan
+        writes = rebuilds or isinstance(request, _WRITES)
+        scrubbing = self._scrubber.interrupted() if writes else contextlib.nullcontext()
+        with scrubbing, no_full_collections():
+            # In the context: what is found later is judged after the write.
+            self._sync_state.mismatched |= self._scrubber.take_found()
+            reply: ops.ReplyT = getattr(self, request.name)(request)
+            return reply
+
+    def status(self, request: ops.GetStatus) -> ops.RankStatus:
+        """Describe the receiver. The first time, copies that the engine has made are looked for."""
+        if not self._searched:
+            self._searched = True  # it has warmed up
+            try:
+                self._applier.search_again()
+            except Exception:  # the first sync searches, too
+                logger.exception("delta updates: the model could not be searched for copies")
+        return ops.RankStatus(
+            version=self._sync_state.version,
+            engine_state=self._sync_state.engine_state,
+            resume_owed=self._lease.resume_owed,
+            paused=self._paused,
+            asleep=self._sync_state.asleep,
+            foreign=self._sync_state.foreign,
+            run=self._sync_state.run,
+            owner=self._sync_state.runs.owner,
+            loaded=self._sync_state.loaded,
+            mismatched=sorted(self._sync_state.mismatched),
+            delivery=self._sync_state.delivery,
+            staged=self._sync_state.describe(),
+            last_sync=self._last_sync,
+            can_roll_back=bool(self._undo),
+            scrub=self._scrubber.state,
+            **self._applier.describe(),
+        )
+
+    def state(self, request: ops.GetState) -> ops.RankState:
+        """Describe what every HTTP process must know; cheap."""
+        return ops.RankState(
+            version=self._sync_state.version,
+            engine_state=self._sync_state.engine_state,
+            resume_owed=self._lease.resume_owed,
+            paused=self._paused,
+        )
+
+    def acquire_lease(self, request: ops.AcquireLease) -> ops.EngineLease:
+        """Let one HTTP process pause and resume the engine."""
+        dead = request.instead_of
+        grant = self._lease.acquire(request.holder, resumes=request.resumes, instead_of=dead)
+        return ops.EngineLease(grant=grant, state=self.state(ops.GetState()))
+
+    def release_lease(self, request: ops.ReleaseLease) -> ops.Reply:
+        """Take the lease back."""
+        self._lease.release(request.holder, owed=request.owed)
+        return ops.Reply()
+
+    def record_pause(self, request: ops.RecordPause) -> ops.CallerPaused:
+        """Remember since when the engine is paused, and by whom, until it is resumed."""
+        known = None if request.begins else self._paused
+        self._paused = request.pause and (known or request.pause)
+        return ops.CallerPaused(pause=self._paused)
+
+    def acquire_log_lease(self, request: ops.AcquireLogLease) -> ops.LeaseGrant:
+        """Let one HTTP process replay the delta log."""
+        return self._log_lease.acquire(request.holder, resumes=False, instead_of=request.instead_of)
+
+    def release_log_lease(self, request: ops.ReleaseLogLease) -> ops.Reply:
+        """Take the lease of the delta log back."""
+        self._log_lease.release(request.holder, owed=False)
+        return ops.Reply()
+
+    def acquire_follow_lease(self, request: ops.AcquireFollowLease) -> ops.LeaseGrant:
+        """Let one HTTP process follow the delta log, until it is dead."""
+        return self._following.acquire(request)
+
+    def share_following(self, request: ops.ShareFollowing) -> ops.Following:
+        """Record and return what all HTTP processes know of following the delta log."""
+        return self._following.share(request)
+
+    def share_log_records(self, request: ops.ShareLogRecords) -> ops.LogRecords:
+        """Add to what the delta log had of the versions up to the engine's, and return it."""
+        self._sync_state.add_log_records(request.version, request.seen)
+        return ops.LogRecords(records=dict(self._sync_state.log_records))
+
+    def unseen(self, request: ops.FindUnseen) -> ops.Unseen:
+        """Find which parts were not committed at this version."""
+        seen = self._sync_state.seen
+        version, run = request.version, request.run
+        unseen = [one for one in request.identities if not seen(version, one, run)]
+        return ops.Unseen(unseen=unseen)
+
+    def record_pull(self, request: ops.RecordPull) -> ops.Reply:
+        """Remember what was pulled under the name of a checkpoint; the oldest name gives way."""
+        self._pulled.pop(request.checkpoint, None)
+        self._pulled[request.checkpoint] = request.pulled
+        if len(self._pulled) > _MOST_PULLED:
+            del self._pulled[next(iter(self._pulled))]
+        return ops.Reply()
+
+    def find_pull(self, request: ops.FindPull) -> ops.Pulled:
+        """Find what was pulled under the name of a checkpoint."""
+        return self._pulled.get(request.checkpoint, ops.Pulled())
+
+    def plan(self, request: ops.GetPlan) -> ops.RankPlan:
+        """List every checkpoint tensor with its placement on this rank."""
+        plan = self._applier.plan
+        return ops.RankPlan(tensors=None if plan is None else plan.table())
+
+    def digest(self, request: ops.GetDigest) -> ops.RankDigest:
+        """Return the digests of the elements that this rank counts.
+
+        What a scan finds to be other than written on any rank, all ranks know afterwards.
+
+        Raises:
+            WeightsAsleep: a scan was asked for, and the weights' memory is released.
+        """
+
+        def check() -> None:
+            if self._sync_state.asleep:
+                raise WeightsAsleep("the engine has released its weights; wake it up first")
+
+        if request.scan:  # it rebuilds modules in step
+            together(self._ranks, check)
+        tracked, corrupted = self._applier.digests, list[str]()
+        found = tracked
+        if request.scan:
+            found, corrupted = together(self._ranks, self._applier.scan)
+            wrong = {name for name, digest in tracked.items() if found.get(name) != digest}
+            everywhere = self._ranks.all_gather(sorted(wrong.union(corrupted)))
+            self._sync_state.mismatched |= {name for names in everywhere for name in names}
+        return ops.RankDigest(
+            version=self._sync_state.version,
+            tensors={name: digest.hex() for name, digest in found.items()},
+            tracked={name: digest.hex() for name, digest in tracked.items()},
+            corrupted=corrupted,
+        )
+
+    def take_scrub_findings(self, request: ops.TakeScrubFindings) -> ops.ScrubFindings:
+        """Return what scrubbing has found since it was last asked."""
+        return ops.ScrubFindings(mismatched=self._scrubber.take_untold())
+
+    def record(self, request: ops.RecordSync) -> ops.SyncRecord:
+        """Add a request to the history."""
+        return self._history.add(request.record)
+
+    def history(self, request: ops.GetHistory) -> ops.History:
+        """List the last syncs."""
+        return ops.History(syncs=self._history.syncs())
+
+    # ------------------------------------------------------------------------------------------
+
+    def _scrubbed(self) -> Applier | None:
+        """Return what knows the weights, while they are in memory and of a known version."""
+        state = self._sync_state
+        known = not (state.asleep or state.uncertain) and state.foreign is None
+        return self._applier if known else None

@@ -1,0 +1,237 @@
+"""What staging makes of a part on this rank, and what undoes a committed sync.
+
+A part becomes a `StagedPart` of `StagedParam`s, and these a list of `Write`s: flat checkpoint
+indices have become offsets in live memory, the new values have the live dtype, and the old values
+that the commit checks are read. `engine_ext.sync.stager` makes them. Values are integers (bit
+patterns) throughout.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from engine_ext.errors import BaseMismatch
+from engine_ext.format import Digest, Manifest, ParamDelta
+from engine_ext.placement import HostElements, LiveElements, WholeBox
+
+CHANGED: Final = "a weight changed between staging and commit; send the sync again"
+
+
+class Write(msgspec.Struct, eq=False, gc=False):
+    """Elements of one live tensor, with their old and new bits.
+
+    Attributes:
+        new: the new bits, in the live dtype.
+        live: the live tensor's name; empty if the engine's own processing computes it.
+        keep: whether the old bits are kept for an undo.
+        old: the old bits, in host memory; None until `read_old` or `put`.
+        memory: where `put` may keep the old bits of a box.
+        written: whether `undo` must restore the old bits.
+    """
+
+    elements: LiveElements
+    new: Any
+    live: str
+    keep: bool = True
+    old: Any = None
+    memory: Any = None
+    written: bool = False
+
+    @property
+    def comparable(self) -> bool:
+        """Whether `put` can compare the old bits in the pass that writes."""
+        known = self.old is not None and isinstance(self.elements, HostElements)
+        return known and bool(self.live)
+
+    @property
+    def undo_bytes(self) -> int:
+        """Host memory that the undo takes."""
+        return int(self.new.nbytes) + self.elements.nbytes if self.keep else 0
+
+    def read_old(self) -> None:
+        """Read the old bits, unless they are known or not to be kept."""
+        if self.keep and self.old is None:
+            self.old = self.elements.read()
+
+    def unchanged(self) -> bool:
+        """Return whether live memory still holds the old bits, as far as they are known."""
+        return self.old is None or self.elements.holds(self.old)
+
+    def seems_unchanged(self) -> bool:
+        """Like `unchanged`, by a sample if `put` can compare the old bits."""
+        if self.comparable and isinstance(self.elements, HostElements):
+            return self.elements.seems_to_hold(self.old)
+        return self.unchanged()
+
+    def holds(self) -> bool:
+        """Return whether live memory holds the new bits."""
+        return self.elements.holds(self.new)
+
+    def put(self, compares: bool = False) -> None:
+        """Write the new bits; read the old ones first if they are to be kept.
+
+        Args:
+            compares: whether known old bits are compared with those that are overwritten, if they
+                are `comparable`. No other write of the sync may be to the same memory then.
+
+        Raises:
+            BaseMismatch: other old bits were there. The new ones are written; `undo` restores what
+                was there.
+        """
+        elements = self.elements
+        if compares and self.comparable and isinstance(elements, HostElements):
+            self.written = True
+            if not elements.swap_checked(self.new, self.old):
+                raise BaseMismatch(CHANGED)
+            return
+        reads = self.keep and self.old is None
+        memory, self.memory = self.memory, None
+        if reads and isinstance(elements, HostElements):
+            self.old = elements.swap(self.new)
+            self.written = True
+            return
+        if reads and isinstance(elements, WholeBox):
+            if elements.swaps(self.new):
+                self.old = elements.swap(self.new, memory)
+                self.written = True
+                return
+            self.old = elements.read(memory)
+        self.read_old()
+        self.written = True
+        elements.put(self.new)
+
+    def undo(self) -> None:
+        """Write the old bits back if any new ones were written.
+
+        What was not written may hold other bits than the old ones, which are not ours to restore.
+        """
+        if self.written:
+            self.elements.put(self.old)
+            self.written = False
+
+
+class StagedParam(msgspec.Struct, eq=False, gc=False):
+    """One param of a part, or a piece of it, ready to be written on this rank.
+
+    Attributes:
+        name: of the checkpoint's tensor.
+        nnz: elements that the part sends of it, on all ranks together.
+        dense: whether these are all, in order.
+        delta: the param as it was sent, if the apply mode writes from it. It keeps the whole part's
+            memory alive.
+        writes: the writes on this rank; empty if it holds none of the elements.
+        counted: elements of the delta that this rank counts (see `engine_ext.placement.ownership`).
+        change: digest of the counted elements, new minus old; in a full sync, of the new values.
+        replaced: in a full sync whose parts declare a ``digest_part``, digest of the old values.
+        replicas: by set of ranks that hold the same elements, the digest of their change.
+        tied: whether its memory is another tensor's, which a sync must give the same values. Its
+            writes are compared with that one's, and not made.
+    """
+
+    name: str
+    nnz: int
+    dense: bool
+    delta: ParamDelta | None = None
+    writes: list[Write] = []
+    counted: int = 0
+    change: Digest = Digest.ZERO
+    replaced: Digest = Digest.ZERO
+    replicas: dict[tuple[int, ...], Digest] = {}
+    tied: bool = False
+
+    @classmethod
+    def of(cls, delta: ParamDelta, *, keep: bool = False) -> StagedParam:
+        """Return a param without writes; with `keep` it has its `delta`."""
+        return cls(delta.name, delta.nnz, delta.indices is None, delta if keep else None)
+
+    def absorb(self, other: StagedParam) -> None:
+        """Add another piece of the same param."""
+        self.writes += other.writes
+        self.counted += other.counted
+        if other.change is not Digest.ZERO:
+            self.change += other.change
+            self.replaced += other.replaced
+        for ranks, change in other.replicas.items():
+            self.replicas[ranks] = self.replicas.get(ranks, Digest.ZERO) + change
+
+
+@dataclass(frozen=True, slots=True)
+class RebuiltModule:
+    """A module that was rebuilt for a sync; see `engine_ext.rebuild.Rebuilt`."""
+
+    writes: list[Write]
+    fingerprints: dict[str, str]
+
+
+@dataclass(slots=True)
+class RebuiltModules:
+    """The modules that were rebuilt for a sync.
+
+    Attributes:
+        others: the sync's parts but the first one, as they were then; None before the first module.
+        modules: by path.
+    """
+
+    others: tuple[StagedPart, ...] | None = None
+    modules: dict[str, RebuiltModule] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class StagedPart:
+    """A part, ready to be written on this rank; its params are in the part's order.
+
+    Attributes:
+        rebuilt: of the first part of a sync.
+        skipped: the params that are left out because no rank makes anything of them: how many
+            elements of each the part sends, by name.
+        compared: of those, the ones that are tied to a tensor of the checkpoint.
+        unproven: the changes, by tensor, whose ``new_checksum`` this rank cannot verify alone.
+        gathering: those of them that no rank can, while they are verified; None before.
+        proven: whether all new checksums of the part are verified; the same on every rank.
+    """
+
+    manifest: Manifest
+    params: list[StagedParam]
+    rebuilt: RebuiltModules = field(default_factory=RebuiltModules)
+    skipped: dict[str, int] = field(default_factory=dict)
+    compared: list[StagedParam] = field(default_factory=list)
+    unproven: dict[str, ParamDelta] = field(default_factory=dict)
+    gathering: deque[Any] | None = None
+    proven: bool = False
+
+    @property
+    def nnz(self) -> int:
+        """Elements that the part changes, on all ranks together; without those skipped."""
+        return sum(param.nnz for param in self.params)
+
+    @property
+    def writes(self) -> list[Write]:
+        own = [write for param in self.params if not param.tied for write in param.writes]
+        return own + [write for made in self.rebuilt.modules.values() for write in made.writes]
+
+
+@dataclass(slots=True)
+class UndoLog:
+    """What rolls a committed sync back on this rank.
+
+    Attributes:
+        writes: elements of live memory, with their old bits.
+        changes: how much the sync changed the digest of each checkpoint tensor.
+        live_names: the live tensors that it wrote to.
+        rebuilt: what rebuilding its modules gave before it; see `Rebuilds.committed`.
+    """
+
+    writes: list[tuple[LiveElements, Any]]
+    changes: dict[str, Digest]
+    live_names: frozenset[str] = frozenset()
+    rebuilt: Mapping[str, Mapping[str, str] | None] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that the log takes."""
+        return sum(int(old.nbytes) + elements.nbytes for elements, old in self.writes)

@@ -1,0 +1,370 @@
+"""The operations that bring a sync in and write it, or undo the last one, on one rank.
+
+All ranks get the same calls in the same order and so keep the same `SyncState`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from engine_ext.errors import BaseMismatch, CommitFailed, Conflict, WriteUndone
+from engine_ext.format import PartId
+from engine_ext.model import TracingError
+from engine_ext.ranks import Ranks, together
+from engine_ext.ranks import operations as ops
+from engine_ext.sync.applier import Applier
+from engine_ext.sync.background_staging import BackgroundStaging
+from engine_ext.sync.staged import StagedPart, UndoLog
+from engine_ext.sync.sync_state import Sync, SyncState
+from engine_ext.sync.transaction import Transaction
+
+logger = logging.getLogger(__name__)
+
+_DROPPED = "the sync of this part was dropped while the part was being staged"
+
+
+class SyncOperations:
+    """The operations of `Receiver` that stage, commit, drop and roll back syncs.
+
+    Args:
+        undo_bytes: host memory that the old values of one version may take, with those of its
+            continuations.
+    """
+
+    def __init__(
+        self,
+        applier: Applier,
+        ranks: Ranks,
+        sync_state: SyncState,
+        staging: BackgroundStaging,
+        *,
+        undo_bytes: int,
+    ) -> None:
+        self._sync_state = sync_state
+        self._staging = staging
+        self._ranks = ranks
+        self.adopt(applier)
+        self._undo_bytes = undo_bytes
+        # Undo the last version with its continuations; empty if it cannot be undone.
+        self._undo: list[UndoLog] = []
+        self._last_sync: ops.CommittedSync | None = None
+        self._syncs = 0  # that have begun
+        self._search_due = False
+
+    def adopt(self, applier: Applier) -> None:
+        """Write with this applier from now on."""
+        self._applier = applier
+        self._transaction = Transaction(applier, self._ranks)
+
+    def begin(self, request: ops.BeginPart) -> ops.PartBegun:
+        """Admit a part and start staging it.
+
+        Raises:
+            CommitFailed: the engine's loader was traced again, because weights have moved, and has
+                changed the model; the engine is uncertain.
+            NotUpdatable: weights have moved, and a ``full`` sync cannot follow them.
+            DeltaError: see `SyncState.admit`.
+        """
+        before = self._sync_state.sync
+        try:
+            admission = self._sync_state.admit(request.part, request.now, request.at)
+        finally:
+            if self._sync_state.sync is not before:
+                self._staging.clear()
+        if self._sync_state.sync is not before:
+            self._look_at_memory(request.part)
+        if admission == "new":
+            self._staging.start(request.part, request.path, self._applier.stage, request.source)
+        return ops.PartBegun(admission=admission)
+
+    def claim_run(self, request: ops.ClaimRun) -> ops.RunClaimed:
+        """Let the process of a run alone change the weights.
+
+        Raises:
+            RunConflict, SyncInProgress: see `SyncState.claim`.
+        """
+        state, before = self._sync_state, self._sync_state.sync
+        sender, times = request.sender, {"now": request.now, "at": request.at}
+        owner = state.claim(sender, takeover=request.takeover, **times)
+        if state.sync is not before:
+            self._staging.clear()
+        return ops.RunClaimed(owner=owner, highest=state.runs.highest(sender.run))
+
+    def release_run(self, request: ops.ReleaseRun) -> ops.RunReleased:
+        """Let anyone change the weights, if this process of a run owns them."""
+        before = self._sync_state.sync
+        released = self._sync_state.release(request.sender)
+        if self._sync_state.sync is not before:
+            self._staging.clear()
+        return ops.RunReleased(released=released)
+
+    def poll(self, request: ops.PollPart) -> ops.PartProgress:
+        """Return whether a part is staged on this rank.
+
+        Raises:
+            Conflict: the part was dropped.
+            DeltaError: this rank refused the part.
+        """
+        future = self._staging.get(request.part.part)
+        if future is None or not self._sync_state.holds(request.part):
+            raise Conflict(_DROPPED)
+        done = future.done()
+        if done:
+            future.result()  # raises what staging has raised
+        return ops.PartProgress(done=done)
+
+    def settle(self, request: ops.SettlePart) -> ops.PartSettled:
+        """Keep a part that every rank has staged, or forget one that some rank refused.
+
+        Raises:
+            Conflict: the part was dropped.
+            DeltaError: the sync is complete, and some rank refuses it, see `Transaction.agree`.
+        """
+        prepared, holds = False, self._sync_state.holds(request.part)
+        # A replica that has fallen asleep has dropped it: the others must not wait for its vote.
+        everywhere = all(self._ranks.all_gather(holds))
+        if request.staged and not everywhere:
+            raise Conflict(_DROPPED)
+        if holds:
+            self._sync_state.settle(request.part.part, staged=request.staged)
+            if not request.staged:
+                self._staging.forget(request.part.part)
+        if everywhere and self._complete():
+            prepared = self._applier.is_prepared(self._agree(self._checked))
+        sync, base = self._sync_state.sync, None
+        if sync is not None and sync.complete and not sync.full:
+            continued = sync.continues and sync.version == self._sync_state.version
+            base = None if continued else self._sync_state.delivery
+        return ops.PartSettled(complete=self._complete(), prepared=prepared, base=base)
+
+    def prepare(self, request: ops.PrepareSync) -> ops.SyncPrepared:
+        """Do a share of what must precede the commit; to be repeated until it is done.
+
+        Raises:
+            Conflict: the sync was dropped.
+            NotUpdatable: this rank cannot commit it.
+        """
+
+        def staged_parts() -> tuple[Sequence[StagedPart], bool]:
+            sync = self._sync_state.sync
+            if sync is None or not sync.complete or not self._sync_state.holds(request.part):
+                raise Conflict(_DROPPED)
+            return self._staging.results(sync.slots), sync.full
+
+        # The rebuilds communicate: a rank that cannot take part must not be waited for.
+        staged, full = together(self._ranks, staged_parts)
+        done = self._applier.prepare(staged, full=full)
+        return ops.SyncPrepared(
+            done=done, rebuilt=sum(len(part.rebuilt.modules) for part in staged)
+        )
+
+    def drop(self, request: ops.DropSync) -> ops.Reply:
+        """Forget the staged sync; if the request names a version, only that one."""
+        if request.version is None or self._is_staged(request.version, request.sync_id):
+            self._drop_staged()
+        return ops.Reply()
+
+    def commit(self, request: ops.CommitSync) -> ops.CommittedSync:
+        """Write the staged sync on every rank, or leave every rank as it was.
+
+        Raises:
+            CommitFailed: some rank failed and could not be restored, or checking the sync has
+                changed its model; the engine is uncertain.
+            DeltaError: some rank refused or failed; every rank is unchanged.
+        """
+
+        def prepare() -> Sequence[StagedPart]:
+            if not self._is_staged(request.version, request.sync_id):
+                raise Conflict(f"no sync to version {request.version} is staged")
+            staged = self._checked()
+            if not self._applier.is_prepared(staged):
+                raise Conflict("the sync was not prepared; send it again")
+            self._applier.check_base(staged)
+            return staged
+
+        staged = self._agree(prepare)
+        sync = self._sync_state.sync
+        assert sync is not None
+        base, apply = self._sync_state.version, self._applier.name
+        base_run = self._sync_state.run
+        start = time.perf_counter()
+        try:
+            given_up: list[UndoLog] = []
+            if sync.full and not _continued(sync, base):
+                # No more going back to the version before, also if the write is undone.
+                given_up, self._undo = self._undo, []
+            log = self._transaction.write(staged, given_up)
+            del given_up
+            commit_ms = _ms_since(start)
+            self._keep_undo(sync, base, log)
+            skipped = Counter[str]()
+            for part in staged:
+                skipped.update(part.skipped)
+            elements = {e.name: e.numel for part in staged for e in part.manifest.params}
+            elements = {n: numel for n, numel in elements.items() if n not in skipped}
+            proven = any(part.manifest.digest_after is not None for part in staged)
+            digest = self._applier.digest.hex()  # whatever can fail comes before the version moves
+            self._sync_state.commit(_names(staged), proven=proven)
+            committed = ops.CommittedSync(
+                version=sync.version,
+                base_version=base,
+                run=self._sync_state.run,
+                base_run=base_run,
+                sync_id=sync.sync_id,
+                full=sync.full,
+                apply=apply,
+                parts=len(staged),
+                nnz=sum(part.nnz for part in staged),
+                tensors=len(elements),
+                elements=sum(elements.values()),
+                commit_ms=commit_ms,
+                skipped=dict(skipped),
+                rollback=bool(self._undo),
+                digest=digest,
+            )
+        except (BaseMismatch, WriteUndone):  # what was staged may be of other old values
+            self._drop_staged()
+            raise
+        except Exception as error:
+            self._fail(error)
+        self._staging.clear()
+        self._last_sync = committed
+        return committed
+
+    def rollback(self, request: ops.RollBack) -> ops.RolledBack:
+        """Restore the version before the last one on every rank.
+
+        Raises:
+            CommitFailed: some rank failed half-way; the engine is uncertain.
+            DeltaError: some rank refused; every rank is unchanged.
+        """
+
+        def prepare() -> Sequence[StagedPart]:
+            self._sync_state.check_writable(full=False)
+            if not self._undo or self._sync_state.previous is None:
+                raise Conflict("there is no version to go back to: the old values were not kept")
+            self._applier.check_in_place()
+            return []
+
+        self._agree(prepare)
+        start = time.perf_counter()
+        undo, self._undo = self._undo, []
+        self._drop_staged()
+        try:
+            self._transaction.roll_back(undo)
+            rolled_back = self._sync_state.version
+            self._sync_state.roll_back()
+            return ops.RolledBack(
+                version=self._sync_state.version,
+                rolled_back=rolled_back,
+                commit_ms=_ms_since(start),
+                digest=self._applier.digest.hex(),
+                run=self._sync_state.run,
+            )
+        except Exception as error:
+            self._fail(error)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _complete(self) -> bool:
+        return self._sync_state.sync is not None and self._sync_state.sync.complete
+
+    def _is_staged(self, version: int, sync_id: str | None) -> bool:
+        sync = self._sync_state.sync
+        return sync is not None and (sync.version, sync.sync_id) == (version, sync_id)
+
+    def _drop_staged(self) -> None:
+        self._sync_state.drop()
+        self._staging.clear()
+
+    def _agree(self, prepare: Callable[[], Sequence[StagedPart]]) -> Sequence[StagedPart]:
+        """Agree on a sync with the other ranks, see `Transaction.agree`."""
+        try:
+            return self._transaction.agree(prepare)
+        except CommitFailed as error:
+            self._fail(error)
+        except BaseMismatch as error:  # the same on all ranks
+            self._sync_state.mismatched |= set(error.operands.get("moved", ()))
+            raise
+
+    def _look_at_memory(self, part: PartId) -> None:
+        """Notice what the engine has done to its model, before the first part of a sync is staged.
+
+        A search for copies takes long, so it comes before every sync whose number is a power of
+        two: before the first, after the first commit, and in case the engine generates later.
+        """
+        try:
+            if part.full:
+                self._follow_moves()
+            self._syncs += 1
+            self._search_due |= self._syncs & (self._syncs - 1) == 0
+            if self._search_due:
+                self._search_due = not self._applier.search_again()
+        except TracingError as error:
+            self._fail(CommitFailed(f"tracing the loader again has changed the model: {error}"))
+        except Exception:
+            self._sync_state.settle(part.part, staged=False)
+            raise
+
+    def _follow_moves(self) -> None:
+        """Let a ``full`` sync be written to where weights are now.
+
+        Until it has committed nobody knows what is there.
+        """
+        moved = self._applier.moved()
+        if not moved:
+            return
+        self._sync_state.mismatched |= set(moved)
+        self._undo = []  # of the places before
+        self._applier.place_again()
+        logger.warning("delta updates: %d tensors have moved; a full sync follows", len(moved))
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Record that the weights are uncertain, and raise what says so."""
+        self._sync_state.fail()
+        self._applier.forget()
+        self._undo = []
+        self._staging.clear()
+        if not isinstance(error, CommitFailed):
+            logger.error("a write could not be recorded", exc_info=error)
+            error = CommitFailed(f"the weights were written, but recording it failed: {error!r}")
+        error.operands["version"] = self._sync_state.version
+        raise error
+
+    def _checked(self) -> Sequence[StagedPart]:
+        """Return the parts of the staged sync; raises DeltaError if it cannot be written now."""
+        sync = self._sync_state.sync
+        if sync is None or not sync.complete:
+            raise Conflict("the sync lacks parts")
+        # The engine may have gone to sleep since the parts were admitted.
+        self._sync_state.check_writable(full=sync.full)
+        staged = self._staging.results(sync.slots)
+        self._sync_state.check_apart(_names(staged))
+        self._applier.check_sync(staged, full=sync.full)
+        return staged
+
+    def _keep_undo(self, sync: Sync, base: int, log: UndoLog | None) -> None:
+        """Keep the old values of a sync that was just written, if they can be restored later."""
+        if self._sync_state.engine_state != "certain" or self._sync_state.foreign is not None:
+            log = None  # it is not known of which version the old values were
+        continued = _continued(sync, base)
+        earlier = self._undo if continued else []
+        kept = [*earlier, log] if log is not None and (earlier or not continued) else []
+        self._undo = kept if sum(one.nbytes for one in kept) <= self._undo_bytes else []
+
+
+def _names(staged: Sequence[StagedPart]) -> set[str]:
+    return {entry.name for part in staged for entry in part.manifest.params}
+
+
+def _continued(sync: Sync, base: int) -> bool:
+    """Return whether a sync goes on with the version that the engine has."""
+    return sync.continues and sync.version == base
+
+
+def _ms_since(start: float) -> float:
+    return round((time.perf_counter() - start) * 1e3, 3)

@@ -1,0 +1,50 @@
+"""What the tests of the appliers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from engine_ext.format import ParamDelta
+from tests.support import toy_models
+from tests.support.served_models import (
+    APPLIES,
+    Served,
+    attempt,
+    delta_between,
+    dense_delta,
+    load,
+    memory,
+    named_in,
+    parts_of,
+)
+
+
+def sync_id(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else "+".join(value)  # type: ignore[arg-type]
+
+
+APPLY = pytest.mark.parametrize("apply", APPLIES)
+
+
+DENSE = pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+
+
+def deltas_for(
+    base: toy_models.Checkpoint, target: toy_models.Checkpoint, names: Sequence[str], dense: bool
+) -> list[ParamDelta]:
+    if dense:
+        return [dense_delta(name, target[name]) for name in names]
+    return [delta_between(name, base[name], target[name]) for name in names]
+
+
+def assert_freshly_loaded(served: Served, target: toy_models.Checkpoint) -> None:
+    assert memory(served.model) == memory(load(type(served.model), target))
+
+
+def refused(served: Served, deltas: Sequence[ParamDelta], *, full: bool = False) -> set[str]:
+    """Return the tensors that the refusal names."""
+    refusal = attempt(served, parts_of(deltas), full=full)
+    assert refusal is not None
+    return named_in(refusal)

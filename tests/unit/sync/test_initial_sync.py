@@ -1,0 +1,266 @@
+"""An engine started without a checkpoint's weights: a full sync first, then deltas."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_ext.format.digest import Digest, tensor_digest
+from engine_ext.model.constants import is_constant
+from engine_ext.ranks import SingleRank
+from engine_ext.settings import Settings
+from engine_ext.sync.loaded_model import LoadedModel
+from engine_ext.sync.startup import make_receiver
+from tests.support.rank_engine import Engine, part_id
+from tests.support.served_models import (
+    base_checkpoint,
+    bits,
+    delta_between,
+    dense_delta,
+    load,
+    memory,
+    one_part,
+    target_checkpoint,
+)
+from tests.support.toy_models import (
+    UNTOUCHED,
+    Checkpoint,
+    FusedQkv,
+    PaddedVocab,
+    PlainCopy,
+    RepackedInPlace,
+    Tied,
+    ToyModel,
+    every_model,
+)
+
+
+class Unloaded:
+    """A model whose weights are arbitrary, and its receiver."""
+
+    def __init__(self, model: type[ToyModel], folder: Path, **settings: Any) -> None:
+        self.model = model()
+        getattr(self.model, UNTOUCHED).copy_(torch.arange(5) + 0.5)
+        loaded = LoadedModel(
+            model=self.model,
+            load_weights=self.model.load_weights,
+            checkpoint=None,
+            reload=self._reload,
+            ranks=SingleRank(),
+            constants=lambda path, tensor: path == UNTOUCHED or is_constant(path, tensor),
+        )
+        self.engine = Engine([], folder)
+        self.engine.receivers = [make_receiver(loaded, Settings(**settings))]
+
+    def _reload(self, weights: Any) -> None:
+        with torch.no_grad():
+            self.model.load_weights(weights)
+            self.model.after_loading()
+
+    def send(self, body: bytes) -> dict[str, Any]:
+        part = part_id(body)
+        [answer] = self.engine.stage(part, body)
+        if "error" in answer or not answer["ok"]["complete"]:
+            return answer
+        [answer] = self.engine.commit(part)
+        return answer
+
+    def send_full(
+        self, checkpoint: Checkpoint, version: int = 1, **metadata: Any
+    ) -> dict[str, Any]:
+        """One part for each dtype."""
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, tensor in checkpoint.items():
+            by_dtype.setdefault(tensor.dtype, []).append(name)
+        answer: dict[str, Any] = {}
+        for number, names in enumerate(by_dtype.values()):
+            deltas = [dense_delta(name, checkpoint[name]) for name in names]
+            more = {"part": number, "num_parts": len(by_dtype), "full": True, **metadata}
+            answer = self.send(one_part(deltas, base_version=None, **more))
+            if "error" in answer:
+                break
+        return answer
+
+
+def kind(answer: dict[str, Any]) -> str:
+    return str(answer["error"]["type"])
+
+
+@pytest.mark.parametrize("model", every_model(), ids=lambda m: m.__name__)
+def test_loaded_like_a_fresh_engine_or_not_served(model: type[ToyModel], tmp_path: Path) -> None:
+    """Exact, refused and unchanged, or (if only the bytes show it) uncertain; nothing else."""
+    base = base_checkpoint(model)
+    unloaded = Unloaded(model, tmp_path)
+    before = memory(unloaded.model)
+    answer = unloaded.send_full(base)
+    [status] = unloaded.engine.status()
+    if "ok" in answer:
+        assert memory(unloaded.model) == memory(load(model, base))
+        assert (status["version"], status["engine_state"]) == (1, "certain")
+    elif kind(answer) == "CommitFailed":
+        assert model.refused
+        assert status["engine_state"] == "uncertain"
+    else:
+        assert kind(answer) == "NotUpdatable"
+        assert memory(unloaded.model) == before
+        assert (status["version"], status["engine_state"]) == (0, "certain")
+
+
+@pytest.mark.parametrize("model", [PlainCopy, FusedQkv, PaddedVocab, Tied])
+@pytest.mark.parametrize("apply", ["scatter", "masked"])
+def test_then_it_takes_deltas(model: type[ToyModel], apply: str, tmp_path: Path) -> None:
+    base = base_checkpoint(model)
+    unloaded = Unloaded(model, tmp_path, apply=apply)
+    answer = unloaded.send_full(base)
+    assert (answer["ok"]["apply"], answer["ok"]["rollback"]) == ("reload", False)
+    assert answer["ok"]["digest"] == digest(base).hex()
+    names = [n for n in base if base[n].dtype == torch.bfloat16]
+    target = target_checkpoint(base, names)
+    deltas = [delta_between(name, base[name], target[name]) for name in names]
+    answer = unloaded.send(one_part(deltas, current_version=2, base_version=1))
+    assert answer["ok"]["apply"] == apply
+    assert memory(unloaded.model) == memory(load(model, target))
+    [plan] = unloaded.engine.call("plan")
+    assert {row["status"] for row in plan["ok"]["tensors"]} == {"exact"}
+
+
+def digest(checkpoint: Checkpoint) -> Digest:
+    return sum((tensor_digest(n, bits(t)) for n, t in checkpoint.items()), start=Digest.ZERO)
+
+
+def test_it_says_what_it_waits_for(tmp_path: Path) -> None:
+    unloaded = Unloaded(PlainCopy, tmp_path)
+    [status] = unloaded.engine.status()
+    assert (status["apply"], status["awaits"], status["version"]) == ("reload", "full sync", 0)
+    assert unloaded.engine.call("plan") == [{"ok": {"tensors": None}}]
+    [found] = unloaded.engine.call("digest", scan=True)
+    assert found["ok"]["tensors"] == {}
+
+
+def test_a_delta_is_refused_until_then(tmp_path: Path) -> None:
+    base = base_checkpoint(PlainCopy)
+    unloaded = Unloaded(PlainCopy, tmp_path)
+    delta = delta_between("weight", base["weight"], base["weight"] + 1)
+    assert kind(unloaded.send(one_part([delta], base_version=0))) == "BaseMismatch"
+    assert "ok" in unloaded.send_full(base)
+
+
+@pytest.mark.parametrize("left_out", base_checkpoint(FusedQkv))
+def test_a_part_of_a_fused_weight_is_not_enough(left_out: str, tmp_path: Path) -> None:
+    base = base_checkpoint(FusedQkv)
+    unloaded = Unloaded(FusedQkv, tmp_path)
+    before = memory(unloaded.model)
+    answer = unloaded.send_full({n: t for n, t in base.items() if n != left_out})
+    assert kind(answer) == "NotUpdatable"
+    assert answer["error"]["missing"]
+    assert memory(unloaded.model) == before
+    unloaded.engine.call("drop")
+    assert "ok" in unloaded.send_full(base)
+
+
+def test_a_tensor_that_two_parts_send(tmp_path: Path) -> None:
+    base = base_checkpoint(PlainCopy)
+    unloaded = Unloaded(PlainCopy, tmp_path)
+    more = {"base_version": None, "full": True, "num_parts": 2}
+    whole = [dense_delta(n, t) for n, t in base.items()]
+    assert "ok" in unloaded.send(one_part(whole, part=0, **more))
+    answer = unloaded.send(one_part(whole[:1], part=1, **more))
+    assert kind(answer) == "NotUpdatable"
+    unloaded.engine.call("drop")
+    assert "ok" in unloaded.send_full(base)
+
+
+def test_digests_of_a_full_sync_are_checked(tmp_path: Path) -> None:
+    base = base_checkpoint(PlainCopy)
+    unloaded = Unloaded(PlainCopy, tmp_path)
+    right = digest(base).hex()
+    before = memory(unloaded.model)
+    assert kind(unloaded.send_full(base, digest_after="0" * 32)) == "BaseMismatch"
+    unloaded.engine.call("drop")
+    assert kind(unloaded.send_full(base, digest_part=right)) == "BaseMismatch"
+    unloaded.engine.call("drop")
+    assert memory(unloaded.model) == before
+    assert unloaded.send_full(base, digest_after=right)["ok"]["digest"] == right
+
+
+def test_what_the_reload_makes_of_it_is_compared(tmp_path: Path) -> None:
+    """If the reload writes other bytes than the sync's, the engine is uncertain."""
+    base = base_checkpoint(PlainCopy)
+    unloaded = Unloaded(PlainCopy, tmp_path)
+    original = unloaded.model.load_weights
+
+    def drop_a_bit(weights: Any) -> None:
+        original(weights)
+        if not unloaded.model.weight.is_meta:
+            unloaded.model.weight.view(torch.int16)[0, 0] ^= 1
+
+    applier = unloaded.engine.receivers[0]._applier
+    load, applier._load = applier._load, lambda traced, sync: drop_a_bit(sync())
+    with torch.no_grad():
+        answer = unloaded.send_full(base)
+    assert kind(answer) == "CommitFailed"
+    assert "weight" in answer["error"]["message"]
+    applier._load = load
+    with torch.no_grad():
+        assert "ok" in unloaded.send_full(base)
+    assert unloaded.engine.status()[0]["engine_state"] == "certain"
+
+
+@pytest.mark.host_memory
+def test_a_dry_run_that_changes_the_model_is_no_refusal(tmp_path: Path) -> None:
+    base = base_checkpoint(PlainCopy)
+    unloaded = Unloaded(PlainCopy, tmp_path)
+    original = unloaded.model.load_weights
+    memory_of = unloaded.model.weight.data.view(torch.int16).numpy()
+
+    def write_unseen(weights: Any) -> None:
+        memory_of[0, 0] ^= 1
+        original(weights)
+
+    applier = unloaded.engine.receivers[0]._applier
+    applier._trace = functools.partial(applier._trace.func, *loaded_with(applier, write_unseen))
+    answer = unloaded.send_full(base)
+    assert kind(answer) == "CommitFailed"
+    assert "weight" in answer["error"]["message"]
+    assert unloaded.engine.status()[0]["engine_state"] == "uncertain"
+    applier._trace = functools.partial(applier._trace.func, *loaded_with(applier, original))
+    assert "ok" in unloaded.send_full(base)
+    assert memory(unloaded.model) == memory(load(PlainCopy, base))
+
+
+def loaded_with(applier: Any, load_weights: Any) -> list[Any]:
+    """What the applier traces, with another loader, and what searches it later."""
+    loaded, later = applier._trace.args
+    return [dataclasses.replace(loaded, load_weights=load_weights), later]
+
+
+def test_an_engine_that_repacks_does_not_start_without_a_checkpoint() -> None:
+    model = RepackedInPlace()
+    loaded = LoadedModel(
+        model=model,
+        load_weights=model.load_weights,
+        checkpoint=None,
+        reload=model.load_weights,
+        ranks=SingleRank(),
+        refusals={"weight": "moved"},
+    )
+    with pytest.raises(RuntimeError, match="weight"):
+        make_receiver(loaded, Settings())
+
+
+def test_every_live_weight_counts(tmp_path: Path) -> None:
+    """Also one that no tensor of the sync writes."""
+
+    class Extra(PlainCopy):
+        def build(self) -> None:
+            super().build()
+            self.extra = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    answer = Unloaded(Extra, tmp_path).send_full(base_checkpoint(PlainCopy))
+    assert kind(answer) == "NotUpdatable"
+    assert "extra" in answer["error"]["message"]

@@ -1,0 +1,95 @@
+"""What staging refuses is staged on no rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine_ext.errors import NotUpdatable
+from tests.support.rank_engine import errors_of, part_id
+from tests.unit.sync.recorded_ranks import Ranks, body
+
+
+def truncate(path: Path, data: bytes) -> None:
+    path.write_bytes(data[:-3])
+
+
+def empty(path: Path, data: bytes) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path, data: bytes) -> None:
+    path.unlink()
+
+
+def flip(path: Path, data: bytes) -> None:
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def exchange(path: Path, data: bytes) -> None:
+    """For another part, whose own checksum is right."""
+    path.write_bytes(body(value=2))
+
+
+@pytest.mark.parametrize("change", [truncate, empty, remove, flip, exchange])
+def test_a_spool_file_that_changed_is_refused(
+    ranks: Ranks, change: Callable[[Path, bytes], None]
+) -> None:
+    """Between its arrival, when its identity was taken, and its staging."""
+    data = body()
+    one = part_id(data)
+    path = ranks.engine.spool(data)
+    change(path, data)
+    errors_of(ranks.engine.begin(one, path), none=True)
+    for error in errors_of(ranks.engine.poll(one)):
+        assert error["engine_state"] == "unchanged"
+    forgotten = {"complete": False, "prepared": False, "base": None}
+    assert [a["ok"] for a in ranks.engine.settle(one, staged=False)] == [forgotten] * 3
+    assert [e["type"] for e in errors_of(ranks.engine.commit(one))] == ["Conflict"] * 3
+    assert ranks.written == [0, 0, 0]
+    ranks.engine.apply(one, data)
+
+
+def test_a_spool_file_that_changes_between_two_ranks_is_refused(ranks: Ranks) -> None:
+    data = body()
+    one = part_id(data)
+    path = ranks.engine.spool(data)
+    arguments = {"part": msgspec.to_builtins(one), "path": str(path), "now": 0.0}
+    first, *others = ranks.engine.receivers
+    assert "ok" in first.handle("begin", arguments)
+    while not first.handle("poll", {"part": arguments["part"]})["ok"]["done"]:
+        pass
+    exchange(path.with_suffix(".other"), data)
+    path.with_suffix(".other").rename(path)
+    for other in others:
+        assert "ok" in other.handle("begin", arguments)
+    answers = ranks.engine.poll(one)
+    assert ["error" in answer for answer in answers] == [False, True, True]
+    ranks.engine.settle(one, staged=False)
+    errors_of(ranks.engine.commit(one))
+    assert ranks.written == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(NotUpdatable("no", tensor="w"), "NotUpdatable"), (KeyError("w"), "DeltaError")],
+)
+def test_what_one_rank_refuses_is_staged_on_none(ranks: Ranks, error: Exception, kind: str) -> None:
+    ranks.appliers[1].fail["check"] = error
+    data = body()
+    one = part_id(data)
+    answers = ranks.engine.stage(one, data)
+    assert [a.get("error", {}).get("type") for a in answers] == [None, kind, None]
+    errors_of(ranks.engine.commit(one))
+    assert ranks.written == [0, 0, 0]
+    assert ranks.states() == {(0, "certain")}
+
+
+def test_a_sync_that_is_refused_as_a_whole_is_known_before_the_commit(ranks: Ranks) -> None:
+    ranks.appliers[2].fail["check_sync"] = NotUpdatable("missing", tensors=["x"])
+    data = body()
+    answers = ranks.engine.stage(part_id(data), data)
+    assert [a["error"]["tensors"] for a in answers] == [["x"]] * 3
