@@ -57,7 +57,7 @@ class Runs:
         is_run = sender is not None and sender.run == owner.run
         if sender is not None and is_run and not is_twin(sender, owner):
             return
-        copied = " of the same state, of which both have a copy" if is_run else ""
+        copied = ", which has a copy of the same state" if is_run else ""
         raise RunConflict(
             f"{describe(owner)} has owned these weights since {clock(owner.since)}; close that "
             f"trainer{copied}, or take over with takeover=True (--takeover)",
