@@ -33,7 +33,10 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
-COPIED: Final = ("engine_ext", "server", "trainer", "scripts", "tests", "pyproject.toml")
+COPIED: Final = (
+    *("engine_ext", "server", "trainer", "scripts", "tests", "docs", "examples", "patches"),
+    *("pyproject.toml", "README.md", "CHANGELOG.md", "Makefile"),
+)
 # Of each room: the packages that are mutated, and the tests that should notice.
 ROOMS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "format": (("engine_ext/wire",), ("tests/unit/wire",)),
@@ -169,7 +172,7 @@ class Scratch:
 
     def __init__(self, folder: Path, tests: Sequence[str], cpu_s: int) -> None:
         self.folder, self._cpu_s = folder, cpu_s
-        skipped = shutil.ignore_patterns("live", "patches", "*.pyc")
+        skipped = shutil.ignore_patterns("live", "*.pyc")
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
@@ -262,7 +265,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("room", choices=ROOMS)
     parser.add_argument("--count", type=int, default=200, help="mutants (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=int, default=90, help="CPU seconds for each mutant")
+    parser.add_argument("--limit", type=int, default=150, help="CPU seconds for each mutant")
     parser.add_argument("--seconds", type=float, help="start no further mutant after so long")
     parser.add_argument("--repeat", type=Path, help="JSON of an earlier run: its mutants again")
     parser.add_argument("--json", type=Path, help="where to write the result")

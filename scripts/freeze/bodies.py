@@ -209,7 +209,13 @@ def quantised_bodies(form: str) -> list[dict[str, Any]]:
     with (
         fixed_identity(),
         DeltaSender(
-            "http://engine", stored.items(), client=client, quantize=form, full="allow"
+            "http://engine",
+            stored.items(),
+            client=client,
+            quantize=form,
+            full="allow",
+            encoding="deltas",
+            posts_in_flight=1,
         ) as sender,
     ):
         steps_of(sender, base, STEPS[:3])
