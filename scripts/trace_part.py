@@ -190,7 +190,7 @@ class Way:
         finally:
             self.is_on = False
             sys.setprofile(None)
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
 
 
 def _slots(cls: type) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
@@ -346,15 +347,15 @@ def recorders() -> dict[str, Callable[[], Any]]:
     """Return what can be recorded, by name."""
     found: dict[str, Callable[[], Any]] = {}
     for encoding in ENCODINGS:
-        found[f"DeltaSender {encoding}"] = lambda e=encoding: engine_bodies(encoding=e)
-    found["DeltaSender small parts"] = lambda: engine_bodies(encoding="deltas", bucket_bytes=4096)
-    found["DeltaSender signed"] = lambda: engine_bodies(encoding="deltas", hmac_key="secret")
+        found[f"DeltaSender {encoding}"] = partial(engine_bodies, encoding=encoding)
+    found["DeltaSender small parts"] = partial(engine_bodies, encoding="deltas", bucket_bytes=4096)
+    found["DeltaSender signed"] = partial(engine_bodies, encoding="deltas", hmac_key="secret")
     for form in ("fp8_block", "fp8_channel", "int8_channel"):
-        found[f"DeltaSender {form}"] = lambda f=form: quantised_bodies(f)
+        found[f"DeltaSender {form}"] = partial(quantised_bodies, form)
     found["MultiSender deltas"] = engines_bodies
     for encoding in ("deltas", "gap8_exp", "gap8_ulp"):
-        found[f"ShardedSender {encoding}"] = lambda e=encoding: sharded_bodies(e)
-        found[f"LogSender {encoding}"] = lambda e=encoding: log_files(e)
+        found[f"ShardedSender {encoding}"] = partial(sharded_bodies, encoding)
+        found[f"LogSender {encoding}"] = partial(log_files, encoding)
     return found
 
 

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,7 +47,7 @@ def recorders() -> dict[str, Callable[[], Recording]]:
     found: dict[str, Callable[[], Recording]] = {"toys": toys}
     for model in (*MODELS, *QUANTISED):
         for tp in _TPS:
-            found[f"{model} tp{tp}"] = lambda m=model, n=tp: live(m, n)
+            found[f"{model} tp{tp}"] = partial(live, model, tp)
     return found
 
 
@@ -83,14 +84,14 @@ def syncs(
     """Yield what is done with an engine, one by one, and by which name it is recorded."""
     for seed, encoding in enumerate(ENCODINGS):
         old, weights = weights, stepped(weights, seed, refused)
-        yield encoding, lambda o=old, n=weights, e=encoding: send(engine, o, n, encoding=e)
+        yield encoding, partial(send, engine, old, weights, encoding=encoding)
     old, weights = weights, stepped(weights, 98, refused, everything=True)
-    yield "dense", lambda o=old, n=weights: send(engine, o, n, encoding="gap8_exp")
+    yield "dense", partial(send, engine, old, weights, encoding="gap8_exp")
     yield "rollback", lambda: engine.post("/delta_rollback", json={}).raise_for_status()
     weights = old
     if not refused:
         full = stepped(weights, 99, refused)
-        yield "full", lambda o=weights, n=full: send(engine, o, n, is_full=True)
+        yield "full", partial(send, engine, weights, full, is_full=True)
 
 
 def stepped(weights: Weights, seed: int, refused: set[str], *, everything: bool = False) -> Weights:
