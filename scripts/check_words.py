@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -80,9 +80,10 @@ def _python(text: str) -> Iterator[tuple[int, str]]:
         yield first, "\n".join(block)
 
 
-def _tracked(paths: list[str]) -> list[Path]:
+def tracked(paths: Sequence[str] = ()) -> list[Path]:
+    """Return the files in git below `paths` that have words; without paths, all."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--", *(paths or ["*.py", "*.md"])],
+        ["git", "ls-files", "-z", "--", *(paths or ("*.py", "*.md"))],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -98,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("paths", nargs="*", help="files or folders; without: all in git")
     count = 0
-    for path in _tracked(parser.parse_args(arguments).paths):
+    for path in tracked(parser.parse_args(arguments).paths):
         for line, phrase, advice in check(path):
             count += 1
             print(f'{path.relative_to(ROOT)}:{line}: "{phrase}": {advice}')

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from scripts import check_words
+
 ROOT: Final = Path(__file__).parents[1]
 PRODUCT: Final = ("engine_ext", "server/delta_server", "trainer/delta_sender")
 # The number may only fall; whoever makes it fall lowers it here.
@@ -37,26 +39,13 @@ WAYS_IN: Final = {
 }
 # Each turns new values into staged writes of its own.
 STAGING_PATHS: Final = {
-    "elements, by pieces": "engine_ext/apply/stager.py:_find_elements",
-    "whole boxes": "engine_ext/apply/stager.py:_box",
-    "gathered differences": "engine_ext/apply/stager.py:_gather",
-    "small params, together": "engine_ext/apply/param_batch.py:Batcher",
-    "elements, on the device": "engine_ext/apply/device_staging.py:locate",
-    "masked copies": "engine_ext/apply/masked.py:apply_masked",
+    "elements, by pieces": "engine_ext/sync/stager.py:_find_elements",
+    "whole boxes": "engine_ext/sync/stager.py:_box",
+    "gathered differences": "engine_ext/sync/stager.py:_gather",
+    "small params, together": "engine_ext/sync/param_batch.py:Batcher",
+    "elements, on the device": "engine_ext/sync/device_staging.py:locate",
+    "masked copies": "engine_ext/sync/masked.py:apply_masked",
 }
-_WORDS: Final = (
-    r"\bbeside\b",
-    r"\btells\b",
-    r"\btold\b",
-    r"\bof which\b",
-    r"\bis none of\b",
-    r"\blies\b",
-    r"\bby itself\b",
-    r"\bgoes on\b",
-    r"(?:^|[.!?] )Of \w",
-    r"(?:^|[.!?] )What (?:\w+ ){1,8}(?:is|are)\b",
-    r"\bmay\b",
-)
 Row = tuple[str, object, str]
 
 
@@ -158,22 +147,8 @@ def flags() -> list[str]:
 
 
 def words() -> int:
-    """Return how often a phrase to avoid stands in docstrings, comments, messages and docs."""
-    pattern = re.compile("|".join(_WORDS), re.M)
-    total = 0
-    for file in files(*PRODUCT, "scripts", "tests"):
-        if file == Path(__file__).resolve():
-            continue
-        text = file.read_text()
-        strings = [
-            node.value
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        ]
-        comments = re.findall(r"(?:^|\s)# (.*)", text)
-        total += sum(len(pattern.findall(one)) for one in (*strings, *comments))
-    documents = [ROOT / "README.md", *files("docs", kind="*.md")]
-    return total + sum(len(pattern.findall(file.read_text())) for file in documents)
+    """Return the number of phrases that `scripts.check_words` would have rewritten."""
+    return sum(1 for path in check_words.tracked() for _ in check_words.check(path))
 
 
 def traced_rows(*, with_ways: bool) -> Iterator[Row]:
@@ -210,7 +185,7 @@ def static_rows() -> Iterator[Row]:
     yield "small files", len(small_files()), f"of the product, under {_SMALL} lines, no __init__"
     uses = len(private_uses())
     yield "private attributes in tests", uses, f"see private_uses; at most {MOST_PRIVATE_USES}"
-    yield "words to avoid", words(), "_WORDS in docstrings, comments, messages and docs"
+    yield "words to avoid", words(), "python -m scripts.check_words"
 
 
 def check() -> int:
