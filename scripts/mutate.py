@@ -39,9 +39,9 @@ COPIED: Final = (
 )
 # Of each room: the packages that are mutated, and the tests that should notice.
 ROOMS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
-    "format": (("engine_ext/wire",), ("tests/unit/wire",)),
+    "format": (("engine_ext/format",), ("tests/unit/wire",)),
     "sync": (
-        ("engine_ext/apply", "engine_ext/receiver"),
+        ("engine_ext/sync", "engine_ext/sync"),
         ("tests/unit/apply", "tests/unit/receiver"),
     ),
 }
