@@ -33,8 +33,8 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
 
 Everything but `CommitFailed`, `PublishFailed` and `WriteUndone` is raised before the first byte is
 written, or after every rank has put back what it had overwritten: a `BaseMismatch` of a weight that
-changed between staging and commit may be found by the pass that writes. After `CommitFailed` some
-weights may be new and some old: generation answers 503 until a ``full`` sync has committed.
+changed between staging and commit can be found by the pass that writes. After `CommitFailed` some
+weights might be new and some old: generation answers 503 until a ``full`` sync has committed.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def choose(engine: Engine, use: str | None = None) -> PatchSet:
     folders = sorted((folder for folder in every if use in (None, folder.name)), key=distance)
     for by_hash, folder in itertools.product((True, False), folders):
         found = PatchSet(folder, engine.root, by_hash=by_hash)
-        # A checkout may not record its version; its files' hashes identify it.
+        # A checkout might not record its version; its files' hashes identify it.
         fits = found.state is not State.FOREIGN and not (by_hash and engine.version)
         if fits or (by_hash and found.version == engine.version):
             return found
@@ -264,7 +264,7 @@ def apply(root: Path, found: PatchSet, *, revert: bool, check: bool, use: str | 
 
 
 def _replace_all(before: dict[Path, bytes], after: dict[Path, bytes]) -> None:
-    """Replace all files or none. None is written in place: it may be linked to a package cache."""
+    """Replace all files or none, and none in place: it might be linked to a package cache."""
     try:
         for file, content in after.items():
             _write_temporary(file, content)
@@ -289,7 +289,7 @@ def _replace_all(before: dict[Path, bytes], after: dict[Path, bytes]) -> None:
 def _write_temporary(file: Path, content: bytes) -> None:
     status = file.stat()
     with open(f"{file}{_NEW}", "wb") as handle:
-        with contextlib.suppress(OSError):  # only root may give files away
+        with contextlib.suppress(OSError):  # only root can give files away
             os.fchown(handle.fileno(), status.st_uid, status.st_gid)
         os.fchmod(handle.fileno(), status.st_mode & 0o7777)
         handle.write(content)

@@ -28,7 +28,7 @@ def popcount(mask: Any) -> Any:
 
 
 def prefetch(array: Any, offset: Any) -> None:
-    """Prefetch the cache line of an element, which may be beyond the array's end."""
+    """Prefetch the cache line of an element, which can be beyond the array's end."""
 
 
 def memory_at(address: Any, size: Any, like: Any) -> Any:

@@ -1,6 +1,6 @@
 """Recognise tensors on a model that are not computed from its weights.
 
-A tensor that no checkpoint tensor is loaded into may still have been computed from one (see
+A tensor that no checkpoint tensor is loaded into might still have been computed from one (see
 `engine_ext.derived.find`). Two things show that it was not:
 
 - its kind: rotary tables, key-value caches, integer tables and the like (`is_constant`);
@@ -57,7 +57,7 @@ def is_default(tensor: torch.Tensor) -> bool:
     if not 0 < tensor.numel() <= _LARGE or tensor.is_meta:
         return False
     values = tensor.detach().flatten().float()
-    # Zeros may be memory that nothing was written to.
+    # Zeros might be memory that nothing was written to.
     return not bool((values != values[0]).any()) and (len(values) == 1 or bool(values[0]))
 
 

@@ -110,7 +110,7 @@ def walk(
     """
     found: list[tuple[str, Any]] = []
     entered: dict[int, int] = {}  # objects that are being walked, with their depth
-    # Objects whose only tensors may be an entered one's: their depth, and that one's.
+    # Objects whose only tensors might be an entered one's: their depth, and that one's.
     cyclic: dict[int, tuple[int, int]] = {}
 
     def visit(value: object, name: str, depth: int) -> tuple[bool, int]:
@@ -198,7 +198,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _is_leaf(value: object, opaque: tuple[str, ...]) -> bool:
-    """Return whether an object without known parts may hold something all the same."""
+    """Return whether an object without known parts might hold something all the same."""
     if isinstance(value, _NO_LEAVES):
         return False
     return type(value).__module__.startswith(opaque) or not hasattr(value, "__dict__")

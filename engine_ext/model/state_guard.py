@@ -1,6 +1,6 @@
 """Snapshot model state so that a dry run can be undone and verified.
 
-A loader whose writes to memory are suppressed still runs its Python code: it may attach other
+A loader whose writes to memory are suppressed still runs its Python code: it can attach other
 tensors to the modules, or give a parameter other memory. `ModelStateGuard` detects that by
 comparing objects and addresses, restores them, and can verify that every bit is unchanged.
 """
@@ -118,7 +118,7 @@ class ModelStateGuard:
                 yield path, tensor
 
     def restore(self) -> None:
-        """Undo everything that a loader may do to the modules except writes to memory."""
+        """Undo everything that a loader can do to the modules except writes to memory."""
         for container, content in self._containers:
             if isinstance(container, list):
                 container[:] = content

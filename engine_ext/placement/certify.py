@@ -25,7 +25,7 @@ Certified = dict[str, dict[SourceBox, Digest]]
 """The digests of certified elements, by checkpoint tensor and box."""
 
 _PIECE = 1 << 20  # elements that a thread compares and digests at a time
-_AHEAD = 64 << 20  # bytes of the checkpoint that may be read ahead of the oldest unjudged tensor
+_AHEAD = 64 << 20  # bytes of the checkpoint that can be read ahead of the oldest unjudged tensor
 
 
 def certify_placement(

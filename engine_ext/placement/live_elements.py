@@ -76,7 +76,7 @@ class HostElements(msgspec.Struct, eq=False, gc=False):
 
 @dataclass(slots=True)
 class DeviceElements:
-    """Single elements of a live tensor on another device; new bits may be there, too.
+    """Single elements of a live tensor on another device; new bits can be there, too.
 
     Attributes:
         flat: the live tensor as integers, [extent].

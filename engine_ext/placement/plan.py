@@ -200,7 +200,7 @@ def make_plan(
     Args:
         placement: this rank's certified placement; tensors that contradict the other ranks'
             become uncertified in it. Tensors that no rank holds become ignored, or uncertified
-            if some rank's loader uses them, because it may keep a copy that was not found.
+            if some rank's loader uses them, because it might keep a copy that was not found.
         dropped: the other names of tied tensors that this rank's loader is proven to drop.
         tied: the checkpoint's tensors that this rank's loader drops, each with the one that it is
             tied to. One that some rank refuses is not compared with that: it is never written.

@@ -26,7 +26,7 @@ def make_targets(
 ) -> tuple[Target, ...]:
     """Return the targets of a certified tensor, by its segments and the holders of each box.
 
-    A loader may copy a tensor to the same place twice; that makes one target.
+    A loader can copy a tensor to the same place twice; that makes one target.
     """
     segments = list({_place(segment): segment for segment in segments}.values())
     boxes = [box_of(segment) for segment in segments]

@@ -81,7 +81,7 @@ def gather_bytes(ranks: Ranks, data: Bytes, to: int) -> list[Bytes] | None:
 
 
 def cores_per_rank(ranks: Ranks) -> int:
-    """Return this rank's share of the cores that it may run on, at least 1. All ranks must call it.
+    """Return this rank's share of the cores that it can run on, at least 1. All ranks must call it.
 
     Ranks that an engine binds to cores of their own share none.
     """
@@ -105,7 +105,7 @@ def _host() -> str:
 def together(ranks: Ranks, work: Callable[[], _T]) -> _T:
     """Do some work that does not communicate; if it fails on one rank, it fails on all.
 
-    So what follows may communicate. All ranks must call it.
+    So what follows can communicate. All ranks must call it.
 
     Raises:
         DeltaError: what the work raised on another rank.

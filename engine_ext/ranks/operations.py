@@ -343,7 +343,7 @@ class UnloadAdapter(Operation[Reply], frozen=True, tag="unload_adapter"):
     """Learn that requests cannot name the adapter any more."""
 
 
-# The operations above; an adapter may define more for itself.
+# The operations above; an adapter can define more for itself.
 Request: Any = Union[tuple(Operation.__subclasses__())]  # noqa: UP007
 
 

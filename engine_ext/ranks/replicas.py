@@ -23,7 +23,7 @@ from engine_ext.ranks.group import Ranks
 ENVIRONMENT: Final = "DELTA_UPDATES_REPLICAS"
 
 _HOST: Final = "127.0.0.1"
-# As long as gloo waits. Replicas may take long to load, one longer than the other.
+# As long as gloo waits. Replicas can take long to load, one longer than the other.
 _TIMEOUT: Final = datetime.timedelta(minutes=30)
 # The store refuses values of more than 8 MiB.
 _CHUNK: Final = 4 << 20
@@ -116,10 +116,10 @@ class ReplicaRanks:
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order; all ranks of all replicas must call it.
 
-        Values are such as JSON has; a tuple or a set may come back as a list.
+        Values are such as JSON has; a tuple or a set can come back as a list.
 
         Raises:
-            RuntimeError: another replica did not come in time, now or before. The replicas may be
+            RuntimeError: another replica did not come in time, now or before. The replicas might be
                 at different votes from then on, so nothing is exchanged until a restart.
         """
         own = self._group.all_gather(value)

@@ -8,7 +8,7 @@
 
 A part gets its name once it is whole and verified, and every rank that gets it verifies it again.
 A rank maps the file within `_GRACE_S` and keeps it locked while it does, so no other rank removes
-it meanwhile. The folder may outlive the engine, and several engines may share it.
+it meanwhile. The folder can outlive the engine, and several engines can share it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class PartCache:
 
     Args:
         folder: made if it is missing; None is one in the temporary folder.
-        limit: bytes that its files may take.
+        limit: bytes that its files can take.
 
     Raises:
-        PermissionError: the folder is another user's, or others may write into it.
+        PermissionError: the folder is another user's, or others can write into it.
         OSError: it cannot be made.
     """
 
@@ -64,7 +64,7 @@ class PartCache:
         """Make the folder if it is missing, also when something has removed it since.
 
         Raises:
-            PermissionError: the folder is another user's, or others may write into it.
+            PermissionError: the folder is another user's, or others can write into it.
             OSError: it cannot be made.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ def no_full_collections() -> Iterator[None]:
 
     A full collection looks at every object of the process, 0.1 s for 300,000 of them, and is made
     whenever as many as a quarter of them are new. It frees cycles that have survived two earlier
-    ones; inside the block, they stay. Blocks may nest, and overlap in several threads. Nothing is
+    ones; inside the block, they stay. Blocks can nest, and overlap in several threads. Nothing is
     changed if the collector is switched off, and nothing changed back if somebody else has set it
     meanwhile. A process that is forked inside a block is outside of it.
     """

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-_BURST_S: Final = 0.05  # of unused rate that may be made up for
+_BURST_S: Final = 0.05  # of unused rate that can be made up for
 
 
 class RateLimit:
@@ -39,7 +39,7 @@ class RateLimit:
         self._free_at = float("-inf")
 
     def wait(self, nbytes: int) -> None:
-        """Wait until so many bytes may be transferred."""
+        """Wait until so many bytes can be transferred."""
         with self._lock:
             begin = max(self._free_at, self._now() - _BURST_S)
             self._free_at = begin + nbytes / self.bytes_per_second

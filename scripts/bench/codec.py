@@ -142,7 +142,7 @@ def scatter_time(deltas: Sequence[ParamDelta], repeats: int) -> float:
 
 
 def decode(body: bytes) -> Part:
-    """Decode a body, which may be a zstd frame."""
+    """Decode a body, which can be a zstd frame."""
     wrapped = body.startswith(b"\x28\xb5\x2f\xfd")
     return decode_part(b"".join(FrameReader(1 << 32).feed(body)) if wrapped else body)
 

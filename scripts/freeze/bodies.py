@@ -172,7 +172,7 @@ def steps_of(sender: Any, base: Weights, steps: Sequence[tuple[float, bool]] = S
 
 
 def ordered(posted: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows by version and part; the parts of a version may come in any order."""
+    """Return the rows by version and part; the parts of a version can come in any order."""
     return sorted(posted, key=lambda row: (row["version"], row["part"]))
 
 

@@ -225,7 +225,7 @@ class EngineProcess(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def interpreter(cls) -> Path:
-        """Return the Python interpreter that has the engine; it may not exist."""
+        """Return the Python interpreter that has the engine; it might not exist."""
 
     @abc.abstractmethod
     def _server_arguments(self) -> list[str]:

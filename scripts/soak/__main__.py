@@ -180,7 +180,7 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
     return found
 
 
-# The last sync may have kept KV entries of old weights (flush_cache=false).
+# The last sync might have kept KV entries of old weights (flush_cache=false).
 _FLUSH: Final = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache"}
 
 

@@ -75,7 +75,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 
 class AbortPolicy:
-    """Decides which requests may be aborted: those that overlap a sync with pause mode abort."""
+    """Decides which requests can be aborted: those that overlap a sync with pause mode abort."""
 
     def __init__(self) -> None:
         self._begun: list[float] = []
@@ -91,7 +91,7 @@ class AbortPolicy:
             self._ended.append(time.monotonic())
 
     def allows(self, begin: float, end: float) -> bool:
-        """Return whether a request from `begin` to `end` may have been aborted.
+        """Return whether a request from `begin` to `end` might have been aborted.
 
         Both are of `time.monotonic`, which all processes of a machine share.
         """
@@ -126,7 +126,7 @@ class Tally:
             reason: the engine's finish reason.
             tokens, wanted: how many tokens it has, and how many were requested.
             seconds: duration of the request.
-            may_abort: whether a sync may have aborted it.
+            may_abort: whether a sync might have aborted it.
         """
         whole = reason == "length" and tokens == wanted
         aborted = reason == "abort" and may_abort and tokens <= wanted

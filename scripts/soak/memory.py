@@ -203,7 +203,7 @@ def spooled(folder: Path) -> list[Path]:
     """List the files in a spool folder that are not empty, but those to be written again."""
     found = []
     for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # it may be gone by now
+        with contextlib.suppress(OSError):  # it might be gone by now
             if file.suffix != UNUSED_SUFFIX and file.is_file() and file.stat().st_size:
                 found.append(file)
     return found

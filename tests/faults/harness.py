@@ -26,7 +26,7 @@ STAGE_TIMEOUT = 2
 PART_BYTES = 4 << 10  # a step of all tensors makes several parts, one of the norms a single one
 SPOOL = 2 << 20
 
-# A sender in a process of its own: it sends, may read the answer, and waits to be killed.
+# A sender in a process of its own: it sends, can read the answer, and waits to be killed.
 CHILD = """
 import socket, sys, time
 connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))

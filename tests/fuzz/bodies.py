@@ -130,7 +130,7 @@ def lengths(draw: st.DrawFn, body: bytes) -> bytes:
     number = draw(st.sampled_from(LENGTHS))
     header, data = header_of(body)
     arrays = [header[name] for name in ARRAYS if isinstance(header.get(name), dict)]
-    if not arrays or draw(st.booleans()):  # a mutant may have renamed them
+    if not arrays or draw(st.booleans()):  # a mutant might have renamed them
         return struct.pack("<Q", number) + body[8:]
     tensor = draw(st.sampled_from(arrays))
     where = draw(st.sampled_from(["shape", "data_offsets"]))
@@ -189,7 +189,7 @@ def wrapped(draw: st.DrawFn, body: bytes) -> bytes:
 
 @st.composite
 def bodies(draw: st.DrawFn, shapes: Shapes) -> bytes:
-    """Anything that may come as a part."""
+    """Anything that can come as a part."""
     if draw(st.integers(0, 9)) == 0:
         return draw(st.binary(max_size=200))
     body = draw(broken(shapes))

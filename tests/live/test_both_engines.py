@@ -135,7 +135,7 @@ def test_the_program_sends_to_both(both: Both, tmp_path: Path) -> None:
     assert both.hold_the_trainers_bytes()
 
 
-# ---- runs: whose the engines are, and what may be replaced there ---------------------------------
+# ---- runs: whose the engines are, and what can be replaced there ---------------------------------
 
 
 def failures_of(sender: MultiSender, trainer: Trainer) -> list[type[BaseException]]:

@@ -25,7 +25,7 @@ from tests.support.plain_trainer import Trainer, container, split
 OCTETS = {"Content-Type": "application/octet-stream"}
 SHIM = Path(__file__).parents[1] / "shims" / "faults"
 PROMPT = [3 + number % 250 for number in range(200)]  # longer than a block of vLLM's on CPU
-# What the allocator may hold back; a sync's old values and its part take 0.7 MB.
+# What the allocator can hold back; a sync's old values and its part take 0.7 MB.
 SLACK = 12 << 20
 ARGUMENTS = {
     "vllm": ["--enable-prompt-tokens-details"],

@@ -57,7 +57,7 @@ def check(
     """Sync an engine to each step's tensors of both models, and compare it with a fresh one.
 
     Args:
-        draft: folder of the draft model, which may be the target's.
+        draft: folder of the draft model, which can be the target's.
         ignored: tensors that SGLang does not use.
 
     Returns:

@@ -142,7 +142,7 @@ def test_parts_out_of_order_by_http(run: Run, encoding: str) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=["in-order", "last-first"])
 def test_only_the_last_part_says_how_many(run: Run, order: tuple[int, ...]) -> None:
-    """What a sender posts that does not know it before; the encodings may differ."""
+    """What a sender posts that does not know it before; the encodings can differ."""
     encodings = "gap8_exp", "gap8_ulp", "deltas_zstd"
     changed = split(run.trainer.step(), 3)
     shared = run.trainer.metadata()

@@ -63,7 +63,7 @@ class Server:
     def mismatches(self) -> float:
         """Return how many scrubbing has found so far, by the engine's own route."""
         found, before = self._mismatches(), -1.0
-        while found != before:  # what was found just now may not be counted yet
+        while found != before:  # what was found just now might not be counted yet
             found, before = self._mismatches(), found
         return found
 
@@ -359,7 +359,7 @@ def test_two_trainers_cannot_replace_each_other(server: Server) -> None:
     assert refusal(ask("claim", "second")) == (409, "RunConflict", "first-host")
     assert (server.engine.checksums(), server.digest(scan=True), server.status()) == before
 
-    # Another process takes over; its own numbers may be lower.
+    # Another process takes over; its own numbers can be lower.
     assert ask("claim", "second", takeover=True).json()["owner"]["run"] == "second"
     assert server.status()["run"] == "first"
     server.trainer.version = 1

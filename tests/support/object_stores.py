@@ -118,7 +118,7 @@ def _make_bucket(server: StoreServer, process: subprocess.Popen[bytes], log: Pat
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
             httpx.put(f"{server.endpoint}/{BUCKET}", timeout=5)
-            # A server that is not whole yet may have the bucket, and no room for an object.
+            # A server that is not whole yet might have the bucket, and no room for an object.
             probe = f"{server.endpoint}/{BUCKET}/started"
             if httpx.put(probe, content=b"yes", timeout=5).is_success:
                 return

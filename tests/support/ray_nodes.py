@@ -83,7 +83,7 @@ def two_nodes(folder: Path, python_path: Sequence[Path] = ()) -> Iterator[Nodes]
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    # The path of a socket may have 107 characters, and Ray's are long themselves.
+    # The path of a socket can have 107 characters, and Ray's are long themselves.
     session = tempfile.mkdtemp(prefix="ray-")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, session, ignore_errors=True)

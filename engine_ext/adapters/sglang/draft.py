@@ -107,7 +107,7 @@ def _draft_part(target: Any, runner: Any) -> Part:
 
 
 def _require_known(worker: Any, observed: list[Observed], loaded: list[weakref.ref[Any]]) -> None:
-    """Refuse a worker that may serve other weights than the two models'."""
+    """Refuse a worker that might serve other weights than the two models'."""
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
     from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 

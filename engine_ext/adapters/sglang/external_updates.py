@@ -1,7 +1,7 @@
 """Weight changes outside of delta sync: SGLang's own updates, and releasing the weights' memory.
 
-After one of these the base of a delta is unknown, and a failed one may have written some of the
-weights. SGLang may serve what it has then, but only a full sync is taken.
+After one of these the base of a delta is unknown, and a failed one might have written some of the
+weights. SGLang can serve what it has then, but only a full sync is taken.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Every stage runs the same loop on the same lists of requests, one list per iteration: it handles a
 list, sends it to the next stage, launches a micro-batch, and takes the results of an older one. So
-all stages schedule alike without asking each other. A stage that asks the others would wait forever
-for two reasons: it has not sent the list on yet, and the next stage may wait for results that pass
+all stages schedule alike without asking each other. A stage that asks the others would deadlock for
+two reasons: it has not sent the list on yet, and the next stage might wait for results that pass
 this stage only in its next iteration.
 
 So a delta operation, and everything behind it, is held until the list is sent, and nothing is
@@ -86,10 +86,10 @@ def hold_operations() -> None:
 def _gather_requests(scheduler: Any) -> None:
     """Move the requests of all micro-batches to the one whose turn it is, for SGLang's retraction.
 
-    None of them may be in flight.
+    No micro-batch must be in flight.
     """
     prefilled = [batch for batch in scheduler.last_mbs if batch and batch.forward_mode.is_extend()]
-    # A prompt in chunks may be in several.
+    # A prompt in chunks can be in several batches.
     found = {id(r): r for batch in [*scheduler.running_mbs, *prefilled] for r in batch.reqs}
     for batch in scheduler.running_mbs:
         batch.reqs = []

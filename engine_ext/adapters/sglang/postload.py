@@ -26,7 +26,7 @@ def repack_learner(
 
     Args:
         before: called with the model before it is processed.
-        states: keeps what cannot be followed; `before` may still set its `moved_too`.
+        states: keeps what cannot be followed; `before` can still set its `moved_too`.
     """
     from sglang.srt.model_loader import loader
 

@@ -218,7 +218,7 @@ def _refuse_here(updater: Any, writes: bool) -> None:
     if writes:
         if not scheduler._engine_paused and not scheduler.is_fully_idle():
             raise Conflict("generation was resumed during the commit")
-        # A forward pass may still run on a stream of its own. If its error surfaces here, on this
+        # A forward pass might still run on a stream of its own. If its error surfaces here, on this
         # rank alone, no rank enters the vote.
         torch.get_device_module().synchronize()
 

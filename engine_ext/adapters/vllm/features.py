@@ -57,7 +57,7 @@ def replicas_answer_together() -> bool:
 
 
 def may_span_hosts(parallel: Any) -> bool:
-    """Return whether workers may be on other hosts than the server, by its `ParallelConfig`.
+    """Return whether workers can be on other hosts than the server, by its `ParallelConfig`.
 
     Where Ray puts them is known when they are there.
     """

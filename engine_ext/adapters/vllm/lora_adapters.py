@@ -45,7 +45,7 @@ class LoadedAdapters:
         self._remove = manager.remove_adapter
         self._adapters: dict[tuple[int, str], _Adapter] = {}  # by vLLM's id, and by name
         self._requests: dict[str, Any] = {}  # the last one that has loaded an adapter, by name
-        self._unloaded: set[tuple[int, str]] = set()  # running requests may still use them
+        self._unloaded: set[tuple[int, str]] = set()  # running requests might still use them
         # What the constructor of vLLM's class was given last, and that call with other tensors.
         self._given: list[tuple[Tensors, Callable[[Tensors], Any]]] = []
         manager._lora_model_cls = self._observed(manager._lora_model_cls)
@@ -95,7 +95,7 @@ class LoadedAdapters:
         return [adapter.store for adapter in found if adapter is not None]
 
     def unload(self, name: str) -> None:
-        """Take no more syncs for an adapter. Requests that are running may still need its store."""
+        """Take no more syncs for an adapter. Running requests might still need its store."""
         request = self._requests.pop(name, None)
         if request is None:
             return

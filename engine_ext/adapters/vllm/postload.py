@@ -163,7 +163,7 @@ def _processings(
                 module, module, functools.partial(_process_whole, dtype=model_config.dtype)
             )
         elif is_deferred_attention_layer(module):
-            # What an attention layer makes for itself may be recomputed, see `recomputations`.
+            # What an attention layer makes for itself can be recomputed, see `recomputations`.
             yield Processing(
                 module,
                 module,
@@ -181,7 +181,7 @@ def _has_method(module: Any) -> bool:
 def _packs_parts(module: torch.nn.Module) -> bool:
     """Return whether a layer packs the weights of the layers in it, and drops them.
 
-    MLA does, for CPUs with AMX; elsewhere it leaves the weights, and may keep what it made of them.
+    MLA does so on CPUs with AMX. Elsewhere it leaves the weights and might keep tensors made of them.
     """
     return bool(getattr(module, "is_amx_bmm_enabled", False))
 

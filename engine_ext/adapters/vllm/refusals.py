@@ -104,7 +104,7 @@ ARGUMENTS: Final = (
     ),
     Refusal(
         "a class of its own in --ec-manager-config",
-        "it may keep image embeddings of old weights",
+        "it might keep image embeddings of old weights",
         (Condition("ec_manager_config", _has_class, {"encoder_cache_manager_cls": "some.Class"}),),
     ),
     Refusal(

@@ -255,7 +255,7 @@ def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
 def test_other_hosts_reach_this_one_if_there_may_be_some(
     nodes: int, ray: bool, address: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray may place a worker on any host of its cluster."""
+    """Ray can place a worker on any host of its cluster."""
     monkeypatch.setattr(engine, "_own_address", lambda: "10.0.0.1")
     parallel = SimpleNamespace(_api_process_count=1, nnodes=nodes, use_ray=ray)
     client = SimpleNamespace(

@@ -19,7 +19,7 @@ from tests.support.toy_models import (
 
 
 class Slices(nn.Module):
-    """Parameters that are slices of one piece of memory; they may overlap."""
+    """Parameters that are slices of one piece of memory; they can overlap."""
 
     def __init__(self, memory: torch.Tensor, slices: list[tuple[int, int]]) -> None:
         super().__init__()

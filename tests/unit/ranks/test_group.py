@@ -1,4 +1,4 @@
-"""How many cores a rank may keep busy, and what ranks gather."""
+"""How many cores a rank can keep busy, and what ranks gather."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.gloo_ranks import run_ranks
 
 
 class Sets:
-    """Ranks that may run on these cores, seen by the first of them."""
+    """Ranks that can run on these cores, seen by the first of them."""
 
     rank = 0
 
