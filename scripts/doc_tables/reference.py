@@ -25,7 +25,7 @@ _SURVIVED: Final = {
     "uncertain": "uncertain: 503 until a full sync, which the sender sends",
 }
 _FOLLOWED: Final = {
-    "old": "old version; by itself the newest one, {}",
+    "old": "old version; then, without a call, the newest one, {}",
     "new": "new version",
 }
 _RESTARTED: Final = {

@@ -181,7 +181,7 @@ def _has_method(module: Any) -> bool:
 def _packs_parts(module: torch.nn.Module) -> bool:
     """Return whether a layer packs the weights of the layers in it, and drops them.
 
-    MLA does so on CPUs with AMX. Elsewhere it leaves the weights and might keep tensors made of them.
+    MLA does so on CPUs with AMX. Elsewhere it leaves the weights, and might keep what it computed.
     """
     return bool(getattr(module, "is_amx_bmm_enabled", False))
 
