@@ -92,7 +92,7 @@ class Unauthorized(DeltaError):
 
 
 class LoopbackOnly(DeltaError):
-    """No token is set, and the request may come from neither this host nor a trusted network."""
+    """No token is set, and the request is not known to be from this host or a trusted network."""
 
     status = 403
 
@@ -138,7 +138,7 @@ class SyncInProgress(Conflict):
 
 
 class RunConflict(Conflict):
-    """Another run owns the weights (``owner``): its sender alone may change them."""
+    """Another run owns the weights (``owner``): only its sender can change them."""
 
 
 class RunFenced(RunConflict):

@@ -40,7 +40,7 @@ class Versions:
         `ENVIRONMENT` names.
 
         Raises:
-            ValueError: it is none of them. The engine must not start.
+            ValueError: the version is not supported. The engine must not start.
         """
         named = os.environ.get(ENVIRONMENT)
         if named:

@@ -1,4 +1,4 @@
-"""Files of checkpoints, files that survive a crash, and what lies beside a part in the spool.
+"""Files of checkpoints, files that survive a crash, and the files next to a part in the spool.
 
 `durable_files` writes, and locks; `checkpoint_files` reads; `part_paths` names.
 

@@ -1,7 +1,7 @@
-"""What lies beside a part in the spool while the ranks of the host stage it.
+"""Paths of the files next to a part in the spool while the ranks of the host stage it.
 
 All of them are named after the part, are private as it is, and are removed with it. The name of a
-part's file is never used again, although the file may be (`delta_server.spool_files`).
+part's file is never used again, although its memory can be (`delta_server.spool_files`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def staging_pipe(part: str | os.PathLike[str]) -> Path:
 
 
 def remove_beside(part: str | os.PathLike[str]) -> None:
-    """Remove what lies beside a part, which was removed before.
+    """Remove the files next to a part, after the part.
 
-    In this order: a rank that finds the part gone removes what it has made itself.
+    In this order, a rank that finds the part gone removes its own files.
     """
     for named in (decoded_path, unfinished_path, lock_path, staging_pipe):
         named(part).unlink(missing_ok=True)

@@ -145,8 +145,8 @@ def write_many(
     """Overwrite elements of some tensors in host memory, in one compiled call for all; see `write`.
 
     Args:
-        live: One or more, contiguous, all of one element size.
-        offsets, bits: Of each of them.
+        live: One or more tensors, contiguous, all of one element size.
+        offsets, bits: One array of each per tensor.
     """
     width = live[0].element_size()
     addresses = np.array([tensor.data_ptr() for tensor in live], np.uint64)

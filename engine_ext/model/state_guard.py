@@ -168,7 +168,7 @@ class ModelStateGuard:
 def _hashing(memory: Mapping[str, torch.Tensor]) -> Iterator[dict[str, str]]:
     """Hash pieces of memory while the block runs, which must not write to them.
 
-    What it gives holds the hashes, by path, once the block is left without an exception.
+    Yields a dict that holds the hashes, by path, once the block is left without an exception.
     """
     hashes: dict[str, str] = {}
     if not memory:

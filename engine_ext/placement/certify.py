@@ -37,8 +37,8 @@ def certify_placement(
 ) -> Certified:
     """Compare every traced tensor with the checkpoint and set its status.
 
-    The model is only read. What is contiguous in the checkpoint and in host memory is digested in
-    the same pass. A tensor that `checkpoint` does not contain becomes uncertified.
+    The model is only read. Tensors that are contiguous in the checkpoint and in host memory are
+    digested in the same pass. A tensor that `checkpoint` does not contain becomes uncertified.
 
     Args:
         placement: the traced placement; the status of every `UNJUDGED` entry is set.

@@ -112,7 +112,7 @@ class Segment:
 
 
 class Status(str, Enum):
-    """What is known about a checkpoint tensor on this rank.
+    """The state of a checkpoint tensor on this rank.
 
     Attributes:
         UNJUDGED: traced, but not certified yet.

@@ -44,7 +44,7 @@ _hosted: list[Any] = []
 def host(replicas: int) -> None:
     """Let as many replicas meet as long as this process lives; one alone meets nobody.
 
-    The replicas are told by the environment of every process that this one starts from now on.
+    Processes that this one starts from now on find the replicas by their environment.
     """
     os.environ.pop(ENVIRONMENT, None)
     if replicas == 1:
@@ -126,7 +126,7 @@ class ReplicaRanks:
         found: list[Any] | None = None
         if self._group.rank == 0:
             found = self._exchange(own)
-        # What is wrong here, if anything, must reach the other ranks of this replica.
+        # An error here must reach the other ranks of this replica.
         found, self._broken = self._group.all_gather((found, self._broken))[0]
         if found is None:
             raise RuntimeError(f"the replicas did not meet: {self._broken}; restart the engine")

@@ -10,7 +10,7 @@ Admission = Literal["new", "staged", "already_applied"]
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the replies; by itself the reply of an operation that has nothing to report."""
+    """Base of the replies, and the reply of an operation that has nothing to report."""
 
 
 class CallerPause(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +151,7 @@ class RankStatus(RankState, frozen=True, kw_only=True):
     asleep: bool  # the engine has released the weights' memory
     foreign: str | None  # what changed the weights outside of delta sync since the last sync
     run: str | None  # that the version is of; None: as for `Written`
-    owner: RunOwner | None  # who alone may change it; None: anyone
+    owner: RunOwner | None  # the only run that can change it; None: anyone can
     loaded: bool  # nothing was written since the engine has started
     mismatched: list[str] = []  # tensors found to hold other bits since the last full sync
     delivery: Delivery = Delivery()
@@ -253,7 +253,7 @@ class RankPlan(Reply, frozen=True, kw_only=True):
 
 
 class ScrubFindings(Reply, frozen=True, kw_only=True):
-    """The tensors that scrubbing has found to be other than written, each told once."""
+    """The tensors that scrubbing has found to be other than written, each reported once."""
 
     mismatched: list[str]
 

@@ -3,7 +3,7 @@
 ::
 
     CACHE/3f…a0.part            a part, as another host's spool or an object store has it
-    CACHE/3f…a0.part.decoded    what lies beside it, see `engine_ext.files.part_paths`
+    CACHE/3f…a0.part.decoded    a file next to it, see `engine_ext.files.part_paths`
     CACHE/3f…a0.fetch           locked by the rank that fetches it, or removes it
 
 A part gets its name once it is whole and verified, and every rank that gets it verifies it again.
@@ -203,7 +203,7 @@ def _read_at(path: Path) -> float:
 
 
 def _bytes_of(path: Path) -> int:
-    """Return the bytes of a part and of what lies beside it."""
+    """Return the bytes of a part and of the files next to it."""
     total = 0
     for one in path.parent.glob(path.name + "*"):
         with contextlib.suppress(FileNotFoundError):

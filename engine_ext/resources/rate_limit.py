@@ -13,12 +13,12 @@ _BURST_S: Final = 0.05  # of unused rate that can be made up for
 class RateLimit:
     """A limit that connections share, also those of several senders. Thread-safe.
 
-    Bytes take their turn in the order in which they are asked for, each at the rate; what was not
-    used is lost after a moment.
+    Requests for bytes are served in order, each at the rate. An unused share of the rate can be
+    made up for within `_BURST_S`, and is lost after that.
 
     Args:
         bytes_per_second: Of bodies; headers and what TCP adds do not count.
-        now, sleep: Seconds, and how to wait for some.
+        now, sleep: Read a clock in seconds, and wait for some.
 
     Raises:
         ValueError: The rate is not above 0.

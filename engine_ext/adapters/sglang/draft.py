@@ -23,7 +23,7 @@ from engine_ext.tracing import LoadingTrace
 _FOLLOWED: Final = ("EAGLE", "EAGLE3", "STANDALONE")
 _REVISION: Final = "main"
 
-# What observes the draft model when it is loaded; a process loads at most one, after its target.
+# Observers of the draft model's load; a process loads at most one, after its target.
 _expected: list[Callable[[Any, Callable[[], None]], None]] = []
 
 

@@ -43,7 +43,7 @@ def watch_external_updates(receiver: Receiver) -> None:
         elif name == "release_memory_occupation":
             if not request.tags or _WEIGHTS in request.tags:
                 if not kept:
-                    # What comes back is of no version.
+                    # The resumed weights belong to no version.
                     receiver.weights_replaced("SGLang's release of its weights")
                 receiver.weights_released()
         elif getattr(request, "load_format", None) != LOAD_FORMAT:

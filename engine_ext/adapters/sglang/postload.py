@@ -136,11 +136,11 @@ def _processings(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[
         yield Processing(module, method, _process_copy)
 
 
-class _Told:
-    """Stands for the dispatcher of a copy of an experts module, which is the live module's.
+class _CopyDispatcher:
+    """Replaces the live dispatcher in a copy of an experts module.
 
     Attributes:
-        quant_config: what processing has told it, or None.
+        quant_config: the configuration that processing has set, or None.
     """
 
     def __init__(self, dispatcher: Any) -> None:
@@ -155,18 +155,18 @@ class _Told:
 
 
 def _process_copy(copy: Any) -> None:
-    """Process a copy of a module; the dispatcher that it shares with the live one is not told.
+    """Process a copy of a module without changing the dispatcher that it shares with the live one.
 
     Raises:
-        RuntimeError: the live dispatcher was told something else.
+        RuntimeError: the live dispatcher has another configuration.
     """
     dispatcher = getattr(copy, "dispatcher", None)
     if dispatcher is None:
         copy.quant_method.process_weights_after_loading(copy)
         return
-    copy.dispatcher = told = _Told(dispatcher)
+    copy.dispatcher = replacement = _CopyDispatcher(dispatcher)
     copy.quant_method.process_weights_after_loading(copy)
     copy.dispatcher = dispatcher
     known = dispatcher.quant_config  # empty before the live module is processed
-    if known and told.quant_config is not None and told.quant_config != known:
-        raise RuntimeError("processing tells the dispatcher something else than before")
+    if known and replacement.quant_config is not None and replacement.quant_config != known:
+        raise RuntimeError("processing sets another quant_config of the dispatcher than before")

@@ -1,4 +1,4 @@
-"""What SGLang does not start with while delta updates are enabled."""
+"""Configurations with which SGLang does not start while delta updates are enabled."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _DEATH_POLL_S = 0.5
 
 
 class Serving(ops.Reply, frozen=True, kw_only=True):
-    """What only the ranks know if there are several HTTP processes."""
+    """State that only the ranks know if there are several HTTP processes."""
 
     idle: bool  # no request runs
     weight_version: str
@@ -84,7 +84,7 @@ def _message(reply: CallReply) -> str:
 
 @dataclass(frozen=True)
 class _Replies:
-    """What has come for one call: every replica replies, and none may be taken for all."""
+    """The replies to one call. Every replica replies; one reply must not stand for all."""
 
     by_replica: dict[int, CallReply]
     complete: asyncio.Future[None]

@@ -192,7 +192,7 @@ def freezes_weights(compilation: Any) -> bool:
 
 
 def _is_on_ray(args: Any) -> bool:
-    """Return whether vLLM's ranks are workers of Ray, which vLLM chooses by itself in two cases."""
+    """Return whether vLLM's ranks are workers of Ray. In two cases vLLM chooses Ray unasked."""
     executor = getattr(args, "distributed_executor_backend", None)
     if executor is not None:
         return str(executor).lower() == "ray"

@@ -58,7 +58,7 @@ class LoadedAdapters:
         """Return the store of an adapter, read from its folder if it has left vLLM's cache.
 
         Raises:
-            AdapterNotLoaded: there is none of this name, or it cannot be updated.
+            AdapterNotLoaded: no adapter has this name, or it cannot be updated.
         """
         request = self._requests.get(name)
         if request is None:
@@ -69,7 +69,7 @@ class LoadedAdapters:
                 f"adapter {name} cannot be updated: it is loaded under several ids", adapter=name
             )
         others = {n for i, n in self._adapters if i == request.lora_int_id} - {name}
-        if others:  # several HTTP processes have numbered their adapters, each by itself
+        if others:  # several HTTP processes have numbered their adapters independently
             raise AdapterNotLoaded(
                 f"adapter {name} cannot be updated: vLLM mistakes it for {', '.join(others)}, "
                 f"which has the same lora_int_id {request.lora_int_id}",

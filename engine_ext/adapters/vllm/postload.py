@@ -106,9 +106,9 @@ def probe(module: torch.nn.Module) -> torch.Tensor | None:
 
 
 def copied_on_first_use(model: torch.nn.Module) -> dict[str, str]:
-    """Return why live tensors cannot be updated of which vLLM makes a copy when it first generates.
+    """Return, by name, why tensors cannot be updated that vLLM copies when it first generates.
 
-    That is the router's gate where it is fused with the gate of a shared expert.
+    These are router gates that are fused with the gate of a shared expert.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {

@@ -63,7 +63,7 @@ class InitInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     master_address: str | None = None
     master_port: int | None = None
     backend: str = "gloo"
-    timeout: float = 300.0  # seconds that the trainer may need for anything
+    timeout: float = 300.0  # limit of each wait for the trainer, in seconds
 
 
 def install(client: Any, service: Any, engine: VllmEngine) -> Any:
