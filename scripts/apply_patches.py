@@ -10,15 +10,15 @@ The version and the SHA-256 of every file are checked first: an engine that some
 changed is refused. All files are changed or none: all new files are written next to the old ones
 before they replace them one by one, and a failure puts back what was replaced. A killed run leaves
 each file either as it was or patched, and perhaps temporary files (*.apply_patches.new). --status
-then shows "applied to some files only"; the next run recognises each file by its hash, patches the
-rest or, with --revert, takes the patches out, and removes the temporary files. A second run changes
-nothing. Only the standard library is used. What each patch is for: patches/README.md.
+then shows "applied to some files only". The next run recognises each file by its hash, patches the
+rest (or, with --revert, takes the patches out) and removes the temporary files. A second run
+changes nothing. Only the standard library is used. patches/README.md describes each patch.
 
 exit status:
   0  done, or nothing to do; --check: it would work; --status: applied
   1  refused, and nothing was changed; --status: not applied
   2  wrong usage
-  3  failed halfway and could not be taken back; the message says how to go on
+  3  failed halfway and could not be undone; the message says what to do next
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 class HalfDone(Exception):
-    """Some files are changed and others are not; the next run goes on from there."""
+    """Some files are changed and others are not; the next run continues from there."""
 
 
 class State(enum.Enum):

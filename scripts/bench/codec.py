@@ -296,7 +296,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
     add("--threads", type=int, default=usable_cores(), help="threads (default: all cores)")
-    repeats_help = "runs of each measurement, of which the fastest counts (%(default)s)"
+    repeats_help = "runs of each measurement; the fastest counts (%(default)s)"
     add("--repeats", type=int, default=3, help=repeats_help)
     dtype_help = "of the synthetic weights (default: %(default)s)"
     add("--dtype", choices=[*DTYPES], default="bfloat16", help=dtype_help)

@@ -11,11 +11,11 @@ of --runs runs.
 first table, one part with all changes:
   each rank       every rank decodes the part for itself
   once            one rank decodes it, and the others use the result
-  CPU s           of all ranks together; the share that decoding takes is in both
-  peak MB         the ranks' own memory and the decoded file, above what they had before; the part
-                  itself, which lies in the spool, is left out
+  CPU s           of all ranks together; both ways include the time for decoding
+  peak MB         the ranks' own memory and the decoded file, above what they had before, without
+                  the part itself, which is in the spool
 second table, the same changes in several parts, decoded once:
-  wall ms         until every rank has staged all of them, one part after another or side by side
+  wall ms         until every rank has staged all of them, one after another or side by side
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from engine_ext.format.digest import Digest, tensor_digest
 from scripts.freeze.recording import Recording, add_options, bits_of, finish
 
 ENCODINGS: Final = ("indices", "deltas", "deltas_zstd", "gap8_exp", "gap8_ulp")
-# What each step does to the weights: share of elements that change, and whether all are sent.
+# Per step: share of elements that change, and whether all are sent.
 STEPS: Final = ((0.01, False), (0.2, False), (1.0, False), (0.0, False), (0.05, True))
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHAPES: Final = {

@@ -282,7 +282,7 @@ def by_compressed_tensors(
 
     Args:
         kind: ``float`` or ``int``, of 8 bits.
-        scale_dtype: What the scale is stored in; None: the weight's dtype.
+        scale_dtype: The dtype of the stored scale; None: the weight's dtype.
     """
     from compressed_tensors.compressors.naive_quantized import NaiveQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -309,8 +309,8 @@ def serving_dtype(form: str) -> str:
 def step(tensors: Mapping[str, torch.Tensor], seed: int) -> Tensors:
     """Return a copy in which one element in fifty has another lowest bit.
 
-    The only scale of a tensor becomes up to twice, or half, as large. What is no weight stays:
-    shapes, the order of groups, and the zero points of GPTQ's symmetric scheme. An fp8 weight never
+    The only scale of a tensor becomes up to twice, or half, as large. Other tensors stay: shapes,
+    the order of groups, and the zero points of GPTQ's symmetric scheme. An fp8 weight never
     becomes NaN.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -154,7 +154,7 @@ class Load:
 
     Attributes:
         tally: outcomes so far.
-        policy: to be told of syncs that abort requests.
+        policy: gets the syncs that abort requests.
     """
 
     def __init__(self, url: str, clients: int, seed: int) -> None:
@@ -177,7 +177,7 @@ class Load:
     def __exit__(self, *exc_info: object) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.close()  # tells the clients to stop
+        self._process.stdin.close()  # the clients stop
         self._reader.join()
         if self._process.wait() != 0:
             self.tally.failed("the clients' process failed")

@@ -132,7 +132,7 @@ def trends(
 
     Args:
         samples: those after the warm-up, at least two, in order.
-        under_load: growth of memory without syncs, which is allowed beside the bound.
+        under_load: growth of memory without syncs, which is allowed in addition to the bound.
     """
     seconds = Trend.of([(sample.at, 0.0) for sample in samples], 0.0).span
     found = {}

@@ -49,7 +49,7 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def signature(self) -> tuple[int, tuple[str, ...], tuple[str, ...], bool]:
-        """What is the same on every CPU: tensors updated, ignored and refused, and a failure.
+        """The results that are the same on every CPU: tensors updated, ignored, refused; a failure.
 
         Without AVX512-BF16, vLLM has fewer modules to rebuild.
         """
