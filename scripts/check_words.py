@@ -67,9 +67,10 @@ def _markdown(text: str) -> Iterator[tuple[int, str]]:
 def _python(text: str) -> Iterator[tuple[int, str]]:
     """Yield line and text of each comment, docstring and other text of several words."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            if node.value not in ALLOWED:
-                yield node.lineno, node.value
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        if " " in node.value and node.value not in ALLOWED:
+            yield node.lineno, node.value
     block: list[str] = []
     first = last = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

@@ -17,7 +17,7 @@ class RateLimit:
     made up for within `_BURST_S`, and is lost after that.
 
     Args:
-        bytes_per_second: Of bodies; headers and what TCP adds do not count.
+        bytes_per_second: The rate of bodies; headers and what TCP adds do not count.
         now, sleep: Read a clock in seconds, and wait for some.
 
     Raises:

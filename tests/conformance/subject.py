@@ -65,7 +65,7 @@ class Subject(Protocol):
         """Bring all ranks to the target checkpoint.
 
         Raises:
-            Exception: refused; no rank's memory may have changed.
+            Exception: refused; no rank's memory must have changed.
         """
 
 

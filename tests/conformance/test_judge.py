@@ -93,7 +93,7 @@ def test_a_subject_must_start_the_engine() -> None:
 
 
 def test_every_tensor_counts_and_the_gaps_between_elements() -> None:
-    """What hangs on a module in a list, swapped memory, and memory beside a view."""
+    """Tensors that a module holds in a list, swapped memory, and memory next to a view."""
 
     class Meddles(Script):
         def __init__(self, change: str) -> None:

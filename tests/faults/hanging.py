@@ -22,7 +22,7 @@ SHORT_S = 3
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Stop a process, as if it hung, and let it go on afterwards."""
+    """Stop a process, as if it hung, and let it continue afterwards."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -31,7 +31,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def hangs_while_it_stages(harness: Harness) -> None:
-    """The other replica goes on with the old version."""
+    """The other replica continues with the old version."""
     with ThreadPoolExecutor(1) as pool:
         with stopped(pid_of(harness, HANGS)):
             told = pool.submit(harness.is_told, harness.parts()[0], "committed")
@@ -67,14 +67,14 @@ def pid_of(harness: Harness, rank: int) -> int:
 
 HANGING = [
     *rows(
-        "a replica hangs while it stages, and goes on",
-        "`committed`, once it goes on; the other replica serves the old version until then",
+        "a replica hangs while it stages, and continues",
+        "`committed`, once it continues; the other replica serves the old version until then",
         "new",
         ("a replica hangs while it stages", hangs_while_it_stages),
     ),
     *rows(
-        "a replica hangs in mid-commit, and goes on",
-        "`committed`, once it goes on; nothing is served until then",
+        "a replica hangs in mid-commit, and continues",
+        "`committed`, once it continues; nothing is served until then",
         "new",
         ("a replica hangs in mid-commit", hangs_in_mid_commit),
     ),

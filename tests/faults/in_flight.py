@@ -13,7 +13,7 @@ from tests.faults.survivable import flipped, rows
 
 
 def post_at_once(harness: Harness, bodies: Sequence[bytes]) -> list[str]:
-    """Post parts side by side; return what is told of each."""
+    """Post parts at the same time; return the outcome of each."""
     with ThreadPoolExecutor(len(bodies)) as pool:
         return [harness.told(answer) for answer in pool.map(harness.post, bodies)]
 

@@ -19,10 +19,10 @@ class StoreFault:
 
     Attributes:
         what: text in the table; rows with the same text are merged.
-        told: what the sender or the status says, as text in the table.
+        told: the report of the sender or the status, as text in the table.
         error: type of the follower's error while the fault lasts; None if it has none.
         meanwhile: the engine's version while the fault lasts.
-        until: text in the table, if that is the old one: when the engine goes on.
+        until: text in the table, if that is the old one: when the engine continues.
         about: what the error's message has.
         heard: whether the engine's heartbeat gets through.
         do: causes the fault, with a new version in the log if there can be one; yields; and ends

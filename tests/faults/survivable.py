@@ -22,7 +22,7 @@ class Fault:
 
     Attributes:
         what: text in the table; rows with the same text are merged.
-        told: the sender's answer, as text in the table.
+        told: the answer that the sender gets, as text in the table.
         ends: the engine's version afterwards: ``old``, ``new``, ``either`` of them, or
             ``uncertain``.
         do: causes the fault during the sync of the current step, and checks the answers.

@@ -51,12 +51,12 @@ class Halt:
         assert self._reached.wait(SETTLES_S), f"no PUT of {self._part}"
 
     def release(self) -> None:
-        """Let it go on."""
+        """Let it continue."""
         self._released.set()
 
 
 class Writer:
-    """A sender in a process of its own, which writes one version when it is told to.
+    """A sender in a process of its own, which writes one version when `begin` is called.
 
     Attributes:
         number: of the checkpoint that it leads to.
@@ -83,8 +83,8 @@ class Writer:
 
     def begin(self) -> None:
         """Write the version; if the log is not open yet, open it first."""
-        self._connection.send("go on")
-        self._connection.send("go on")
+        self._connection.send("continue")
+        self._connection.send("continue")
 
     def told(self) -> tuple[str, int]:
         """Return what it has done: ``written`` and a version, or the type of its error and 0."""

@@ -87,7 +87,7 @@ def test_one_sender_two_engines(both: Both) -> None:
 
 
 def test_one_that_lags_holds_up_nobody(both: Both) -> None:
-    """What it is sent is lost on the way; it is brought up once there is a way again."""
+    """Its requests are lost; it gets the missing versions once they arrive again."""
     trainer = both.trainer
     version = trainer.version
     vllm, sglang = both.engines

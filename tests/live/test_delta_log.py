@@ -126,7 +126,7 @@ def test_an_engine_stays_before_a_damaged_version(
     status = engine.delta_status()
     assert (status["ranks"], status["version"], engine.weight_version()) == (tp, 1, "1")
     assert status["digest"] == model_digest(good).hex()
-    # Of every rank's live memory.
+    # The scan covers every rank's live memory.
     scan = engine.get("/delta_digest", params={"scan": "true"}).json()
     assert (scan["digest"], scan["corrupted"]) == (status["digest"], [])
     assert status["staged"] is None
@@ -301,7 +301,7 @@ def check_other_history(engine: EngineProcess, error: dict[str, Any], version: i
 
 
 def publish(draft: Path, log: Path) -> None:
-    """Move the versions that a log lacks there, at once as far as a reader can tell."""
+    """Move the versions that a log lacks there, at once for any reader."""
     for folder in sorted(draft.glob("weight_v*")):
         if not (log / folder.name).exists():
             folder.rename(log / folder.name)

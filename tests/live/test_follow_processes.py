@@ -58,16 +58,16 @@ def vllm(base: Path, log: Path, folder: Path) -> VllmServe:
 
 
 def until(clients: list[httpx.Client], **facts: Any) -> list[dict[str, Any]]:
-    """Wait until the status by every process has these facts; return what they tell."""
+    """Wait until the status by every process has these facts; return all statuses."""
     end = time.monotonic() + WAIT_S
     while True:
-        told = []
+        found = []
         for client in clients:
             status = client.get("/delta_status").json()
-            told.append({**status, **status["delta_log"], **status["delta_log"]["follow"]})
-        if all(one[name] == value for one in told for name, value in facts.items()):
-            return told
-        assert time.monotonic() < end, told
+            found.append({**status, **status["delta_log"], **status["delta_log"]["follow"]})
+        if all(one[name] == value for one in found for name, value in facts.items()):
+            return found
+        assert time.monotonic() < end, found
         time.sleep(0.1)
 
 

@@ -1,7 +1,7 @@
-"""What must stay stable in a long run: memory, addresses, cache, sleep, metrics and status.
+"""Properties that stay stable in a long run: memory, addresses, cache, sleep, metrics and status.
 
-What is not served at all (LoRA, data parallel replicas) is refused before the engine loads
-anything; ``test_startup.py`` shows it for every option, and here a whole server does.
+Configurations that are not served at all (LoRA, data parallel replicas) are refused before the
+engine loads anything; ``test_startup.py`` shows it for every option, and here a whole server does.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def test_a_cached_prompt_is_answered_with_the_new_weights(server: Server) -> Non
     server.flush()
     assert server.ask() == (new, 0)
     assert new != old
-    # What the caller has asked to keep is kept, and a later sync drops it.
+    # The cache is kept if the caller asks for it, and a later sync drops it.
     server.sync(density=0.5, flush_cache="false")
     assert server.ask()[1] >= 100
     server.sync(density=0.5)

@@ -61,7 +61,7 @@ def check(
         ignored: tensors that SGLang does not use.
 
     Returns:
-        What was seen at each step.
+        The observation at each step.
     """
     engine = start("sglang", base, **options(algorithm, draft, tp))
     for plan in engine.get("/delta_status", params={"plan": "true"}).json()["plan"]:

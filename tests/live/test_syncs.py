@@ -192,7 +192,7 @@ def test_several_files_as_bodies(run: Run) -> None:
 
 
 def test_a_step_without_changes(run: Run) -> None:
-    """Told by a call, or shown by the folder of the version."""
+    """The step is announced by a call, or shown by the folder of the version."""
     before = run.engine.checksums()
     run.trainer.version += 3
     version = str(run.trainer.version)
@@ -241,7 +241,7 @@ def test_pull_then_commit(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_head_of_a_tied_embedding_is_skipped(run: Run) -> None:
-    """Of other values than the embedding's: no engine loads them."""
+    """Its values differ from the embedding's: no engine loads them."""
     changed = dict(run.trainer.step())
     tied = "lm_head.weight" not in run.trainer.tensors
     name, like = "lm_head.weight", run.trainer.tensors["model.embed_tokens.weight"]

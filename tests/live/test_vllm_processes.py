@@ -63,7 +63,7 @@ class Live:
         return client.post("/v1/completions", json=body)
 
     def at_one_version(self) -> None:
-        """Every process tells the trainer's version, and that the ranks hold its weights."""
+        """Every process reports the trainer's version, and that the ranks hold its weights."""
         version = self.trainer.version
         for client in self.clients:
             status = client.get("/delta_status").json()

@@ -71,7 +71,7 @@ class Live:
         self.at_one_version()
 
     def at_one_version(self) -> None:
-        """Every process tells the trainer's version, also where no delta endpoint is asked."""
+        """Every process reports the trainer's version, also where no delta endpoint is asked."""
         version = self.trainer.version
         for client in self.clients:
             # First: requests wait until their process knows the version.

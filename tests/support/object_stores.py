@@ -75,7 +75,7 @@ def _seaweed(folder: Path) -> Iterator[StoreServer]:
 
 
 def _remove_sockets(ports: list[int]) -> None:
-    """Remove the Unix sockets that SeaweedFS makes beside its ports."""
+    """Remove the Unix sockets that SeaweedFS makes for its ports."""
     for path in Path("/tmp").glob("seaweedfs-*.sock"):
         if any(path.stem.endswith(f"-{port}") for port in ports):
             path.unlink(missing_ok=True)

@@ -247,7 +247,7 @@ class Serving:
         self.assert_digests()
 
     def assert_digests(self) -> None:
-        """What each rank tracks is what its memory says."""
+        """The digests that each rank tracks are those of its memory."""
         scans = self.engine.call("digest", scan=True)
         for answer in scans:
             assert answer["ok"]["tensors"] == answer["ok"]["tracked"]

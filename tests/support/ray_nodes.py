@@ -135,7 +135,7 @@ def _started(
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a node and all of its processes, some of which have sessions of their own."""
+    """End a node and all of its processes, also those with sessions of their own."""
     with contextlib.suppress(psutil.NoSuchProcess):
         everything = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)

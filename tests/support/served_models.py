@@ -145,11 +145,11 @@ def load(model: type[ToyModel], checkpoint: Checkpoint) -> ToyModel:
 class Peer:
     """Rank 0's view of a second rank, which holds exactly what rank 0 does not.
 
-    What is missing is found from the segments' views, not with the code under test.
+    The missing elements are found from the segments' views, not with the code under test.
 
     Args:
         placement: of rank 0.
-        elsewhere: tensors of which rank 0 holds nothing, and the second rank all.
+        elsewhere: tensors that only the second rank holds, all of them.
     """
 
     rank = 0
@@ -369,5 +369,5 @@ def as_full(part: Part) -> Part:
 
 
 def assert_digests(applier: DeltaApplier) -> None:
-    """What is tracked is what live memory says, of the same tensors."""
+    """The tracked digests are those of live memory, for the same tensors."""
     assert applier.digests == applier.plan.scan()

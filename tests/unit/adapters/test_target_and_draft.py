@@ -1,4 +1,4 @@
-"""The draft model of speculative decoding beside the target, without an engine."""
+"""The draft model of speculative decoding with its target, without an engine."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
-    """What the caller calls on the client is another method from then on."""
+    """The caller's calls on the client reach another method from then on."""
     asked: list[Any] = []
 
     async def pause(**options: Any) -> None:

@@ -62,7 +62,7 @@ def test_elements_of_every_width(
 def test_elements_of_many_tensors(
     compiled: bool, dtype: torch.dtype, sizes: list[int], index: type, odd: bool, seed: int
 ) -> None:
-    """Also of memory that is not aligned, and of tensors of which nothing is written."""
+    """Also for memory that is not aligned, and for tensors without changes."""
     random = np.random.default_rng(seed)
     width = dtype.itemsize
     live, offsets, bits, expected = [], [], [], []

@@ -88,7 +88,7 @@ def test_a_tensor_that_is_reached_again_with_more_levels_left(levels: int) -> No
 
 @pytest.mark.parametrize("levels", range(7))
 def test_an_object_that_is_reached_again_with_more_levels_left(levels: int) -> None:
-    """What was cut off the first time is found, also below an object without tensors so far."""
+    """Parts that were cut off the first time are found, also below an object without tensors."""
     deep, near = torch.zeros(3), torch.zeros(3)
     for shared, found in (
         ({"k": {"t": deep}}, {id(deep)}),

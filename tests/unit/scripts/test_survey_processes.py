@@ -1,4 +1,4 @@
-"""The survey's processes: one per name, none of which outlives it."""
+"""The survey's processes: one per name, and none outlives the survey."""
 
 from __future__ import annotations
 
