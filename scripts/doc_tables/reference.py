@@ -146,13 +146,13 @@ def fault_table() -> str:
         *hanging.HANGING,
         *deaths.RESPAWNS,
     ]
-    rows = [(fault.what, fault.told, _SURVIVED[fault.ends]) for fault in survived]
+    rows = [(fault.what, fault.answer, _SURVIVED[fault.ends]) for fault in survived]
     rows += [
-        (death.what, death.told, _RESTARTED[death.ends])
+        (death.what, death.answer, _RESTARTED[death.ends])
         for death in (*deaths.DEATHS, *rebuilding.REBUILD_DEATHS)
     ]
     rows += [
-        (fault.what, fault.told, _FOLLOWED[fault.meanwhile].format(fault.until))
+        (fault.what, fault.answer, _FOLLOWED[fault.meanwhile].format(fault.until))
         for fault in store.STORE
     ]
     header = ["fault", "answer to the sender, or the follower's error", "the engine holds"]

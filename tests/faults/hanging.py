@@ -34,11 +34,11 @@ def hangs_while_it_stages(harness: Harness) -> None:
     """The other replica continues with the old version."""
     with ThreadPoolExecutor(1) as pool:
         with stopped(pid_of(harness, HANGS)):
-            told = pool.submit(harness.is_told, harness.parts()[0], "committed")
+            answered = pool.submit(harness.expect, harness.parts()[0], "committed")
             for _ in range(5):
                 assert harness.generates_on(1 - HANGS) == 200
-            assert not told.done()
-        told.result()
+            assert not answered.done()
+        answered.result()
 
 
 def hangs_in_mid_commit(harness: Harness) -> None:
@@ -46,14 +46,14 @@ def hangs_in_mid_commit(harness: Harness) -> None:
     stalled = harness.folder / f"stalled-{HANGS}"
     harness.arm("slow_write", HANGS)
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(harness.is_told, harness.parts()[0], "committed")
+        answered = pool.submit(harness.expect, harness.parts()[0], "committed")
         wait_until(stalled.exists)
         with stopped(int(stalled.read_text())):
             for replica in (HANGS, 1 - HANGS):
                 with pytest.raises(httpx.ReadTimeout):
                     harness.generates_on(replica, timeout=SHORT_S)
-            assert not told.done()
-        told.result()
+            assert not answered.done()
+        answered.result()
     stalled.unlink()
 
 

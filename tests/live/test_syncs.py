@@ -367,9 +367,9 @@ def test_differences_to_other_old_values(run: Run) -> None:
         assert report.version == run.trainer.version
         assert report.digest == model_digest(run.trainer.tensors).hex()
         history = run.engine.get("/delta_status", params={"history": "true"}).json()["history"]
-        told = [sync["error"] for sync in history if sync["version"] == report.version]
+        errors = [sync["error"] for sync in history if sync["version"] == report.version]
         refused = ["BaseMismatch"] if full else []  # the values, whose digest is not the outcome's
-        assert told == [*refused, None]
+        assert errors == [*refused, None]
 
 
 def test_command_line_of_the_sender(run: Run, tmp_path: Path) -> None:
