@@ -34,8 +34,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engine_ext.delta_log import LogWriter
 from engine_ext.format import DIFFERENCES, Digest, ParamDelta, change_digest, encode_part
+from engine_ext.log import LogWriter
 from engine_ext.resources import usable_cores
 from scripts import command_line
 from scripts.bench.synthetic_weights import (

@@ -30,18 +30,6 @@ from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import mismatched
-from engine_ext.delta_log import (
-    CannotFold,
-    DeltaLog,
-    Entry,
-    FolderLog,
-    Listing,
-    fold_versions,
-    read_digests,
-    read_record,
-    route,
-    why_not_newer,
-)
 from engine_ext.errors import (
     BaseMismatch,
     CommitFailed,
@@ -55,6 +43,18 @@ from engine_ext.errors import (
     VersionConflict,
     WeightsAsleep,
     WriteUndone,
+)
+from engine_ext.log import (
+    CannotFold,
+    DeltaLog,
+    Entry,
+    FolderLog,
+    Listing,
+    fold_versions,
+    read_digests,
+    read_record,
+    route,
+    why_not_newer,
 )
 from engine_ext.object_store import is_store_url
 from engine_ext.ranks.operations import AcquireLogLease, DropSync, ReleaseLogLease

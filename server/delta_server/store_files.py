@@ -18,7 +18,6 @@ import msgspec
 
 from delta_server.disk_files import is_read, list_names, resolve_files
 from delta_server.request_options import DiskRequest
-from engine_ext.delta_log import DONE, FileFacts, fetch_object, read_done
 from engine_ext.errors import (
     LogDamaged,
     MalformedPart,
@@ -28,6 +27,7 @@ from engine_ext.errors import (
     TooLarge,
 )
 from engine_ext.format import SIGNATURE_SUFFIX, Limits
+from engine_ext.log import DONE, FileFacts, fetch_object, read_done
 from engine_ext.object_store import ObjectFacts, ObjectStore, is_store_url, is_within, store_url
 from engine_ext.remote_parts import LocalFolder, PartCache
 from engine_ext.resources import RateLimit

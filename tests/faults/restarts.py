@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from delta_sender import SyncError, SyncReport
-from engine_ext.delta_log.catalog import Listing, list_log
+from engine_ext.log.catalog import Listing, list_log
 from scripts.live_engine.process import EngineProcess
 from tests.faults.harness import PART_BYTES, STAGE_TIMEOUT, Harness
 from tests.faults.observed import FIRST, KINDS, PLUGIN, wait_until

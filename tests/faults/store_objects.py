@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from engine_ext.delta_log.catalog import folder_name
+from engine_ext.log.catalog import folder_name
 from tests.faults.following import FollowHarness
 from tests.faults.store_fault import lasting
 

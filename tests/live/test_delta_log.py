@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, SyncError, cli
-from engine_ext.delta_log import FolderLog, live_heartbeats
+from engine_ext.log import FolderLog, live_heartbeats
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine_ext.delta_log import FolderLog, live_heartbeats
+from engine_ext.log import FolderLog, live_heartbeats
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess

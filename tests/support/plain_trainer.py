@@ -20,8 +20,8 @@ import xxhash
 import zstandard
 from safetensors.torch import save
 
-from engine_ext.delta_log import StoreLog, open_log
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
+from engine_ext.log import StoreLog, open_log
 from tests.support import independent_gap8
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

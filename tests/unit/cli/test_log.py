@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from engine_ext.cli.log import DAMAGED, INTERRUPTED, OK, USAGE, main
-from engine_ext.delta_log import FolderLog, Heartbeat, StoreLog, write_heartbeat
-from engine_ext.delta_log.catalog import DONE, list_log, route
-from engine_ext.delta_log.writer import LogWriter
+from engine_ext.log import FolderLog, Heartbeat, StoreLog, write_heartbeat
+from engine_ext.log.catalog import DONE, list_log, route
+from engine_ext.log.writer import LogWriter
 from engine_ext.object_store import ObjectStore
-from tests.unit.delta_log.test_fold import apply, bodies, model, same, sparse, write
+from tests.unit.log.test_fold import apply, bodies, model, same, sparse, write
 
 
 @pytest.fixture

@@ -23,11 +23,11 @@ import pytest
 from rich.console import Console
 
 from engine_ext.cli import top
-from engine_ext.delta_log import FolderLog, Heartbeat, write_heartbeat
+from engine_ext.log import FolderLog, Heartbeat, write_heartbeat
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.support.delta_bodies import VERSION, delta_part, fresh_weights, full_part
 from tests.support.endpoint_rig import Rig, app_of
-from tests.unit.delta_log.test_fold import sparse, write
+from tests.unit.log.test_fold import sparse, write
 
 
 class FakeEngine(ThreadingHTTPServer):

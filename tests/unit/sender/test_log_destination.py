@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError, cli
-from engine_ext.delta_log.catalog import DONE, REFUSED, list_log, route
-from engine_ext.delta_log.writer import FolderDraft, manifest_of
+from engine_ext.log.catalog import DONE, REFUSED, list_log, route
+from engine_ext.log.writer import FolderDraft, manifest_of
 from tests.support.fake_engine import (
     Engine,
     Handler,

@@ -14,8 +14,8 @@ from delta_sender import DeltaSender, PartialSyncError, SyncError, multi_sender
 from delta_sender.session_thread import SessionThread
 from delta_sender.snapshot import Changes
 from delta_sender.state_file import StateFile
-from engine_ext.delta_log.catalog import list_log
-from engine_ext.delta_log.writer import FolderDraft
+from engine_ext.log.catalog import list_log
+from engine_ext.log.writer import FolderDraft
 from tests.support.fake_engine import (
     Engine,
     Handler,

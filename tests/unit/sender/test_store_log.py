@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from delta_sender import LogSender
-from engine_ext.delta_log import open_log, route
+from engine_ext.log import open_log, route
 from engine_ext.object_store import ObjectStore
 from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.unit.sender.test_log_destination import copied

@@ -16,8 +16,8 @@ import torch
 
 from delta_sender import DeltaSender, SyncError
 from delta_sender.state_file import StateFile
-from engine_ext.delta_log.catalog import list_log
-from engine_ext.delta_log.writer import manifest_of
+from engine_ext.log.catalog import list_log
+from engine_ext.log.writer import manifest_of
 from tests.support.fake_engine import (
     Engine,
     Handler,

@@ -12,8 +12,8 @@ import pytest
 
 from delta_server import leases
 from delta_server.service import DeltaService
-from engine_ext.delta_log import FolderLog, read_heartbeats
-from engine_ext.delta_log.catalog import DONE
+from engine_ext.log import FolderLog, read_heartbeats
+from engine_ext.log.catalog import DONE
 from tests.support.delta_bodies import VERSION, after, fresh_weights, same
 from tests.support.endpoint_rig import STATUS, Rig, app_of, assert_error
 from tests.unit.server.test_log_follower import NEWEST, PIN

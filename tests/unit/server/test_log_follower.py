@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from delta_server.log_replay import LogReplay
-from engine_ext.delta_log import FolderLog, read_heartbeats
-from engine_ext.delta_log.catalog import DONE
-from engine_ext.delta_log.followers import FOLDER
+from engine_ext.log import FolderLog, read_heartbeats
+from engine_ext.log.catalog import DONE
+from engine_ext.log.followers import FOLDER
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
 from tests.support.endpoint_rig import STATUS, Rig, assert_error
 from tests.unit.server.test_log_replay import CATCH_UP, STEPS, write, write_steps

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from delta_server.service import DeltaService
-from engine_ext.delta_log import DeltaLog, FolderLog, fold_versions, live_heartbeats, open_log
-from engine_ext.delta_log.catalog import DONE, folder_name
+from engine_ext.log import DeltaLog, FolderLog, fold_versions, live_heartbeats, open_log
+from engine_ext.log.catalog import DONE, folder_name
 from tests.support.delta_bodies import (
     VERSION,
     Changes,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from delta_server.service import DeltaService
-from engine_ext.delta_log.catalog import DONE, folder_name
-from engine_ext.delta_log.writer import LogWriter
 from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
+from engine_ext.log.catalog import DONE, folder_name
+from engine_ext.log.writer import LogWriter
 from engine_ext.ranks.operations import AcquireLogLease
 from tests.support.delta_bodies import (
     OTHER_STEP,

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client import REGISTRY
 
-from engine_ext.delta_log.writer import LogWriter
+from engine_ext.log.writer import LogWriter
 from tests.support.delta_bodies import (
     NEXT,
     OTHER_STEP,

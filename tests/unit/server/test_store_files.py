@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine_ext.delta_log import open_log
+from engine_ext.log import open_log
 from engine_ext.object_store import ObjectStore
 from engine_ext.version_folders import INDEX
 from tests.support.delta_bodies import (

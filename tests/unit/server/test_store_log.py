@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from delta_server import log_follower, log_replay
-from engine_ext.delta_log import StoreLog, live_heartbeats, open_log
+from engine_ext.log import StoreLog, live_heartbeats, open_log
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.object_stores import StoreServer

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from delta_server.log_replay import LogReplay
-from engine_ext.delta_log import FolderLog
 from engine_ext.format import encode_part
+from engine_ext.log import FolderLog
 from tests.support.delta_bodies import VERSION
 from tests.support.endpoint_rig import assert_error
 from tests.support.folder_writer import INDEX, write_checkpoint, write_version

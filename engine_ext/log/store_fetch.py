@@ -9,9 +9,9 @@ from typing import BinaryIO, Final
 
 import xxhash
 
-from engine_ext.delta_log.catalog import MAX_DONE_BYTES, Done, FileFacts, parse_done
 from engine_ext.errors import ChecksumMismatch, PartUnavailable, TooLarge
 from engine_ext.format import Limits
+from engine_ext.log.catalog import MAX_DONE_BYTES, Done, FileFacts, parse_done
 from engine_ext.object_store import ObjectFacts, ObjectStore
 from engine_ext.remote_parts import PartCache
 

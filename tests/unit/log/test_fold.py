@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.delta_log import CannotFold, digests_of, fold_versions, read_version, spilled
-from engine_ext.delta_log import fold as delta_log_fold
-from engine_ext.delta_log.catalog import DONE, folder_name, list_log, route
-from engine_ext.delta_log.folder_log import FolderLog
-from engine_ext.delta_log.writer import LogWriter
 from engine_ext.errors import LogDamaged
 from engine_ext.format import ParamDelta, encode_part
 from engine_ext.format.digest import Digest, change_digest
 from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
+from engine_ext.log import CannotFold, digests_of, fold_versions, read_version, spilled
+from engine_ext.log import fold as delta_log_fold
+from engine_ext.log.catalog import DONE, folder_name, list_log, route
+from engine_ext.log.folder_log import FolderLog
+from engine_ext.log.writer import LogWriter
 from tests.support.served_models import PROPERTY
 
 SIZES = {"a": 12, "b": 5, "c": 300}

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.delta_log import CannotFold, FolderLog, fold_versions, read_version
-from engine_ext.delta_log.merged import MergedDelta, add_delta
 from engine_ext.format import ParamDelta, encode_part
+from engine_ext.log import CannotFold, FolderLog, fold_versions, read_version
+from engine_ext.log.merged import MergedDelta, add_delta
 from tests.support.served_models import PROPERTY
 
 NUMEL = 64

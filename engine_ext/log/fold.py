@@ -10,11 +10,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from engine_ext.delta_log.catalog import Entry, folder_name, open_regular
-from engine_ext.delta_log.interface import CannotFold, DeltaLog
-from engine_ext.delta_log.records import Digests, declared_digests
-from engine_ext.delta_log.spilled import SpilledDeltas
-from engine_ext.delta_log.values import ModelValues
 from engine_ext.errors import ChecksumMismatch, DeltaError
 from engine_ext.format import (
     SIGNATURE_SUFFIX,
@@ -29,6 +24,11 @@ from engine_ext.format import (
     sign,
     signing_key,
 )
+from engine_ext.log.catalog import Entry, folder_name, open_regular
+from engine_ext.log.interface import CannotFold, DeltaLog
+from engine_ext.log.records import Digests, declared_digests
+from engine_ext.log.spilled import SpilledDeltas
+from engine_ext.log.values import ModelValues
 from engine_ext.version_folders import (
     INDEX,
     check_change,
@@ -112,7 +112,7 @@ def fold_versions(
 
     Args:
         log: the log that the result is added to.
-        entries: the versions, see `engine_ext.delta_log.catalog.route`; from `base_version`.
+        entries: the versions, see `engine_ext.log.catalog.route`; from `base_version`.
         base_version: the version that the result starts from.
         checkpoint: the folder of the checkpoint that the log starts from. Needed if a version sends
             differences; the result has values.

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from engine_ext.delta_log.interface import CannotFold
-from engine_ext.delta_log.merged import MergedDelta, add_delta
 from engine_ext.files import checkpoint_entries
 from engine_ext.format import Digest, ParamDelta, Part, change_digest
+from engine_ext.log.interface import CannotFold
+from engine_ext.log.merged import MergedDelta, add_delta
 
 _BITS: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 

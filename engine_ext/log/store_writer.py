@@ -18,7 +18,8 @@ from typing import Final
 import msgspec
 import xxhash
 
-from engine_ext.delta_log.catalog import (
+from engine_ext.format import SIGNATURE_SUFFIX, Manifest
+from engine_ext.log.catalog import (
     DONE,
     PART_SUFFIX,
     REFUSED,
@@ -27,8 +28,7 @@ from engine_ext.delta_log.catalog import (
     folder_name,
     version_of,
 )
-from engine_ext.delta_log.writer import done_of, manifest_of
-from engine_ext.format import SIGNATURE_SUFFIX, Manifest
+from engine_ext.log.writer import done_of, manifest_of
 from engine_ext.object_store import ObjectStore
 from engine_ext.version_folders import INDEX
 

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.delta_log.catalog import (
+from engine_ext.errors import LogDamaged, MalformedPart
+from engine_ext.format import ParamDelta, encode_part
+from engine_ext.log.catalog import (
     DONE,
     REFUSED,
     Entry,
@@ -23,10 +25,8 @@ from engine_ext.delta_log.catalog import (
     version_of,
     why_not_newer,
 )
-from engine_ext.delta_log.folder_log import discard
-from engine_ext.delta_log.writer import LogWriter, manifest_of
-from engine_ext.errors import LogDamaged, MalformedPart
-from engine_ext.format import ParamDelta, encode_part
+from engine_ext.log.folder_log import discard
+from engine_ext.log.writer import LogWriter, manifest_of
 from tests.support.served_models import PROPERTY
 
 

@@ -15,10 +15,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from engine_ext.delta_log import StoreLog, StoreWriter, read_version
+from engine_ext.log import StoreLog, StoreWriter, read_version
 from engine_ext.object_store import ObjectFacts, ObjectStore
 from tests.support.served_models import PROPERTY
-from tests.unit.delta_log.test_delta_log import part
+from tests.unit.log.test_delta_log import part
 
 PARTS = 2
 

@@ -12,8 +12,8 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from engine_ext.delta_log.merged import MergedDelta, add_delta, payload_bytes
-from engine_ext.wire import ParamDelta
+from engine_ext.format import ParamDelta
+from engine_ext.log.merged import MergedDelta, add_delta, payload_bytes
 
 WINDOW_BYTES: Final = 64 << 20
 

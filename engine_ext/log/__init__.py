@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_ext.delta_log.catalog import (
+from engine_ext.log.catalog import (
     DONE,
     Entry,
     FileFacts,
@@ -29,8 +29,8 @@ from engine_ext.delta_log.catalog import (
     version_of,
     why_not_newer,
 )
-from engine_ext.delta_log.folder_log import FolderLog, discard
-from engine_ext.delta_log.followers import (
+from engine_ext.log.folder_log import FolderLog, discard
+from engine_ext.log.followers import (
     FollowerState,
     Heartbeat,
     live_heartbeats,
@@ -38,22 +38,22 @@ from engine_ext.delta_log.followers import (
     remove_heartbeat,
     write_heartbeat,
 )
-from engine_ext.delta_log.interface import CannotFold, DeltaLog, Draft, Writer
-from engine_ext.delta_log.lag import Lag, follower_lags
-from engine_ext.delta_log.opening import open_log
+from engine_ext.log.interface import CannotFold, DeltaLog, Draft, Writer
+from engine_ext.log.lag import Lag, follower_lags
+from engine_ext.log.opening import open_log
 
 if TYPE_CHECKING:
-    from engine_ext.delta_log.fold import digests_of, fold_versions, read_version, verify_version
-    from engine_ext.delta_log.records import (
+    from engine_ext.log.fold import digests_of, fold_versions, read_version, verify_version
+    from engine_ext.log.records import (
         listed_record,
         read_digests,
         read_identities,
         read_record,
     )
-    from engine_ext.delta_log.store_fetch import fetch_object, read_done
-    from engine_ext.delta_log.store_log import StoreLog
-    from engine_ext.delta_log.store_writer import StoreWriter
-    from engine_ext.delta_log.writer import LogWriter
+    from engine_ext.log.store_fetch import fetch_object, read_done
+    from engine_ext.log.store_log import StoreLog
+    from engine_ext.log.store_writer import StoreWriter
+    from engine_ext.log.writer import LogWriter
 
 # What imports torch and all of `engine_ext.format`, by module.
 _LATER: Final = {

@@ -6,8 +6,8 @@ import time
 
 import msgspec
 
-from engine_ext.delta_log.followers import Heartbeat, read_heartbeats
-from engine_ext.delta_log.interface import DeltaLog
+from engine_ext.log.followers import Heartbeat, read_heartbeats
+from engine_ext.log.interface import DeltaLog
 
 
 class Lag(msgspec.Struct, frozen=True, kw_only=True):

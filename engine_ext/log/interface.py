@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from engine_ext.delta_log.catalog import Entry, Listing
+from engine_ext.log.catalog import Entry, Listing
 
 
 class CannotFold(Exception):
@@ -75,7 +75,7 @@ class Writer(Protocol):
 
 
 class DeltaLog(Protocol):
-    """A delta log, of which `engine_ext.delta_log.catalog` describes the files."""
+    """A delta log, of which `engine_ext.log.catalog` describes the files."""
 
     @property
     def location(self) -> str:

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine_ext.delta_log.catalog import Entry, Listing, list_log, version_of
-from engine_ext.delta_log.interface import Note
 from engine_ext.files import sync_folder
+from engine_ext.log.catalog import Entry, Listing, list_log, version_of
+from engine_ext.log.interface import Note
 
 if TYPE_CHECKING:
-    from engine_ext.delta_log.writer import FolderDraft, LogWriter
+    from engine_ext.log.writer import FolderDraft, LogWriter
 
 
 class FolderLog:
-    """A delta log in a folder; see `engine_ext.delta_log.interface.DeltaLog`."""
+    """A delta log in a folder; see `engine_ext.log.interface.DeltaLog`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,13 +39,13 @@ class FolderLog:
 
     def writer(self) -> LogWriter:
         """Become the only writer; see `LogWriter`."""
-        from engine_ext.delta_log.writer import LogWriter
+        from engine_ext.log.writer import LogWriter
 
         return LogWriter(self.folder)
 
     def draft(self, name: str) -> FolderDraft:
         """Begin a folded version; see `FolderDraft`."""
-        from engine_ext.delta_log.writer import FolderDraft
+        from engine_ext.log.writer import FolderDraft
 
         return FolderDraft(self.folder, name)
 

@@ -101,7 +101,7 @@ class FolderFiles:
 class Entry:
     """A delta in the log.
 
-    `folder` holds the files while they are on this host, see `engine_ext.delta_log.DeltaLog`.
+    `folder` holds the files while they are on this host, see `engine_ext.log.DeltaLog`.
     """
 
     folder: Path

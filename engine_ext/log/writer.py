@@ -10,7 +10,9 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from engine_ext.delta_log.catalog import (
+from engine_ext.files import FileLock, sync_folder, write_file
+from engine_ext.format import SIGNATURE_SUFFIX, Manifest
+from engine_ext.log.catalog import (
     DONE,
     PART_SUFFIX,
     REFUSED,
@@ -19,9 +21,7 @@ from engine_ext.delta_log.catalog import (
     folder_name,
     version_of,
 )
-from engine_ext.delta_log.records import read_header
-from engine_ext.files import FileLock, sync_folder, write_file
-from engine_ext.format import SIGNATURE_SUFFIX, Manifest
+from engine_ext.log.records import read_header
 
 _HEADER_CHUNK = 1 << 16
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine_ext.delta_log.folder_log import FolderLog
-from engine_ext.delta_log.interface import DeltaLog
+from engine_ext.log.folder_log import FolderLog
+from engine_ext.log.interface import DeltaLog
 from engine_ext.object_store import STREAMS, ObjectStore, is_store_url, store_url
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def open_log(
     """
     if not is_store_url(location):
         return FolderLog(Path(location))
-    from engine_ext.delta_log.store_log import StoreLog
+    from engine_ext.log.store_log import StoreLog
 
     store = ObjectStore(store_url(str(location)), streams=streams, limit=limit)
     return StoreLog(store, cache, scratch)

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from engine_ext.delta_log.interface import DeltaLog
+from engine_ext.log.interface import DeltaLog
 
 FOLDER: Final = "followers"
 _SUFFIX: Final = ".json"

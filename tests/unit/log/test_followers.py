@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from engine_ext.delta_log import (
+from engine_ext.log import (
     FolderLog,
     Heartbeat,
     list_log,
@@ -18,7 +18,7 @@ from engine_ext.delta_log import (
     remove_heartbeat,
     write_heartbeat,
 )
-from engine_ext.delta_log.followers import FOLDER
+from engine_ext.log.followers import FOLDER
 
 
 def heartbeat(name: str = "host-1-a", **changes: Any) -> Heartbeat:

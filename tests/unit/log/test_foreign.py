@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine_ext.cli.log import DAMAGED, OK, main
-from engine_ext.delta_log import (
+from engine_ext.errors import LogDamaged
+from engine_ext.log import (
     CannotFold,
     FolderLog,
     fold_versions,
@@ -16,10 +17,9 @@ from engine_ext.delta_log import (
     route,
     verify_version,
 )
-from engine_ext.delta_log.catalog import DONE
-from engine_ext.errors import LogDamaged
+from engine_ext.log.catalog import DONE
 from tests.support.folder_writer import INDEX, write_checkpoint, write_version
-from tests.unit.delta_log.test_fold import sparse, write
+from tests.unit.log.test_fold import sparse, write
 
 FILE = "model-00001-of-00002.safetensors"
 Tensors = dict[str, torch.Tensor]

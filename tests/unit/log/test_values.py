@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from engine_ext.cli import log as cli
-from engine_ext.delta_log import (
+from engine_ext.format import Digest, ParamDelta, change_digest, encode_part
+from engine_ext.log import (
     CannotFold,
     FolderLog,
     LogWriter,
@@ -22,9 +23,8 @@ from engine_ext.delta_log import (
     read_version,
     route,
 )
-from engine_ext.format import Digest, ParamDelta, change_digest, encode_part
 from tests.support.served_models import PROPERTY
-from tests.unit.delta_log.test_fold import (
+from tests.unit.log.test_fold import (
     DTYPES,
     SIZES,
     Model,

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engine_ext.delta_log import (
+from engine_ext.errors import LogDamaged, PartUnavailable
+from engine_ext.format import HMAC_KEY_ENVIRONMENT, SIGNATURE_SUFFIX, sign
+from engine_ext.log import (
     CannotFold,
     FolderLog,
     Heartbeat,
@@ -25,17 +27,15 @@ from engine_ext.delta_log import (
     verify_version,
     write_heartbeat,
 )
-from engine_ext.delta_log.catalog import DONE, MAX_DONE_BYTES, REFUSED
-from engine_ext.errors import LogDamaged, PartUnavailable
-from engine_ext.format import HMAC_KEY_ENVIRONMENT, SIGNATURE_SUFFIX, sign
+from engine_ext.log.catalog import DONE, MAX_DONE_BYTES, REFUSED
 from engine_ext.object_store import ObjectStore
 from engine_ext.remote_parts import PartCache
 from engine_ext.version_folders import INDEX
 from tests.support.folder_writer import write_checkpoint, write_version
 from tests.support.object_stores import StoreServer
 from tests.support.store_proxy import Fault, StoreProxy
-from tests.unit.delta_log.test_delta_log import part
-from tests.unit.delta_log.test_foreign import step
+from tests.unit.log.test_delta_log import part
+from tests.unit.log.test_foreign import step
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
 import msgspec
 import xxhash
 
-from engine_ext.delta_log.catalog import Entry, FileFacts, open_regular
 from engine_ext.errors import DeltaError
 from engine_ext.format import FrameReader, Header, Limits, Manifest, PartGate, part_identity
+from engine_ext.log.catalog import Entry, FileFacts, open_regular
 from engine_ext.version_folders import INDEX
 
 if TYPE_CHECKING:

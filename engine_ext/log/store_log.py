@@ -9,7 +9,7 @@
     PREFIX/followers/NAME.json                       a heartbeat
 
 What decides is created, never replaced: the store refuses to create an object that is there. So a
-claim has one owner, and a version one outcome; see `engine_ext.delta_log.store_writer`.
+claim has one owner, and a version one outcome; see `engine_ext.log.store_writer`.
 
 A version's files come to a folder of this host while they are read: from a cache that the engines
 of a host share, by the hash that ``DONE`` has of them, or from the store.
@@ -29,7 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from engine_ext.delta_log.catalog import (
+from engine_ext.errors import ChecksumMismatch, LogDamaged, PartUnavailable, TooLarge
+from engine_ext.format import SIGNATURE_SUFFIX
+from engine_ext.log.catalog import (
     DONE,
     MAX_DONE_BYTES,
     REFUSED,
@@ -38,11 +40,9 @@ from engine_ext.delta_log.catalog import (
     parse_done,
     version_of,
 )
-from engine_ext.delta_log.interface import Note
-from engine_ext.delta_log.store_fetch import fetch_object
-from engine_ext.delta_log.store_writer import StoreDraft, StoreWriter
-from engine_ext.errors import ChecksumMismatch, LogDamaged, PartUnavailable, TooLarge
-from engine_ext.format import SIGNATURE_SUFFIX
+from engine_ext.log.interface import Note
+from engine_ext.log.store_fetch import fetch_object
+from engine_ext.log.store_writer import StoreDraft, StoreWriter
 from engine_ext.object_store import ObjectFacts, ObjectStore
 from engine_ext.remote_parts import LocalFolder, PartCache
 from engine_ext.version_folders import INDEX
@@ -55,7 +55,7 @@ _Objects = Mapping[str, ObjectFacts]  # of one version, by file name
 
 
 class StoreLog:
-    """A delta log below the prefix of a store; see `engine_ext.delta_log.interface.DeltaLog`.
+    """A delta log below the prefix of a store; see `engine_ext.log.interface.DeltaLog`.
 
     Args:
         store: its objects.
