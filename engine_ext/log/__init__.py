@@ -1,16 +1,20 @@
-"""The delta log: every version as files in a folder or a store, so that an engine can replay it.
+"""The delta log: every version as files in a folder or an object store, so that engines replay it.
 
-`opening` opens one by its location. `interface` is what both kinds offer: `folder_log` with
-`writer` in a folder, `store_log` with `store_writer` in an object store. `catalog` lists versions
-and finds a route between two of them, `fold` makes one delta of several, `values` turns differences
-into values on the way, `merged` adds up deltas of one tensor. `records` has what identifies a
-version. `followers` has the heartbeats of the engines that follow a log, `lag` how
-far they are behind it.
+| file | what it has |
+| --- | --- |
+| `delta_log` | the log: list, fetch, write, delete; `open_log` opens one by its location |
+| `store` | the port below it, with two implementations: `folder_store`, `object_store` |
+| `objects` | the client of object stores; `claims` keeps the writers of a log in one apart |
+| `catalog` | what ``DONE`` says, and the routes from one version to another |
+| `writer` | a version that is being written |
+| `records` | what identifies a version by its content |
+| `fold` | one delta of several versions; `merged`, `spilled` and `values` add them up |
+| `heartbeats` | the engines that follow a log, and how far they are behind |
 
 To list and prune a folder takes a moment, as what reads and writes parts is imported later.
 
-Imports: `engine_ext.remote_parts`, `engine_ext.object_store`, `engine_ext.version_folders`,
-`engine_ext.format`, `engine_ext.files`, `engine_ext.resources`, `engine_ext.errors`.
+Imports: `engine_ext.remote_parts`, `engine_ext.version_folders`, `engine_ext.format`,
+`engine_ext.store_urls`, `engine_ext.files`, `engine_ext.resources`, `engine_ext.errors`.
 """
 
 from __future__ import annotations
@@ -20,78 +24,78 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engine_ext.log.catalog import (
     DONE,
+    MAX_DONE_BYTES,
+    CannotFold,
     Entry,
     FileFacts,
     Listing,
-    list_log,
+    parse_done,
     removable,
     route,
     version_of,
     why_not_newer,
 )
-from engine_ext.log.folder_log import FolderLog, discard
-from engine_ext.log.followers import (
+from engine_ext.log.delta_log import DeltaLog, open_log
+from engine_ext.log.folder_store import FolderStore
+from engine_ext.log.heartbeats import (
     FollowerState,
     Heartbeat,
+    Lag,
+    follower_lags,
     live_heartbeats,
     read_heartbeats,
     remove_heartbeat,
     write_heartbeat,
 )
-from engine_ext.log.interface import CannotFold, DeltaLog, Draft, Writer
-from engine_ext.log.lag import Lag, follower_lags
-from engine_ext.log.opening import open_log
+from engine_ext.log.objects import ObjectFacts, Objects
+from engine_ext.log.store import Store
 
 if TYPE_CHECKING:
     from engine_ext.log.fold import digests_of, fold_versions, read_version, verify_version
+    from engine_ext.log.object_store import ObjectStore, fetch_object
     from engine_ext.log.records import (
         listed_record,
         read_digests,
         read_identities,
         read_record,
     )
-    from engine_ext.log.store_fetch import fetch_object, read_done
-    from engine_ext.log.store_log import StoreLog
-    from engine_ext.log.store_writer import StoreWriter
-    from engine_ext.log.writer import LogWriter
+    from engine_ext.log.writer import Draft, LogWriter
 
 # What imports torch and all of `engine_ext.format`, by module.
 _LATER: Final = {
     "fold": ("digests_of", "fold_versions", "read_version", "verify_version"),
+    "object_store": ("ObjectStore", "fetch_object"),
     "records": ("listed_record", "read_digests", "read_identities", "read_record"),
-    "store_fetch": ("fetch_object", "read_done"),
-    "store_log": ("StoreLog",),
-    "store_writer": ("StoreWriter",),
-    "writer": ("LogWriter",),
+    "writer": ("Draft", "LogWriter"),
 }
 
 __all__ = [
     "DONE",
+    "MAX_DONE_BYTES",
     "CannotFold",
     "DeltaLog",
     "Draft",
     "Entry",
     "FileFacts",
-    "FolderLog",
+    "FolderStore",
     "FollowerState",
     "Heartbeat",
     "Lag",
     "Listing",
     "LogWriter",
-    "StoreLog",
-    "StoreWriter",
-    "Writer",
+    "ObjectFacts",
+    "ObjectStore",
+    "Objects",
+    "Store",
     "digests_of",
-    "discard",
     "fetch_object",
     "fold_versions",
     "follower_lags",
-    "list_log",
     "listed_record",
     "live_heartbeats",
     "open_log",
+    "parse_done",
     "read_digests",
-    "read_done",
     "read_heartbeats",
     "read_identities",
     "read_record",

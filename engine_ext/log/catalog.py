@@ -1,4 +1,4 @@
-"""Read a delta log: a folder that keeps every version a sender has published, for replay.
+"""What a delta log holds: its versions, and the routes between them.
 
 ::
 
@@ -23,27 +23,29 @@ bytes are the sender's, is checked when they are applied, by the code that also 
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-import stat
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, BinaryIO, Final, Protocol
+from typing import Annotated, Final
 
 import msgspec
 
-from engine_ext.errors import DeltaError, LogDamaged
+from engine_ext.errors import LogDamaged
+from engine_ext.files import INDEX
 
 DONE: Final = "DONE"
 REFUSED: Final = "REFUSED"
+MARKS: Final = (DONE, INDEX)  # one of them makes a version visible
 PART_SUFFIX: Final = ".safetensors"
 MAX_DONE_BYTES: Final = 16 << 20
+MAX_VERSION: Final = 2**63 - 1  # as in the parts
 
-_MAX_VERSION: Final = 2**63 - 1  # as in the parts
-_GONE: Final = (errno.ENOENT, errno.ESTALE)  # pruned meanwhile, by another host too
 _FOLDER: Final = re.compile(r"weight_v([0-9]{1,19})(?:_from_v([0-9]{1,19}))?")
+
+
+class CannotFold(Exception):
+    """These versions cannot be folded into one; the message says why."""
 
 
 class FileFacts(msgspec.Struct, frozen=True):
@@ -62,46 +64,11 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     refused: bool = False  # its number is used up; written where a folder cannot be renamed
 
 
-class VersionFiles(Protocol):
-    """The files of a version, wherever they are."""
-
-    def names(self) -> Collection[str]:
-        """Return the names of the files."""
-        ...
-
-    def size(self, name: str) -> int:
-        """Return a file's length in bytes; OSError if it is gone."""
-        ...
-
-    def open(self, name: str) -> BinaryIO:
-        """Open a file; OSError if it cannot be read, LogDamaged if it is not a file."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FolderFiles:
-    """The files in a folder."""
-
-    folder: Path
-
-    def names(self) -> list[str]:
-        """Return the names in the folder."""
-        return [path.name for path in self.folder.iterdir()]
-
-    def size(self, name: str) -> int:
-        """Return a file's length in bytes."""
-        return (self.folder / name).stat().st_size
-
-    def open(self, name: str) -> BinaryIO:
-        """Open a regular file."""
-        return open_regular(self.folder / name)
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A delta in the log.
 
-    `folder` holds the files while they are on this host, see `engine_ext.log.DeltaLog`.
+    `folder` holds the files while they are on this host, see `engine_ext.log.DeltaLog.fetched`.
     """
 
     folder: Path
@@ -157,13 +124,6 @@ class Listing:
         known += [version for name in self.damaged if (version := version_of(name)) is not None]
         return max(known, default=None)
 
-    def add(self, folder: Path, files: VersionFiles, written_at: float) -> None:
-        """Add a version; OSError if its files are gone meanwhile."""
-        try:
-            self.entries.append(_read_entry(folder, files, written_at))
-        except LogDamaged as damaged:
-            self.damaged[folder.name] = damaged.message
-
     def sorted(self) -> Listing:
         """Return the listing with its entries in order."""
         entries = sorted(self.entries, key=lambda entry: (entry.version, entry.folder.name))
@@ -186,26 +146,6 @@ def folder_name(version: int, folded_from: int | None = None) -> str:
     """Return the name of a version's folder; of a folded delta's, with its base."""
     name = f"weight_v{version:06d}"
     return name if folded_from is None else f"{name}_from_v{folded_from:06d}"
-
-
-def list_log(folder: Path) -> Listing:
-    """List the content of a log, without reading the parts; LogDamaged if it is unreadable."""
-    listing = Listing()
-    try:
-        names = sorted(path.name for path in folder.iterdir())
-    except OSError as error:
-        raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
-    for name in (name for name in names if version_of(name) is not None):
-        try:
-            if (folder / name / REFUSED).exists():
-                listing.refused.append(folder / name)
-                continue
-            written_at = (folder / name).stat().st_mtime
-            listing.add(folder / name, FolderFiles(folder / name), written_at)
-        except OSError as error:
-            if error.errno not in _GONE:
-                listing.damaged[name] = f"it cannot be read: {error.strerror}"
-    return listing.sorted()
 
 
 def route(entries: Iterable[Entry], version: int | None) -> list[Entry]:
@@ -270,81 +210,9 @@ def why_not_newer(listing: Listing, version: int | None, bad: Collection[str] = 
     return behind + (f"; damaged: {', '.join(broken)}" if broken else "")
 
 
-def _read_entry(folder: Path, files: VersionFiles, written_at: float) -> Entry:
-    version = version_of(folder.name)
-    assert version is not None
-    text = _read_done(files)
-    names = files.names()
-    if not text:
-        from engine_ext.version_folders import INDEX
-
-        if INDEX in names:
-            return _read_foreign(folder, version, files, written_at)
-    if text is None:
-        raise LogDamaged(f"it has no {DONE}: it was not written completely")
-    if not text:
-        parts = sorted(name for name in names if name.endswith(PART_SUFFIX))
-        facts: dict[str, FileFacts | None] = dict.fromkeys(parts)
-        nbytes = sum(files.size(name) for name in parts)
-        return Entry(folder, version, version - 1, facts, nbytes, written_at=written_at)
-    done = parse_done(text)
-    base = done.base_version
-    if done.version != version or version > _MAX_VERSION or (base is not None and base >= version):
-        raise LogDamaged(f"its {DONE} declares that it leads from {base} to {done.version}")
-    if any(name in ("", "..") or "\0" in name or Path(name).name != name for name in done.files):
-        raise LogDamaged(f"its {DONE} names a file outside the folder")
-    nbytes = sum(facts.bytes for facts in done.files.values())
-    return Entry(folder, version, base, {**done.files}, nbytes, written_at=written_at)
-
-
 def parse_done(text: bytes) -> Done:
     """Return the content of a ``DONE`` that is not empty; LogDamaged if it is not valid."""
     try:
         return msgspec.json.decode(text, type=Done)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise LogDamaged(f"its {DONE} cannot be read: {error}") from error
-
-
-def _read_foreign(folder: Path, version: int, files: VersionFiles, written_at: float) -> Entry:
-    """Read a folder with an index; its files are read when it is applied or verified."""
-    from engine_ext.format import Limits
-    from engine_ext.version_folders import INDEX, read_version_folder
-
-    names = files.names()
-    try:
-        found = read_version_folder(folder.name, names, files.open, Limits())
-    except DeltaError as error:
-        raise LogDamaged(error.message) from error
-    except OSError as error:
-        raise LogDamaged(f"its {INDEX} cannot be read: {error.strerror}") from error
-    facts: dict[str, FileFacts | None] = dict.fromkeys(found.index.files)
-    nbytes = sum(files.size(name) for name in facts if name in names)
-    return Entry(
-        folder, version, found.base_version, facts, nbytes, foreign=True, written_at=written_at
-    )
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file of a log, unbuffered; LogDamaged if it is another thing."""
-    # A FIFO that nobody writes to must not block the reader; links are not followed.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise LogDamaged(f"its {path.name} is not a regular file")
-    return os.fdopen(descriptor, "rb", buffering=0)
-
-
-def _read_done(files: VersionFiles) -> bytes | None:
-    """Return the content of ``DONE``, stripped; None if there is none."""
-    try:
-        with files.open(DONE) as file:
-            text = file.read(MAX_DONE_BYTES + 1)
-    except FileNotFoundError:
-        files.names()  # FileNotFoundError if the folder itself is gone
-        return None
-    except OSError as error:
-        raise LogDamaged(f"its {DONE} cannot be read: {error.strerror}") from error
-    if len(text) > MAX_DONE_BYTES:
-        raise LogDamaged(f"its {DONE} has over {MAX_DONE_BYTES} bytes")
-    return text.strip()

@@ -24,8 +24,9 @@ from engine_ext.format import (
     sign,
     signing_key,
 )
-from engine_ext.log.catalog import Entry, folder_name, open_regular
-from engine_ext.log.interface import CannotFold, DeltaLog
+from engine_ext.log.catalog import CannotFold, Entry, folder_name
+from engine_ext.log.delta_log import DeltaLog
+from engine_ext.log.folder_store import open_regular
 from engine_ext.log.records import Digests, declared_digests
 from engine_ext.log.spilled import SpilledDeltas
 from engine_ext.log.values import ModelValues

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from engine_ext.format import ParamDelta
-from engine_ext.log.interface import CannotFold
+from engine_ext.log.catalog import CannotFold
 
 _FLAG_BYTES: Final = 1  # of an element that is kept in place
 _POSITION_BYTES: Final = 4  # at most, of an element that is encoded

@@ -15,7 +15,8 @@ import xxhash
 
 from engine_ext.errors import DeltaError
 from engine_ext.format import FrameReader, Header, Limits, Manifest, PartGate, part_identity
-from engine_ext.log.catalog import Entry, FileFacts, open_regular
+from engine_ext.log.catalog import Entry, FileFacts
+from engine_ext.log.folder_store import open_regular
 from engine_ext.version_folders import INDEX
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from engine_ext.files import checkpoint_entries
 from engine_ext.format import Digest, ParamDelta, Part, change_digest
-from engine_ext.log.interface import CannotFold
+from engine_ext.log.catalog import CannotFold
 from engine_ext.log.merged import MergedDelta, add_delta
 
 _BITS: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}

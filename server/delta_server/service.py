@@ -54,7 +54,6 @@ from engine_ext.errors import (
 )
 from engine_ext.format import DIGEST_ALGORITHM, Limits, PartId
 from engine_ext.log import open_log
-from engine_ext.object_store import is_store_url
 from engine_ext.ranks.operations import (
     ClaimRun,
     CommitSync,
@@ -69,6 +68,7 @@ from engine_ext.ranks.operations import (
 from engine_ext.remote_parts import PartCache
 from engine_ext.resources import RateLimit
 from engine_ext.settings import Settings
+from engine_ext.store_urls import is_store_url
 
 
 class DeltaService:

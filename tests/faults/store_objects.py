@@ -54,7 +54,8 @@ def spoilt(harness: FollowHarness, end: str, spoil: Spoil, *, repaired: bool) ->
     with harness.held():
         harness.publish()
         folder = folder_name(harness.newest)
-        [name] = [one.name for one in harness.log.store.list(folder) if one.name.endswith(end)]
+        [found] = harness.log.store.list(folder).values()
+        [name] = [f"{folder}/{one}" for one in found.names if one.endswith(end)]
         good = harness.log.store.read(name, MOST)
         bad = spoil(good)
         if bad is None:

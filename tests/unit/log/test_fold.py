@@ -15,11 +15,9 @@ from engine_ext.errors import LogDamaged
 from engine_ext.format import ParamDelta, encode_part
 from engine_ext.format.digest import Digest, change_digest
 from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
-from engine_ext.log import CannotFold, digests_of, fold_versions, read_version, spilled
+from engine_ext.log import CannotFold, digests_of, fold_versions, open_log, read_version, spilled
 from engine_ext.log import fold as delta_log_fold
-from engine_ext.log.catalog import DONE, folder_name, list_log, route
-from engine_ext.log.folder_log import FolderLog
-from engine_ext.log.writer import LogWriter
+from engine_ext.log.catalog import DONE, folder_name, route
 from tests.support.served_models import PROPERTY
 
 SIZES = {"a": 12, "b": 5, "c": 300}
@@ -57,7 +55,7 @@ def bodies(version: int, *groups: list[ParamDelta], **metadata: Any) -> list[byt
 
 
 def write(log: Path, version: int, *groups: list[ParamDelta], **metadata: Any) -> Path:
-    with LogWriter(log) as writer:
+    with open_log(log).writer() as writer:
         draft = writer.begin(version)
         for body in bodies(version, *groups, **metadata):
             draft.add(body)
@@ -65,7 +63,7 @@ def write(log: Path, version: int, *groups: list[ParamDelta], **metadata: Any) -
 
 
 def entry_of(log: Path, folder: Path) -> Any:
-    return next(entry for entry in list_log(log).entries if entry.folder == folder)
+    return next(entry for entry in open_log(log).listing().entries if entry.folder == folder)
 
 
 def apply(weights: Model, log: Path, folders: list[Path]) -> Model:
@@ -83,7 +81,7 @@ def same(one: Model, other: Model) -> bool:
 
 
 def folded(log: Path, base: int) -> Path:
-    return fold_versions(FolderLog(log), route(list_log(log).entries, base), base)
+    return fold_versions(open_log(log), route(open_log(log).listing().entries, base), base)
 
 
 def test_what_is_folded_keeps_no_part_in_memory(
@@ -177,11 +175,11 @@ def test_a_fold_keeps_a_window_in_memory(tmp_path: Path, monkeypatch: pytest.Mon
         values = np.full(count, version, np.uint16)
         one = ParamDelta(f"w{version}", "bfloat16", (count * versions,), places, values)
         write(tmp_path, version, [one])
-    entries = list_log(tmp_path).entries
+    entries = open_log(tmp_path).listing().entries
     read_version(entries[0])  # what decodes is compiled
     tracemalloc.start()
     try:
-        target = fold_versions(FolderLog(tmp_path), entries, 0)
+        target = fold_versions(open_log(tmp_path), entries, 0)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -211,7 +209,7 @@ def test_a_tensor_that_changed_its_shape_cannot_be_folded(tmp_path: Path) -> Non
 
 def test_nothing_cannot_be_folded(tmp_path: Path) -> None:
     with pytest.raises(CannotFold):
-        fold_versions(FolderLog(tmp_path), [], 0)
+        fold_versions(open_log(tmp_path), [], 0)
 
 
 def test_an_interrupted_fold_leaves_nothing(
@@ -251,7 +249,7 @@ def test_a_flipped_bit_is_seen(tmp_path: Path, position: int) -> None:
     [{"num_parts": 3}, {"num_parts": None}, {"sync_id": None, "num_parts": 1, "part": 5}],
 )
 def test_parts_that_are_not_a_sync(tmp_path: Path, metadata: dict[str, Any]) -> None:
-    with LogWriter(tmp_path) as writer:
+    with open_log(tmp_path).writer() as writer:
         draft = writer.begin(1)
         for number in range(2):
             metadata = {"part": number, **metadata}

@@ -11,9 +11,8 @@ from engine_ext.cli.log import DAMAGED, OK, main
 from engine_ext.errors import LogDamaged
 from engine_ext.log import (
     CannotFold,
-    FolderLog,
     fold_versions,
-    list_log,
+    open_log,
     route,
     verify_version,
 )
@@ -41,7 +40,7 @@ def log(tmp_path: Path) -> Path:
 
 
 def test_its_entries(log: Path) -> None:
-    listing = list_log(log)
+    listing = open_log(log).listing()
     assert listing.damaged == {}
     found = [(e.version, e.base_version, e.full, e.foreign) for e in listing.entries]
     assert found == [
@@ -61,18 +60,18 @@ def test_its_entries(log: Path) -> None:
 
 def test_it_goes_with_versions_of_the_sender(log: Path) -> None:
     write(log, 5, [sparse("a", {1: 7})])
-    assert [entry.foreign for entry in list_log(log).entries] == [True] * 4 + [False]
+    assert [entry.foreign for entry in open_log(log).listing().entries] == [True] * 4 + [False]
 
 
 def test_an_empty_end_mark_besides(log: Path) -> None:
     """The index says more."""
     (log / "weight_v000001" / DONE).touch()
-    assert list_log(log).entries[0].foreign
+    assert open_log(log).listing().entries[0].foreign
 
 
 def test_a_folder_that_is_still_written(log: Path) -> None:
     (log / "weight_v000003" / INDEX).rename(log / "weight_v000003" / f"{INDEX}.tmp")
-    listing = list_log(log)
+    listing = open_log(log).listing()
     assert listing.damaged == {"weight_v000003": f"it has no {DONE}: it was not written completely"}
 
 
@@ -95,10 +94,10 @@ def test_what_is_damaged(log: Path, damage: str, capsys: pytest.CaptureFixture[s
     assert main(["verify", str(log)]) == DAMAGED
     assert "weight_v0000" in capsys.readouterr().out
     if damage not in ("cut", "frame"):
-        assert len(list_log(log).damaged) == 1
+        assert len(open_log(log).listing().damaged) == 1
     else:
         with pytest.raises(LogDamaged):
-            verify_version(list_log(log).entries[0])
+            verify_version(open_log(log).listing().entries[0])
 
 
 def test_the_command(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,11 +107,11 @@ def test_the_command(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fold", str(log), "0", "3"]) == DAMAGED
     assert "another trainer" in capsys.readouterr().err
     assert main(["prune", str(log), "--keep", "1", "--base-version", "0"]) == OK
-    assert [entry.version for entry in list_log(log).entries] == [4]
+    assert [entry.version for entry in open_log(log).listing().entries] == [4]
 
 
 def test_it_cannot_be_folded(log: Path) -> None:
     before = sorted(log.iterdir())
     with pytest.raises(CannotFold, match="version 1 is a folder of another trainer"):
-        fold_versions(FolderLog(log), list_log(log).entries[:3], 0)
+        fold_versions(open_log(log), open_log(log).listing().entries[:3], 0)
     assert sorted(log.iterdir()) == before

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_ext.format import ParamDelta, encode_part
-from engine_ext.log import CannotFold, FolderLog, fold_versions, read_version
+from engine_ext.log import CannotFold, fold_versions, open_log, read_version
 from engine_ext.log.merged import MergedDelta, add_delta
 from tests.support.served_models import PROPERTY
 
@@ -59,7 +59,7 @@ def test_nothing_of_another_dtype_is_added() -> None:
 
 def test_many_versions_cost_what_reading_them_costs(tmp_path: Path) -> None:
     """Not more with every version that was folded before."""
-    log, rng = FolderLog(tmp_path), np.random.default_rng(0)
+    log, rng = open_log(tmp_path), np.random.default_rng(0)
     with log.writer() as writer:
         for version in range(1, VERSIONS + 1):
             indices = np.unique(rng.integers(0, BIG, BIG // 50))

@@ -16,10 +16,8 @@ from engine_ext.cli import log as cli
 from engine_ext.format import Digest, ParamDelta, change_digest, encode_part
 from engine_ext.log import (
     CannotFold,
-    FolderLog,
-    LogWriter,
     fold_versions,
-    list_log,
+    open_log,
     read_version,
     route,
 )
@@ -71,7 +69,7 @@ def write_differences(
         digests[delta.dtype] = digests.get(delta.dtype, Digest.ZERO) + change
     parts = [(group, digests[dtype].hex()) for dtype, group in groups.items()]
     parts = parts or [([], Digest.ZERO.hex())]
-    with LogWriter(log) as writer:
+    with open_log(log).writer() as writer:
         draft = writer.begin(version)
         for number, (group, digest) in enumerate(parts):
             draft.add(
@@ -127,11 +125,11 @@ def test_a_fold_does_what_its_versions_do(
         write(log, version, *(groups or [[]]))
     first = data.draw(st.integers(0, len(chain) - 1))
     last = data.draw(st.integers(first + 1, len(chain)))
-    entries = list_log(log).entries
+    entries = open_log(log).listing().entries
     base = checkpoint_of(model(), tmp_path_factory.mktemp("base"))
     before = route([entry for entry in entries if entry.version <= first], 0)
     between = [entry for entry in entries if first < entry.version <= last]
-    folder = fold_versions(FolderLog(log), between, first, checkpoint=base, before=before)
+    folder = fold_versions(open_log(log), between, first, checkpoint=base, before=before)
     assert not any(d.differences for p in read_version(entry_of(log, folder)) for d in p.deltas)
     assert same(apply(weights[first], log, [folder]), weights[last])
 
@@ -148,13 +146,15 @@ def log(tmp_path: Path) -> Path:
 
 
 def folded(log: Path, checkpoint: Path | None) -> Path:
-    return fold_versions(FolderLog(log), route(list_log(log).entries, 0), 0, checkpoint=checkpoint)
+    return fold_versions(
+        open_log(log), route(open_log(log).listing().entries, 0), 0, checkpoint=checkpoint
+    )
 
 
 def test_without_a_checkpoint_there_is_no_fold(log: Path) -> None:
     with pytest.raises(CannotFold, match="--base"):
         folded(log, None)
-    assert len(list_log(log).entries) == 3
+    assert len(open_log(log).listing().entries) == 3
 
 
 @pytest.mark.parametrize("wrong", ["values", "tensors", "shape"])
@@ -169,15 +169,15 @@ def test_another_checkpoint_is_found_out(log: Path, tmp_path: Path, wrong: str) 
     base = checkpoint_of(weights, tmp_path / "base")
     with pytest.raises(CannotFold, match="base"):
         folded(log, base)
-    assert len(list_log(log).entries) == 3
+    assert len(open_log(log).listing().entries) == 3
 
 
 def test_a_stretch_needs_the_versions_before_it(log: Path, tmp_path: Path) -> None:
     base = checkpoint_of(model(), tmp_path / "base")
-    entries = list_log(log).entries
+    entries = open_log(log).listing().entries
     with pytest.raises(CannotFold, match="other values"):
-        fold_versions(FolderLog(log), entries[1:], 1, checkpoint=base)
-    fold_versions(FolderLog(log), entries[1:], 1, checkpoint=base, before=entries[:1])
+        fold_versions(open_log(log), entries[1:], 1, checkpoint=base)
+    fold_versions(open_log(log), entries[1:], 1, checkpoint=base, before=entries[:1])
 
 
 def test_the_command(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

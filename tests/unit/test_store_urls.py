@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from engine_ext.object_store import is_store_url, is_within, store_url
+from engine_ext.store_urls import is_store_url, is_within, store_url
 
 
 @pytest.mark.parametrize(

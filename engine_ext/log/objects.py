@@ -50,11 +50,11 @@ class ObjectFacts:
     tag: str
 
 
-class ObjectStore:
+class Objects:
     """The objects below a URL. Thread-safe.
 
     Args:
-        url: see `engine_ext.object_store.store_url`.
+        url: see `engine_ext.store_urls.store_url`.
         streams: ranges of one object that are read at once.
         limit: of the bytes that are read.
         store: the client's own object in place of one for `url`.

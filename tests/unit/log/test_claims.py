@@ -15,10 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from engine_ext.log import StoreLog, StoreWriter, read_version
-from engine_ext.object_store import ObjectFacts, ObjectStore
+from engine_ext.log import DeltaLog, LogWriter, ObjectFacts, Objects, ObjectStore, read_version
 from tests.support.served_models import PROPERTY
-from tests.unit.log.test_delta_log import part
+from tests.unit.log.places import part
 
 PARTS = 2
 
@@ -27,7 +26,7 @@ class Killed(BaseException):
     """The process is gone."""
 
 
-class StepStore(ObjectStore):
+class StepObjects(Objects):
     """Objects in memory; `step` is called before each operation, and after it if it writes."""
 
     def __init__(self, memory: MemoryStore, step: Callable[[], None]) -> None:
@@ -58,7 +57,14 @@ class StepStore(ObjectStore):
             super().delete([name])
 
 
-def write_version(writer: StoreWriter, owner: str) -> int:
+def store_of(
+    memory: MemoryStore, step: Callable[[], None] = lambda: None, scratch: Path | None = None
+) -> ObjectStore:
+    """Return a log's store that calls `step`."""
+    return ObjectStore(StepObjects(memory, step), scratch=None if scratch is None else str(scratch))
+
+
+def write_version(writer: LogWriter, owner: str) -> int:
     """Write the next version as a sender does, and return its number."""
     version = max(writer.last_number, 0) + 1
     draft = writer.begin(version)
@@ -71,7 +77,7 @@ def write_version(writer: StoreWriter, owner: str) -> int:
 
 def owners(memory: MemoryStore, folder: Path) -> dict[int, str]:
     """Return who wrote each version that a reader sees, all of which are sound."""
-    log = StoreLog(StepStore(memory, lambda: None), scratch=str(folder))
+    log = DeltaLog(store_of(memory, scratch=folder))
     listing = log.listing()
     assert listing.damaged == {}
     found = {}
@@ -100,13 +106,13 @@ def test_a_sender_is_killed_at_every_step(folder: Path) -> None:
 
         finished = []
         try:
-            writer = StoreWriter(StepStore(memory, step), folder)
+            writer = LogWriter(store_of(memory, step))
             finished = [write_version(writer, "first") for _ in range(2)]
         except Killed:
             pass
         before = owners(memory, folder)
         assert set(finished) <= before.keys() <= {1, 2}
-        later = StoreWriter(StepStore(memory, lambda: None), folder)
+        later = LogWriter(store_of(memory))
         number = write_version(later, "second")
         assert owners(memory, folder) == {**before, number: "second"}
         assert number > max(before, default=0)
@@ -161,9 +167,9 @@ def test_two_senders_never_both_win(order: list[int], versions: int, folder: Pat
     def send(thread: int) -> None:
         owner = f"sender{thread}"
         try:
-            store = StepStore(memory, lambda: schedule.step(thread))
+            store = store_of(memory, lambda: schedule.step(thread))
             with contextlib.suppress(BlockingIOError, FileExistsError):
-                writer = StoreWriter(store, folder)
+                writer = LogWriter(store)
                 for _ in range(versions):
                     finished[write_version(writer, owner)] = owner
                 return

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_ext.object_store import ObjectStore
-from engine_ext.object_store.store import RANGE_BYTES
+from engine_ext.log import Objects
+from engine_ext.log.objects import RANGE_BYTES
 from engine_ext.resources import RateLimit
 from tests.support.object_stores import StoreServer, rclone_gateway
 from tests.support.store_proxy import Fault, StoreProxy
@@ -26,8 +26,8 @@ def no_sleep(seconds: float) -> None:
 
 
 @pytest.fixture
-def store(store_url: str) -> ObjectStore:
-    return ObjectStore(store_url, sleep=no_sleep)
+def store(store_url: str) -> Objects:
+    return Objects(store_url, sleep=no_sleep)
 
 
 @pytest.fixture
@@ -40,18 +40,18 @@ def proxy(
 
 
 @pytest.fixture
-def by_proxy(proxy: StoreProxy, store_url: str) -> ObjectStore:
+def by_proxy(proxy: StoreProxy, store_url: str) -> Objects:
     """The same objects as `store`, read through the proxy."""
-    return ObjectStore(store_url, sleep=no_sleep)
+    return Objects(store_url, sleep=no_sleep)
 
 
-def fetched(store: ObjectStore, name: str, size: int, path: Path) -> bytes:
+def fetched(store: Objects, name: str, size: int, path: Path) -> bytes:
     with path.open("w+b") as file:
         store.fetch(name, size, file)
     return path.read_bytes()
 
 
-def test_objects_are_listed_read_and_deleted(store: ObjectStore) -> None:
+def test_objects_are_listed_read_and_deleted(store: Objects) -> None:
     assert store.list() == []
     store.put("b/2", b"two")
     store.put("a/1", b"one")
@@ -71,12 +71,12 @@ def test_objects_are_listed_read_and_deleted(store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize("size", [1, RANGE_BYTES - 1, RANGE_BYTES, RANGE_BYTES + 1, SIZE])
-def test_ranges_are_put_together(store: ObjectStore, tmp_path: Path, size: int) -> None:
+def test_ranges_are_put_together(store: Objects, tmp_path: Path, size: int) -> None:
     store.put("part", CONTENT[:size])
     assert fetched(store, "part", size, tmp_path / "file") == CONTENT[:size]
 
 
-def test_an_object_is_created_once(store: ObjectStore) -> None:
+def test_an_object_is_created_once(store: Objects) -> None:
     store.create("one", b"mine")
     store.create("one", b"mine")  # as if the answer to the first one had been lost
     with pytest.raises(FileExistsError):
@@ -93,7 +93,7 @@ def test_a_store_that_creates_twice_is_refused(
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(OSError, match="use a store with conditional writes") as refused:
-            ObjectStore("s3://test/log").require_creates()
+            Objects("s3://test/log").require_creates()
     assert refused.value.errno == errno.ENOTSUP
 
 
@@ -108,7 +108,7 @@ def test_a_store_that_creates_twice_is_refused(
     ],
 )
 def test_faults_that_pass_lose_nothing(
-    store: ObjectStore, by_proxy: ObjectStore, proxy: StoreProxy, tmp_path: Path, fault: Fault
+    store: Objects, by_proxy: Objects, proxy: StoreProxy, tmp_path: Path, fault: Fault
 ) -> None:
     store.put("part", CONTENT)
     proxy.faults = lambda method, path, number: fault if number < 2 else None
@@ -116,7 +116,7 @@ def test_faults_that_pass_lose_nothing(
 
 
 def test_only_the_range_that_failed_is_read_again(
-    store: ObjectStore, by_proxy: ObjectStore, proxy: StoreProxy, tmp_path: Path
+    store: Objects, by_proxy: Objects, proxy: StoreProxy, tmp_path: Path
 ) -> None:
     store.put("part", CONTENT)
     proxy.faults = lambda method, path, number: Fault(cut_after=99) if number == 1 else None
@@ -125,7 +125,7 @@ def test_only_the_range_that_failed_is_read_again(
 
 
 def test_a_store_that_stays_away_is_an_error(
-    store: ObjectStore, by_proxy: ObjectStore, proxy: StoreProxy, tmp_path: Path
+    store: Objects, by_proxy: Objects, proxy: StoreProxy, tmp_path: Path
 ) -> None:
     store.put("part", CONTENT)
     proxy.faults = lambda method, path, number: Fault(cut_after=99)
@@ -135,7 +135,7 @@ def test_a_store_that_stays_away_is_an_error(
 
 
 def test_a_missing_object_is_not_waited_for(
-    by_proxy: ObjectStore, proxy: StoreProxy, tmp_path: Path
+    by_proxy: Objects, proxy: StoreProxy, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError):
         fetched(by_proxy, "none", 10, tmp_path / "file")
@@ -143,7 +143,7 @@ def test_a_missing_object_is_not_waited_for(
 
 
 def test_the_answer_to_a_creation_is_lost(
-    store: ObjectStore, by_proxy: ObjectStore, proxy: StoreProxy
+    store: Objects, by_proxy: Objects, proxy: StoreProxy
 ) -> None:
     """It was created all the same, and the repeat finds what it has written itself."""
     silent = Fault(silent=True)
@@ -153,7 +153,7 @@ def test_the_answer_to_a_creation_is_lost(
 
 
 def test_no_more_bytes_are_asked_for_than_the_limit_allows(
-    store: ObjectStore, store_url: str, tmp_path: Path
+    store: Objects, store_url: str, tmp_path: Path
 ) -> None:
     store.put("part", CONTENT)
     asked: list[int] = []
@@ -162,12 +162,12 @@ def test_no_more_bytes_are_asked_for_than_the_limit_allows(
         def wait(self, nbytes: int) -> None:
             asked.append(nbytes)
 
-    limited = ObjectStore(store_url, limit=Counted(1.0), streams=2)
+    limited = Objects(store_url, limit=Counted(1.0), streams=2)
     assert fetched(limited, "part", SIZE, tmp_path / "file") == CONTENT
     assert sorted(asked) == [SIZE % RANGE_BYTES, RANGE_BYTES, RANGE_BYTES]
 
 
-def test_a_full_disk_is_not_the_stores_error(store: ObjectStore) -> None:
+def test_a_full_disk_is_not_the_stores_error(store: Objects) -> None:
     store.put("part", CONTENT)
     with open("/dev/full", "r+b", buffering=0) as full, pytest.raises(OSError) as failed:
         store.fetch("part", SIZE, full)
