@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 import torch
 
-from engine_ext.derived import LaterCopies, Recomputed
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import Digest, ParamDelta, Part, change_digest, warm_up_gathering
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Certified, Placed, Plan, WholeBox, summary, uncertified
 from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.startup import LaterCopies, Recomputed
 from engine_ext.sync import checks, consensus
 from engine_ext.sync.moved_tensors import MovedTensors, TraceAgain
 from engine_ext.sync.new_states import GatheredProof

@@ -26,9 +26,9 @@ from engine_ext.format import ParamDelta
 from engine_ext.kernels import typed
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placed, Placement, Status
+from engine_ext.startup import COPY_REPLACED, LoadWeights, rehearse
 from engine_ext.sync.staged import StagedPart, Write
 from engine_ext.sync.thread_pool import ThreadPool
-from engine_ext.tracing import COPY_REPLACED, LoadWeights, rehearse
 
 # torch compares and selects these for NaN, but not the 8-bit floats.
 _MASKABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

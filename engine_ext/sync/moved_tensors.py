@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from engine_ext.derived import Recomputed
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.model import LiveTensor, StorageIndex, extent, reachable_tensors
 from engine_ext.placement import Placement, Plan, place_again
+from engine_ext.startup import Recomputed
 from engine_ext.sync.rebuilds import Rebuilds
 
 TraceAgain = Callable[[StorageIndex, Sequence[str]], Placement]

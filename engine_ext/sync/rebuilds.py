@@ -22,7 +22,7 @@ from engine_ext.errors import NotUpdatable
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, uncertified
 from engine_ext.ranks import Ranks
-from engine_ext.rebuild import InStep, Rebuild, RebuildError, module_place
+from engine_ext.startup import InStep, Rebuild, RebuildError, module_place
 from engine_ext.sync.staged import RebuiltModule, RebuiltModules, StagedPart, Write
 
 logger = logging.getLogger(__name__)

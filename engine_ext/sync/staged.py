@@ -162,7 +162,7 @@ class StagedParam(msgspec.Struct, eq=False, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class RebuiltModule:
-    """A module that was rebuilt for a sync; see `engine_ext.rebuild.Rebuilt`."""
+    """A module that was rebuilt for a sync; see `engine_ext.startup.recomputed.Rebuilt`."""
 
     writes: list[Write]
     fingerprints: dict[str, str]

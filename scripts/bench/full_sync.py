@@ -97,8 +97,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from engine_ext.placement import TensorSpec, certify_placement, make_plan
     from engine_ext.ranks import SingleRank
     from engine_ext.settings import Settings
+    from engine_ext.startup import trace_placement
     from engine_ext.sync import DeltaApplier, ScatterWriter, UndoLog
-    from engine_ext.tracing import trace_placement
     from scripts.bench.loaded_model import checkpoint_of, load_weights, make_model
     from scripts.bench.startup import reading_time
 

@@ -23,10 +23,9 @@ from engine_ext.kernels import bits_of, host_bits, warm_up
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Plan, Status, TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
-from engine_ext.repacks import compose
 from engine_ext.settings import Settings
+from engine_ext.startup import compose, trace_placement
 from engine_ext.sync import DeltaApplier, ScatterWriter, StagedPart, apply_masked
-from engine_ext.tracing import trace_placement
 from scripts.process_memory import peak_resident, reset_peak
 
 _MEMORY_DENSITY: Final = 0.02

@@ -38,8 +38,8 @@ from engine_ext.ranks.operations import (
     encode_request,
 )
 from engine_ext.settings import Settings
+from engine_ext.startup import trace_placement
 from engine_ext.sync import DeltaApplier, Receiver, ScatterWriter
-from engine_ext.tracing import trace_placement
 from scripts.bench.pipeline_link import HOST
 
 _CHUNK = 1 << 16  # as uvicorn hands a body on

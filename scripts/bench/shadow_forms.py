@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from engine_ext.kernels import bits_of, host_bits
-from engine_ext.repacks import ModuleCopy
+from engine_ext.startup import ModuleCopy
 
 CHANGED: Final = (0.02, 0.1, 0.33, 1.0)
 _POSITION: Final = np.dtype(np.int32)

@@ -44,8 +44,8 @@ from engine_ext.model import StorageIndex
 from engine_ext.placement import TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import GroupRanks, Ranks, cores_per_rank
 from engine_ext.resources import usable_cores
+from engine_ext.startup import trace_placement
 from engine_ext.sync import BackgroundStaging, DeltaApplier, ScatterWriter
-from engine_ext.tracing import trace_placement
 from scripts import command_line
 
 _ROWS: Final = 4096

@@ -19,18 +19,23 @@ import msgspec
 import torch
 from torch import nn
 
-from engine_ext.derived.recompute import Recomputation
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.format import ParamDelta, decode_part, encode_part
 from engine_ext.format.identity import PartId, part_identity
 from engine_ext.model.constants import Constants, is_constant
-from engine_ext.rebuild import LoadingStates, make_twin
-from engine_ext.repacks import Processing, RepackLearner
 from engine_ext.settings import Settings
-from engine_ext.sync.loaded_model import LoadedModel, Rebuilding
+from engine_ext.startup import (
+    LoadedModel,
+    LoadingStates,
+    LoadingTrace,
+    Processing,
+    Rebuilding,
+    RepackLearner,
+    make_twin,
+)
+from engine_ext.startup.derived.recompute import Recomputation
+from engine_ext.sync import make_receiver
 from engine_ext.sync.receiver import Receiver
-from engine_ext.sync.startup import make_receiver
-from engine_ext.tracing import LoadingTrace
 from tests.conformance.subject import Delta, Rank
 from tests.conformance.syncs import bits
 from tests.support.thread_group import Group, ThreadRanks

@@ -17,8 +17,8 @@ from torch import nn
 from delta_sender.checkpoint import read_checkpoint
 from engine_ext.ranks import SingleRank
 from engine_ext.settings import Settings
-from engine_ext.sync.loaded_model import LoadedModel
-from engine_ext.sync.startup import make_receiver
+from engine_ext.startup import LoadedModel
+from engine_ext.sync import make_receiver
 from scripts.live_engine import tiny_models
 from tests.live.programs import python
 from tests.support.plain_trainer import model_digest

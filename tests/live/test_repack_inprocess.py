@@ -74,8 +74,8 @@ def main(model: str, out: str, *options: str) -> None:
     from engine_ext.model.storage_index import StorageIndex
     from engine_ext.placement.certify import certify_placement
     from engine_ext.placement.segments import TensorSpec
-    from engine_ext.repacks.infer import compose
-    from engine_ext.tracing.trace import trace_placement
+    from engine_ext.startup.permuted.infer import compose
+    from engine_ext.startup.trace.trace import trace_placement
 
     if "--packed" in options:
         _pack_convolutions()

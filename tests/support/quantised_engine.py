@@ -16,17 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine_ext.derived import Recomputation
 from engine_ext.format import ParamDelta
 from engine_ext.model.constants import Constants, is_constant
 from engine_ext.model.module_walk import reachable_tensors
-from engine_ext.rebuild import LoadingStates, make_twin
-from engine_ext.repacks.load_hook import Processing, RepackLearner
 from engine_ext.settings import Settings
+from engine_ext.startup import (
+    LoadedModel,
+    LoadingStates,
+    LoadingTrace,
+    Rebuilding,
+    Recomputation,
+    make_twin,
+)
+from engine_ext.startup.permuted.load_hook import Processing, RepackLearner
+from engine_ext.sync import make_receiver
 from engine_ext.sync.delta_applier import DeltaApplier
-from engine_ext.sync.loaded_model import LoadedModel, Rebuilding
-from engine_ext.sync.startup import make_receiver
-from engine_ext.tracing import LoadingTrace
 from tests.support.device import DEVICE
 from tests.support.rank_engine import Engine, part_id
 from tests.support.served_models import bits, delta_between, dense_delta, one_part, random_tensor

@@ -23,12 +23,12 @@ from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.plan import Plan, make_plan
 from engine_ext.placement.segments import Placed, Placement
 from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.startup.trace.trace import trace_placement
 from engine_ext.sync.delta_applier import DeltaApplier, Writer
 from engine_ext.sync.masked import MaskedWriter
 from engine_ext.sync.param_batch import Batcher
 from engine_ext.sync.scatter import ScatterWriter
 from engine_ext.sync.staged import StagedPart
-from engine_ext.tracing.trace import trace_placement
 from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel
 

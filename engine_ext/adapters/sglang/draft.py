@@ -17,8 +17,7 @@ from engine_ext.adapters.sglang import refusals
 from engine_ext.adapters.sglang.loading import Observed, checkpoint
 from engine_ext.adapters.target_and_draft import DRAFT, PREFIX, TARGET, Part
 from engine_ext.ranks import replicas
-from engine_ext.rebuild import LoadingStates
-from engine_ext.tracing import LoadingTrace
+from engine_ext.startup import LoadingStates, LoadingTrace
 
 _FOLLOWED: Final = ("EAGLE", "EAGLE3", "STANDALONE")
 _REVISION: Final = "main"

@@ -12,8 +12,7 @@ import torch
 from engine_ext.adapters.sglang.postload import constants_kept, repack_learner
 from engine_ext.adapters.target_and_draft import Part, TargetAndDraft, read
 from engine_ext.model import ConstantsWatch
-from engine_ext.rebuild import LoadingStates
-from engine_ext.tracing import LoadingTrace, LoadWeights
+from engine_ext.startup import LoadingStates, LoadingTrace, LoadWeights
 
 _COLLECTIVE: Final = ("fastsafetensors", "instanttensor")
 

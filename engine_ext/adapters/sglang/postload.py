@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from engine_ext.derived import Recomputation
 from engine_ext.model import PROCESSING, is_default
-from engine_ext.rebuild import LoadingStates, probe_linear
-from engine_ext.repacks import Processing, RepackLearner
+from engine_ext.startup import LoadingStates, Processing, Recomputation, RepackLearner, probe_linear
 
 
 @contextlib.contextmanager

@@ -35,10 +35,9 @@ from engine_ext.errors import (
 from engine_ext.placement import Repack
 from engine_ext.ranks import GroupRanks, Ranks, among_replicas
 from engine_ext.ranks.operations import BeginPart, CommitSync, Reply, RollBack, encode_answer
-from engine_ext.rebuild import LoadingStates
 from engine_ext.remote_parts import locator
-from engine_ext.sync import LoadedModel, Rebuilding, Receiver, make_receiver
-from engine_ext.tracing import LoadingTrace
+from engine_ext.startup import LoadedModel, LoadingStates, LoadingTrace, Rebuilding
+from engine_ext.sync import Receiver, make_receiver
 
 logger = logging.getLogger(__name__)
 

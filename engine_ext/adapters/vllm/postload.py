@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 
-from engine_ext.derived import Recomputation
 from engine_ext.model import is_default
-from engine_ext.rebuild import LoadingStates, apply_to_rows, probe_linear
-from engine_ext.repacks import Processing, RepackLearner
+from engine_ext.startup import (
+    LoadingStates,
+    Processing,
+    Recomputation,
+    RepackLearner,
+    apply_to_rows,
+    probe_linear,
+)
 
 
 def repack_learner(

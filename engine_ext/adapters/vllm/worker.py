@@ -32,16 +32,16 @@ from engine_ext.adapters.vllm.transfer_frontend import is_chosen, register_backe
 from engine_ext.model import ConstantsWatch
 from engine_ext.placement import Repack
 from engine_ext.ranks import GroupRanks, Ranks, among_replicas, replicas
-from engine_ext.rebuild import LoadingStates, make_twin
 from engine_ext.remote_parts import locator
-from engine_ext.sync import (
-    AdapterReceivers,
+from engine_ext.startup import (
     LoadedModel,
+    LoadingStates,
+    LoadingTrace,
+    LoadWeights,
     Rebuilding,
-    Receiver,
-    make_receiver,
+    make_twin,
 )
-from engine_ext.tracing import LoadingTrace, LoadWeights
+from engine_ext.sync import AdapterReceivers, Receiver, make_receiver
 
 _COLLECTIVE: Final = ("fastsafetensors", "instanttensor")
 

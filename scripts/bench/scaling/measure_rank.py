@@ -35,8 +35,8 @@ from engine_ext.model import StorageIndex
 from engine_ext.placement import Plan, TensorSpec, certify_placement, make_plan
 from engine_ext.resources import no_full_collections
 from engine_ext.settings import Settings
+from engine_ext.startup import trace_placement
 from engine_ext.sync import DeltaApplier, ScatterWriter, StagedPart, shared_decoding
-from engine_ext.tracing import trace_placement
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.encodings import ENCODINGS
 from scripts.bench.scaling.measure_sender import SMALL, SMALLS, deltas_of

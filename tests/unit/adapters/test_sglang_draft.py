@@ -16,8 +16,7 @@ from engine_ext.adapters.refusals import Refusal
 from engine_ext.adapters.sglang import draft, refusals
 from engine_ext.adapters.target_and_draft import Part
 from engine_ext.ranks import replicas
-from engine_ext.rebuild import LoadingStates
-from engine_ext.tracing import LoadingTrace
+from engine_ext.startup import LoadingStates, LoadingTrace
 
 
 class Scheduler:

@@ -13,7 +13,7 @@ from engine_ext.adapters.target_and_draft import Part, TargetAndDraft, outside, 
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Status, TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
-from engine_ext.tracing import LoadingTrace, trace_placement
+from engine_ext.startup import LoadingTrace, trace_placement
 from tests.support.served_models import (
     APPLIES,
     Served,

@@ -11,7 +11,7 @@ from engine_ext.placement.certify import certify_placement, holds, summary
 from engine_ext.placement.plan import make_plan
 from engine_ext.placement.segments import Placed, Segment, Status, TensorSpec
 from engine_ext.ranks import SingleRank
-from engine_ext.tracing.trace import trace_placement
+from engine_ext.startup.trace.trace import trace_placement
 from tests.support.served_models import base_checkpoint, load, memory, random_tensor, serve
 from tests.support.toy_models import PlainCopy, RowByRow, Skipped, ToyModel, Widened, every_model
 

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Segment, Status
-from engine_ext.tracing.trace import trace_placement
+from engine_ext.startup.trace.trace import trace_placement
 from tests.support.served_models import PROPERTY, base_checkpoint, bits, memory, serve
 from tests.support.thread_ranks import Shard, shards
 from tests.support.toy_models import PlainCopy

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from engine_ext.rebuild import ModuleRebuild
+from engine_ext.startup.recomputed import ModuleRebuild
 from engine_ext.sync import startup
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.derived import Recomputation
 from engine_ext.kernels import bits_of
+from engine_ext.startup import Recomputation
 from engine_ext.sync import rebuilds
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of, part_id
