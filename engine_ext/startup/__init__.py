@@ -43,10 +43,9 @@ from engine_ext.startup.recomputed import (
 )
 from engine_ext.startup.trace import (
     COPY_REPLACED,
+    LoaderDryRun,
     LoadingTrace,
     LoadWeights,
-    rehearse,
-    trace_placement,
     young_collections,
 )
 
@@ -57,6 +56,7 @@ __all__ = [
     "LaterCopies",
     "LoadWeights",
     "LoadedModel",
+    "LoaderDryRun",
     "LoadingStates",
     "LoadingTrace",
     "ModuleCopy",
@@ -80,10 +80,8 @@ __all__ = [
     "module_place",
     "plan_model",
     "probe_linear",
-    "rehearse",
     "trace_again",
     "trace_model",
-    "trace_placement",
     "with_modules",
     "young_collections",
 ]

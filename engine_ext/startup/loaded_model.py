@@ -19,7 +19,7 @@ from engine_ext.ranks import Ranks
 from engine_ext.remote_parts import Locate
 from engine_ext.startup.derived import Recomputation, Recomputed
 from engine_ext.startup.recomputed import LoadingStates, Probe, Rebuild
-from engine_ext.startup.trace import LoadingTrace, LoadWeights
+from engine_ext.startup.trace import LoaderDryRun, LoadingTrace, LoadWeights
 
 Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 CheckpointReader = Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -58,7 +58,7 @@ class LoadedModel:
             weights after loading.
         constants: returns whether a tensor that is not a weight is known not to be computed from
             weights.
-        refuse_while: see `trace_placement`.
+        refuse_while: see `LoaderDryRun`.
         loading: what the loader did before post-load processing; None if nothing is processed.
         rebuilding: None if the engine's processing cannot be repeated.
         captures: whether the engine might have captured graphs, which keep addresses of weights on
@@ -91,8 +91,7 @@ class Traced:
     """The result of tracing the tensors of a checkpoint through the model's loader.
 
     Attributes:
-        model: the model, or the twin that was traced in its place.
-        load_weights: its loader.
+        dry_run: of the model's loader, or of that of the twin that was traced in its place.
         placement: not certified by the tracing.
         others: live boxes that the loader fills with something else (padding).
         recomputed: derived tensors that are proven to be recomputed correctly.
@@ -103,9 +102,7 @@ class Traced:
         tied: the checkpoint's tensors that the loader drops, each with the one that it is tied to.
     """
 
-    model: torch.nn.Module
-    load_weights: LoadWeights
-    index: StorageIndex
+    dry_run: LoaderDryRun
     placement: Placement
     others: list[Segment]
     live: StorageIndex

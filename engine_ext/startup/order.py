@@ -56,7 +56,7 @@ from engine_ext.startup.recomputed import (
     share_in_place,
     share_views,
 )
-from engine_ext.startup.trace import LoadingTrace, dropped_aliases, place_tied, trace_placement
+from engine_ext.startup.trace import LoaderDryRun, LoadingTrace, dropped_aliases, place_tied
 
 logger = logging.getLogger(__name__)
 
@@ -107,16 +107,15 @@ def trace_model(
     Raises:
         TracingError: tracing changed the model, which must not be served then.
     """
-    model, load_weights, again = loaded.model, loaded.load_weights, loaded.rebuilding
+    again, live = loaded.rebuilding, StorageIndex(loaded.model)
+    model, load_weights, index = loaded.model, loaded.load_weights, live
     rebuilds: list[Rebuild] = []
-    index = live = StorageIndex(model)
     if again is not None and again.states.states:
         model, index, rebuilds = _twin(loaded.model, live, again)
         load_weights = again.loader(model)
+    dry_run = LoaderDryRun(model, load_weights, index, loaded.refuse_while)
     others: list[Segment] = []
-    placement = trace_placement(
-        model, load_weights, specs, index, others, refuse_while=loaded.refuse_while
-    )
+    placement = dry_run.trace(specs, others)
     untraceable = uncertified(placement).keys()
     refusals = dict(loaded.refusals)
     loading = LoadingTrace() if loaded.loading is None else loaded.loading
@@ -128,7 +127,7 @@ def trace_model(
     outputs = {one.path: frozenset(one.names) for one in rebuilds}
     if again is not None:
         by_loading = rebuild_by_loading(
-            *(model, again.loader, again.context, placement, index, checkpoint),
+            *(dry_run, again.loader, again.context, placement, checkpoint),
             names=untraceable,
             reserve=again.states.reserve,
             shadowed=outputs.keys(),
@@ -148,9 +147,7 @@ def trace_model(
         derived += [d for d in found if any(r.contains(d.path) for r in rebuilds)]
     refuse_derived(placement, derived, {path for one in recomputed for path in one.paths}, failed)
     add_recomputed(placement, recomputed)
-    return Traced(
-        *(model, load_weights, index, placement, others, live, recomputed, rebuilds), tied=tied
-    )
+    return Traced(dry_run, placement, others, live, recomputed, rebuilds, tied=tied)
 
 
 def _twin(
@@ -180,7 +177,7 @@ def _dropped_aliases(loaded: LoadedModel, traced: Traced) -> dict[str, TensorSpe
     if loaded.loading is not None:
         return loaded.loading.dropped
     own = {name: placed for name, placed in traced.placement.items() if name not in traced.tied}
-    return dropped_aliases(traced.model, traced.load_weights, own, traced.index)
+    return dropped_aliases(traced.dry_run, own)
 
 
 # 2. Certify -------------------------------------------------------------------------------------
@@ -272,9 +269,7 @@ def trace_again(
             tensors=list(moved),
         )
     specs = [placed.spec for placed in traced.placement.values()]
-    placement = trace_placement(
-        *(traced.model, traced.load_weights, specs, index), refuse_while=loaded.refuse_while
-    )
+    placement = traced.dry_run.at(index).trace(specs)
     place_tied(placement, index, traced.tied, lambda name, other: False)
     compose(placement, loaded.repacks)
     return placement

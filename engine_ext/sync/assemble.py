@@ -93,16 +93,10 @@ def make_delta_applier(
         rebuilds = Rebuilds(loaded.model, traced.live, own, placement, loaded.ranks)
     writer: Writer = ScatterWriter()
     if settings.apply == "masked":
-        writer = MaskedWriter(
-            traced.model,
-            traced.index,
-            plan.placement,
-            load_weights=traced.load_weights,
-            chunk_bytes=settings.chunk_bytes,
-        )
+        writer = MaskedWriter(traced.dry_run, plan.placement, chunk_bytes=settings.chunk_bytes)
     return DeltaApplier(
-        traced.model,
-        traced.index,
+        traced.dry_run.model,
+        traced.dry_run.index,
         plan,
         writer,
         undo_bytes=settings.undo_bytes,

@@ -255,14 +255,14 @@ def _left_out(traced: Traced, constant: Known) -> list[str]:
     segments: dict[str, list[Segment]] = {}
     for segment in [*(s for p in traced.placement.values() for s in p.segments), *traced.others]:
         segments.setdefault(segment.live.name, []).append(segment)
-    parameters = {name for name, _ in traced.model.named_parameters(remove_duplicate=False)}
+    parameters = {name for name, _ in traced.dry_run.model.named_parameters(remove_duplicate=False)}
     parameters -= {path for one in traced.recomputed for path in one.paths}
     parameters -= {name for one in traced.rebuilds for name in one.computed}
     missing = []
-    for entry in traced.index.entries:
+    for entry in traced.dry_run.index.entries:
         if entry.name not in parameters:
             continue
-        around = {other.name for other in traced.index.holding(entry.tensor)} - {entry.name}
+        around = {other.name for other in traced.dry_run.index.holding(entry.tensor)} - {entry.name}
         if entry.name not in segments and around & segments.keys():
             continue  # a view of another live tensor, which is checked itself
         written = torch.zeros(extent(entry.tensor), dtype=torch.bool)

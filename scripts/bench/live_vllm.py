@@ -24,7 +24,7 @@ from engine_ext.model import StorageIndex
 from engine_ext.placement import Plan, Status, TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
 from engine_ext.settings import Settings
-from engine_ext.startup import compose, trace_placement
+from engine_ext.startup import LoaderDryRun, compose
 from engine_ext.sync import DeltaApplier, ScatterWriter, StagedPart, apply_masked
 from scripts.process_memory import peak_resident, reset_peak
 
@@ -141,7 +141,7 @@ def _certified(
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in base.items()]
     begin = time.perf_counter()
     index = StorageIndex(model)
-    placement = trace_placement(model, load_weights, specs, index)
+    placement = LoaderDryRun(model, load_weights, index).trace(specs)
     if learner is not None:
         compose(placement, learner.repacks, learner.refusals)
     traced = time.perf_counter()

@@ -74,8 +74,8 @@ def main(model: str, out: str, *options: str) -> None:
     from engine_ext.model.storage_index import StorageIndex
     from engine_ext.placement.certify import certify_placement
     from engine_ext.placement.segments import TensorSpec
+    from engine_ext.startup import LoaderDryRun
     from engine_ext.startup.permuted.infer import compose
-    from engine_ext.startup.trace.trace import trace_placement
 
     if "--packed" in options:
         _pack_convolutions()
@@ -88,7 +88,7 @@ def main(model: str, out: str, *options: str) -> None:
     live, config = worker.model_runner.model, worker.vllm_config
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in adapter.checkpoint(live, config)]
     index = StorageIndex(live)
-    placement = trace_placement(live, adapter._loader(live, config), specs, index)
+    placement = LoaderDryRun(live, adapter._loader(live, config), index).trace(specs)
     compose(placement, learner.repacks, learner.refusals)
     certify_placement(placement, adapter.checkpoint(live, config))
     sizes = {name: parameter.numel() for name, parameter in live.named_parameters()}

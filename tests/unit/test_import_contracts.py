@@ -18,7 +18,7 @@ BREAKS = [
     ("from engine_ext.sync import receiver", "engine_ext/placement/plan.py", "layers"),
     (
         "from engine_ext.startup.derived import find",
-        "engine_ext/startup/trace/trace.py",
+        "engine_ext/startup/trace/dry_run.py",
         "startup-layers",
     ),
     ("import engine_ext.settings", "engine_ext/errors.py", "layers"),
@@ -28,7 +28,7 @@ BREAKS = [
     ("import delta_sender", "server/delta_server/routes.py", "apart"),
     ("import delta_server", "engine_ext/format/part.py", "adapters-only"),
     ("import delta_server", "engine_ext/settings.py", "adapters-only"),
-    ("import vllm", "engine_ext/startup/trace/trace.py", "engines"),
+    ("import vllm", "engine_ext/startup/trace/dry_run.py", "engines"),
     ("import sglang", "server/delta_server/service.py", "engines"),
     ("from engine_ext.format.part import Part", "engine_ext/format/container.py", "acyclic"),
 ]

@@ -26,7 +26,7 @@ from engine_ext.startup.recomputed.module_rebuild import (
     tensor_differences,
 )
 from engine_ext.startup.recomputed.twin import with_modules
-from engine_ext.startup.trace import LoadWeights, written_alone
+from engine_ext.startup.trace import LoaderDryRun, LoadWeights
 
 _TENSOR = "tensor"
 
@@ -156,11 +156,10 @@ def _overlapping(index: StorageIndex) -> set[str]:
 
 
 def rebuild_by_loading(
-    model: torch.nn.Module,
+    dry_run: LoaderDryRun,
     loader: Callable[[torch.nn.Module], LoadWeights],
     context: Context,
     placement: Placement,
-    index: StorageIndex,
     checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]],
     *,
     names: Iterable[str],
@@ -171,7 +170,9 @@ def rebuild_by_loading(
     """Find the tensors that cannot be followed, but can be loaded again.
 
     Args:
-        placement: as traced on `model`; the tensors found get a segment in their shadow and are
+        dry_run: of the model that the loader knows.
+        loader: returns the loader of a copy of that.
+        placement: as traced by it; the tensors found get a segment in their shadow and are
             `UNJUDGED` again.
         checkpoint: reads the loaded checkpoint.
         names: the tensors that could not be followed when the loader was traced.
@@ -179,12 +180,11 @@ def rebuild_by_loading(
         shadowed: paths of the modules that are rebuilt; what is written there is left out.
         processed: live tensors that something is done to after loading, which are left out, too.
     """
-    load = loader(model)
-    apart_from = {*processed, *_overlapping(index)}
+    apart_from = {*processed, *_overlapping(dry_run.index)}
     found: dict[str, frozenset[str]] = {}
     for name in names:
         spec = placement[name].spec
-        outputs = written_alone(model, load, spec, index)
+        outputs = dry_run.written_alone(spec)
         inside = any(one.startswith(f"{path}.") for path in shadowed for one in outputs)
         apart = not inside and outputs.isdisjoint(apart_from)
         if outputs and apart and reserve(spec.numel * spec.dtype.itemsize):
@@ -196,7 +196,7 @@ def rebuild_by_loading(
     for name, tensor in checkpoint() if alone else ():
         if name in alone:
             shadow = tensor.detach().contiguous().clone()
-            one = LoaderRebuild(model, loader, context, name, shadow, alone[name])
+            one = LoaderRebuild(dry_run.model, loader, context, name, shadow, alone[name])
             placement[name] = Placed(placement[name].spec, [one.segment()])
             rebuilds.append(one)
     return rebuilds

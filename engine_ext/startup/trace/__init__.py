@@ -1,6 +1,6 @@
 """Read the placement off the engine's own weight loader.
 
-The loader runs on tensors without data while every write into the model is recorded (`trace`,
+The loader runs on tensors without data while every write into the model is recorded (`dry_run`,
 `recorder`), through temporaries, joins and permutations (`provenance`, `index_replay`,
 `strided_boxes`, `permutations`) and the threads it starts (`thread_propagation`).
 
@@ -11,24 +11,20 @@ Imports: `engine_ext.placement` and the rooms below it.
 """
 
 from engine_ext.startup.trace.dropped_aliases import dropped_aliases, place_tied
-from engine_ext.startup.trace.loading_trace import LoadingTrace
-from engine_ext.startup.trace.trace import (
+from engine_ext.startup.trace.dry_run import (
     COPY_REPLACED,
+    LoaderDryRun,
     LoadWeights,
-    rehearse,
-    trace_placement,
-    written_alone,
     young_collections,
 )
+from engine_ext.startup.trace.loading_trace import LoadingTrace
 
 __all__ = [
     "COPY_REPLACED",
     "LoadWeights",
+    "LoaderDryRun",
     "LoadingTrace",
     "dropped_aliases",
     "place_tied",
-    "rehearse",
-    "trace_placement",
-    "written_alone",
     "young_collections",
 ]

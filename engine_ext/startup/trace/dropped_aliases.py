@@ -13,20 +13,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import torch
-
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, Status, TensorSpec
-from engine_ext.startup.trace.trace import LoadWeights, drops
+from engine_ext.startup.trace.dry_run import LoaderDryRun
 
 # The head's name in nearly all checkpoints, whatever the engine calls it.
 _HEAD = "lm_head.weight"
 _NUMBER = re.compile(r"[0-9]+")
 
 
-def dropped_aliases(
-    model: torch.nn.Module, load_weights: LoadWeights, placement: Placement, index: StorageIndex
-) -> dict[str, TensorSpec]:
+def dropped_aliases(dry_run: LoaderDryRun, placement: Placement) -> dict[str, TensorSpec]:
     """Return the other names of tied tensors that the loader drops, with the tensors' own specs.
 
     Engines keep not only the head under several names, but also small tensors of each layer, such
@@ -34,21 +30,20 @@ def dropped_aliases(
     the loader with the whole checkpoint; the loader drops all of them or none counts.
 
     Args:
-        placement: traced with the same model and loader.
-        index: of the model.
+        placement: traced by this dry run.
 
     Raises:
-        TracingError: see `engine_ext.startup.trace.trace.rehearse`.
+        TracingError: see `LoaderDryRun`.
     """
     alike: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
-    for names, tied in _tied(placement, index):
+    for names, tied in _tied(placement, dry_run.index):
         for name in names:
             if name not in placement:
                 alike[_NUMBER.sub("N", name)][name] = placement[tied].spec
     found: dict[str, TensorSpec] = {}
     for specs in alike.values():
         more = [replace(spec, name=name) for name, spec in specs.items()]
-        if drops(model, load_weights, more, placement, index):
+        if dry_run.drops(more, placement):
             found |= specs
     return found
 

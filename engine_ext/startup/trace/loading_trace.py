@@ -18,7 +18,7 @@ import torch
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, Segment, Status, TensorSpec
 from engine_ext.startup.trace.dropped_aliases import dropped_aliases
-from engine_ext.startup.trace.trace import LoadWeights, trace_placement, young_collections
+from engine_ext.startup.trace.dry_run import LoaderDryRun, LoadWeights, young_collections
 
 _REPLACED = (
     "the engine loaded it, and post-load processing replaced what the loader would write to; "
@@ -87,7 +87,7 @@ class LoadingTrace:
     ) -> None:
         """Trace a model that is loaded, just before its post-load processing.
 
-        The other arguments and errors are those of `trace_placement`. If there is no checkpoint, or
+        The other arguments and errors are those of `LoaderDryRun`. If there is no checkpoint, or
         while `refuse_while` has a reason, the loader is not traced.
 
         Args:
@@ -103,8 +103,9 @@ class LoadingTrace:
         if checkpoint is None or (refuse_while is not None and refuse_while(model)):
             return
         specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint()]
-        placement = trace_placement(model, load_weights, specs, index)
-        loaded.dropped = dropped_aliases(model, load_weights, placement, index)
+        dry_run = LoaderDryRun(model, load_weights, index, refuse_while)
+        placement = dry_run.trace(specs)
+        loaded.dropped = dropped_aliases(dry_run, placement)
         for name, placed in placement.items():
             written = loaded.written[prefix + name] = Counter[str]()
             boxes = loaded.boxes[prefix + name] = dict[str, list[Box]]()

@@ -35,7 +35,7 @@ from engine_ext.model import StorageIndex
 from engine_ext.placement import Plan, TensorSpec, certify_placement, make_plan
 from engine_ext.resources import no_full_collections
 from engine_ext.settings import Settings
-from engine_ext.startup import trace_placement
+from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import DeltaApplier, ScatterWriter, StagedPart, shared_decoding
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.encodings import ENCODINGS
@@ -118,7 +118,7 @@ class Rank:
         with torch.no_grad():
             model.load_weights(tensors.items())
             index = StorageIndex(model)
-            placement = trace_placement(model, model.load_weights, specs, index)
+            placement = LoaderDryRun(model, model.load_weights, index).trace(specs)
         certify_placement(placement, tensors.items())
         plan = make_plan(placement, _Peers(model.steps, ranks))
         undo_bytes = Settings().undo_bytes

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from engine_ext.startup import order
 from engine_ext.startup.recomputed import ModuleRebuild
-from engine_ext.sync import startup
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
@@ -181,7 +181,7 @@ def test_one_rank_that_fails_does_not_keep_the_others_waiting(
 
     original = getattr(applier, step)
     if step == "_certify":
-        monkeypatch.setattr(startup, "certify_placement", on_rank_1(serving, fail))
+        monkeypatch.setattr(order, "certify_placement", on_rank_1(serving, fail))
     else:
         monkeypatch.setattr(applier, step, fail)
     answers = serving.sync(serving.base, full=True)
@@ -194,7 +194,7 @@ def test_one_rank_that_fails_does_not_keep_the_others_waiting(
 
 def on_rank_1(serving: Serving, fail: Callable[..., Any]) -> Callable[..., Any]:
     """A function that fails there alone."""
-    original, second = startup.certify_placement, {id(p) for p in serving.models[1].parameters()}
+    original, second = order.certify_placement, {id(p) for p in serving.models[1].parameters()}
 
     def certify(placement: Any, *arguments: Any, **options: Any) -> Any:
         segments = [s for placed in placement.values() for s in placed.segments]

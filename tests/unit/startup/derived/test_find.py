@@ -16,8 +16,8 @@ from engine_ext.model.constants import Constants, is_constant
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.segments import Placement, Status
+from engine_ext.startup import LoaderDryRun
 from engine_ext.startup.derived.find import find_derived, refuse_derived
-from engine_ext.startup.trace.trace import trace_placement
 from tests.support.served_models import base_checkpoint, load
 from tests.support.toy_models import UNTOUCHED, ToyModel, Weights, parameter
 
@@ -106,7 +106,7 @@ def served(absorb: Callable[[Latent], None] = lambda model: None) -> tuple[Laten
     model = load(Latent, base)
     assert isinstance(model, Latent)
     absorb(model)
-    placement = trace_placement(model, model.load_weights, model.specs(), StorageIndex(model))
+    placement = LoaderDryRun(model, model.load_weights, StorageIndex(model)).trace(model.specs())
     certify_placement(placement, base.items())
     return model, placement
 
@@ -214,7 +214,7 @@ class FusedColumns(Fused):
 def test_what_parameters_are_views_of_follows(kind: type[Fused], paths: list[str]) -> None:
     base = base_checkpoint(kind)
     model = load(kind, base)
-    placement = trace_placement(model, model.load_weights, kind.specs(), StorageIndex(model))
+    placement = LoaderDryRun(model, model.load_weights, StorageIndex(model)).trace(kind.specs())
     certify_placement(placement, base.items())
     found = [derived.path for derived in find_derived(model, placement)]
     assert [path for path in found if path != UNTOUCHED] == paths
@@ -265,7 +265,7 @@ def test_what_was_there_before_the_weights_is_a_constant() -> None:
     model.load_weights(base.items())
     model.layers[0].filled.add_(1)
     model.layers[0].later = torch.ones(3)
-    placement = trace_placement(model, model.load_weights, model.specs(), StorageIndex(model))
+    placement = LoaderDryRun(model, model.load_weights, StorageIndex(model)).trace(model.specs())
     found = find_derived(model, placement, constants)
     assert [one.path for one in found] == ["layers.0.filled", "layers.0.later"]
 
@@ -279,7 +279,7 @@ def rebuilt_paths(rebuilt: dict[str, frozenset[str]]) -> dict[str, frozenset[str
     for path in ("", "layers.0", "layers.0.kv_b_proj", "layers.1.backend"):
         live.get_submodule(path).made = torch.rand(3, 2) + 2
     index = StorageIndex(live)
-    placement = trace_placement(live, live.load_weights, Latent.specs(), index)
+    placement = LoaderDryRun(live, live.load_weights, index).trace(Latent.specs())
     for name in [n for n in placement if n.startswith("layers.0") and rebuilt]:
         del placement[name]
     found = find_derived(live, placement, rebuilt=rebuilt)

@@ -12,7 +12,7 @@ from torch import nn
 
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, Status, TensorSpec, certify_placement
-from engine_ext.startup import trace_placement
+from engine_ext.startup import LoaderDryRun
 from engine_ext.startup.recomputed import LoadingStates, ModuleRebuild, make_twin, prove_rebuilds
 from tests.support import quantised_engine, toy_quantised
 from tests.support.quantised_engine import copied, process, processing, served
@@ -41,7 +41,7 @@ def proven(
     twin: Any = make_twin(model, states.states)
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint.items()]
     index = StorageIndex(twin)
-    placement = trace_placement(twin, twin.load_weights, specs, index)
+    placement = LoaderDryRun(twin, twin.load_weights, index).trace(specs)
     certify_placement(placement, checkpoint.items())
     before = served(model)
     rebuild = ModuleRebuild("lin", states.states[0], contextlib.nullcontext)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine_ext.model import StorageIndex
-from engine_ext.startup.trace import LoadingTrace, dropped_aliases, trace_placement
+from engine_ext.startup.trace import LoaderDryRun, LoadingTrace, dropped_aliases
 from tests.conformance.receivers import Project, Refused
 from tests.conformance.subject import Delta, Rank
 from tests.support import toy_models
@@ -19,8 +19,8 @@ BASE = {"embed": torch.arange(20.0).reshape(5, 4).bfloat16()}
 
 def dropped(model: ToyModel) -> set[str]:
     index = StorageIndex(model)
-    placement = trace_placement(model, model.load_weights, model.specs(), index)
-    return set(dropped_aliases(model, model.load_weights, placement, index))
+    placement = LoaderDryRun(model, model.load_weights, index).trace(model.specs())
+    return set(dropped_aliases(LoaderDryRun(model, model.load_weights, index), placement))
 
 
 @pytest.mark.parametrize(

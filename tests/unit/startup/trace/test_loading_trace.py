@@ -13,7 +13,7 @@ import torch
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, Status, make_plan
 from engine_ext.ranks import SingleRank
-from engine_ext.startup import LoadingTrace, compose, trace_placement
+from engine_ext.startup import LoaderDryRun, LoadingTrace, compose
 from tests.conformance.models import HalfReplaced, LoaderReplaced
 from tests.support.toy_models import PackedAway, PlainCopy, Skipped, ToyModel
 
@@ -30,7 +30,9 @@ def processed(model: ToyModel, loading: LoadingTrace | None, *, reads: bool = Tr
         if loading is not None:
             loading.trace(model, model.load_weights, tensors.items if reads else None)
         model.after_loading()
-        placement = trace_placement(model, model.load_weights, model.specs(), StorageIndex(model))
+        placement = LoaderDryRun(model, model.load_weights, StorageIndex(model)).trace(
+            model.specs()
+        )
     if loading is not None:
         loading.refuse_lost(placement, reads=reads)
         compose(placement, {}, loading.sharing_changed(model, model))
@@ -74,7 +76,7 @@ def test_without_a_checkpoint_there_is_nothing_to_compare() -> None:
 def test_never_called_it_calls_nothing_dropped() -> None:
     """Another rank may hold it; if none does, the plan refuses it, because it is used."""
     model = Skipped()
-    placement = trace_placement(model, model.load_weights, model.specs(), StorageIndex(model))
+    placement = LoaderDryRun(model, model.load_weights, StorageIndex(model)).trace(model.specs())
     LoadingTrace().refuse_lost(placement, reads=True)
     plan = make_plan(placement, SingleRank())
     assert plan.placement["rotary"].status is Status.UNCERTIFIED

@@ -15,11 +15,11 @@ from torch import nn
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.certify import holds
 from engine_ext.placement.segments import Placement, Repack, Status, TensorSpec
+from engine_ext.startup import LoaderDryRun
 from engine_ext.startup.permuted.infer import compose
 from engine_ext.startup.trace import index_replay, recorder, strided_boxes
 from engine_ext.startup.trace.permutations import find_permutation
 from engine_ext.startup.trace.strided_boxes import ElementIds, find_boxes
-from engine_ext.startup.trace.trace import trace_placement
 from tests.support.served_models import (
     PROPERTY,
     attempt,
@@ -39,7 +39,7 @@ APPLY = pytest.mark.parametrize("apply", ["scatter", "masked"])
 
 
 def trace(live: ToyModel) -> Placement:
-    return trace_placement(live, live.load_weights, live.specs(), StorageIndex(live))
+    return LoaderDryRun(live, live.load_weights, StorageIndex(live)).trace(live.specs())
 
 
 # --- habits ---

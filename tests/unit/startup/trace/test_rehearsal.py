@@ -11,7 +11,7 @@ from torch import nn
 
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import TensorSpec
-from engine_ext.startup.trace.trace import rehearse, written_alone
+from engine_ext.startup import LoaderDryRun
 from tests.support import toy_models
 from tests.support.served_models import base_checkpoint, memory, serve
 from tests.support.toy_models import ToyModel, every_model, parameter
@@ -22,8 +22,8 @@ from tests.unit.startup.trace.traced import identities, loaded
 
 def reasons(model: type[ToyModel], names: Iterable[str]) -> dict[str, str]:
     served = serve(model, base_checkpoint(model))
-    return rehearse(
-        served.model, served.model.load_weights, list(names), served.placement, served.index
+    return LoaderDryRun(served.model, served.model.load_weights, served.index).rehearse(
+        list(names), served.placement
     )
 
 
@@ -113,6 +113,6 @@ def test_what_is_written_for_one_tensor_alone(name: str, names: set[str]) -> Non
     live = loaded(Habits) if name == "fails" else Habits()
     before, objects = memory(live), identities(live)
     spec = TensorSpec(name, (3,), torch.bfloat16)
-    assert written_alone(live, live.load_weights, spec, StorageIndex(live)) == names
+    assert LoaderDryRun(live, live.load_weights, StorageIndex(live)).written_alone(spec) == names
     assert memory(live) == before
     assert identities(live) == objects

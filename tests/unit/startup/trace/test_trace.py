@@ -12,7 +12,7 @@ import torch
 from engine_ext.model import fingerprint
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Placed, Status, TensorSpec
-from engine_ext.startup.trace.trace import trace_placement
+from engine_ext.startup import LoaderDryRun
 from tests.support import toy_models
 from tests.support.toy_models import ToyModel, Weights
 from tests.unit.startup.trace.traced import COPY, MODELS, Calls, loaded, trace
@@ -23,7 +23,7 @@ def test_one_call_of_the_loader_is_enough(model: type[ToyModel]) -> None:
     """All tensors in one call; singly only to explain a failure."""
     live = loaded(model)
     calls = Calls(live)
-    placement = trace_placement(live, calls, live.specs(), StorageIndex(live))
+    placement = LoaderDryRun(live, calls, StorageIndex(live)).trace(live.specs())
     names = list(model.shapes)
     assert calls.names in ([names], [names, *([name] for name in names)])
     assert list(placement) == names
@@ -265,7 +265,7 @@ def test_other_threads_write_as_ever_while_tracing() -> None:
         thread.join()
         live.load_weights(weights)
 
-    placement = trace_placement(live, loader, live.specs(), StorageIndex(live))
+    placement = LoaderDryRun(live, loader, StorageIndex(live)).trace(live.specs())
     assert other.tolist() == [1, 1, 1]
     assert all(p.status is Status.UNJUDGED for p in placement.values())
 
@@ -299,7 +299,7 @@ def test_another_threads_copy_is_not_taken_for_the_loaders() -> None:
         Slow.go_on.set()
         thread.join()
 
-    placement = trace_placement(live, loader, live.specs(), StorageIndex(live))
+    placement = LoaderDryRun(live, loader, StorageIndex(live)).trace(live.specs())
     assert [s.python_copy for p in placement.values() for s in p.segments] == [False, False]
 
 

@@ -14,15 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine_ext.model.storage_index import StorageIndex
+from engine_ext.model import StorageIndex, TracingError
 from engine_ext.placement.segments import Status
+from engine_ext.startup import LoaderDryRun, young_collections
 from engine_ext.startup.trace import thread_propagation
-from engine_ext.startup.trace.trace import (
-    TracingError,
-    rehearse,
-    trace_placement,
-    young_collections,
-)
 from tests.support import toy_models
 from tests.support.served_models import base_checkpoint, memory, serve
 from tests.support.toy_models import ToyModel, Weights, parameter
@@ -45,7 +40,9 @@ def test_rehearsing_leaves_the_model_alone(model: type[ToyModel]) -> None:
     served = serve(model, base_checkpoint(model))
     bits, objects = memory(served.model), identities(served.model)
     for name in model.shapes:
-        rehearse(served.model, served.model.load_weights, [name], served.placement, served.index)
+        LoaderDryRun(served.model, served.model.load_weights, served.index).rehearse(
+            [name], served.placement
+        )
     assert memory(served.model) == bits
     assert identities(served.model) == objects
     assert torch.Tensor.copy_ is COPY
@@ -87,7 +84,7 @@ def test_a_model_that_tracing_changes_is_not_served(write: Callable[[torch.Tenso
         live.load_weights(weights)
 
     with pytest.raises(TracingError, match=r"cannot be followed: \['weight'\]"):
-        trace_placement(live, loader, live.specs(), StorageIndex(live))
+        LoaderDryRun(live, loader, StorageIndex(live)).trace(live.specs())
     assert torch.Tensor.copy_ is COPY
 
 
@@ -99,7 +96,7 @@ def test_a_wrapped_loader_is_not_traced() -> None:
         return f"{type(model).__name__} is being reloaded"
 
     with pytest.raises(RuntimeError, match="PlainCopy is being reloaded") as caught:
-        trace_placement(live, calls, live.specs(), StorageIndex(live), refuse_while=refuse_while)
+        LoaderDryRun(live, calls, StorageIndex(live), refuse_while).trace(live.specs())
     assert type(caught.value) is RuntimeError  # a TracingError says that the model has changed
     assert calls.names == []
 
@@ -114,7 +111,7 @@ def test_a_thread_that_does_not_end_is_not_waited_for(monkeypatch: pytest.Monkey
         live.load_weights(weights)
 
     with pytest.raises(TracingError, match="threads"):
-        trace_placement(live, loader, live.specs(), StorageIndex(live))
+        LoaderDryRun(live, loader, StorageIndex(live)).trace(live.specs())
     end.set()
 
 
@@ -160,7 +157,7 @@ def test_rehearsing_reports_what_is_replaced() -> None:
     def swaps(weights: Weights) -> None:
         served.model.bias = parameter(6)
 
-    found = rehearse(served.model, swaps, ["bias"], served.placement, served.index)
+    found = LoaderDryRun(served.model, swaps, served.index).rehearse(["bias"], served.placement)
     assert found.keys() == {"bias"}
     assert identities(served.model) == before
 
@@ -243,7 +240,7 @@ def test_no_collection_begins_in_a_trace(enabled: bool, fails: bool) -> None:
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        trace_placement(live, load_weights, live.specs(), StorageIndex(live))
+        LoaderDryRun(live, load_weights, StorageIndex(live)).trace(live.specs())
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if before else gc.disable)()

@@ -9,7 +9,7 @@ import torch
 
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Placement, TensorSpec
-from engine_ext.startup.trace.trace import trace_placement
+from engine_ext.startup import LoaderDryRun
 from tests.support.served_models import base_checkpoint, load
 from tests.support.toy_models import ToyModel, Weights, every_model
 
@@ -36,7 +36,7 @@ def loaded(model: type[ToyModel]) -> ToyModel:
 
 def trace(live: ToyModel, specs: Iterable[TensorSpec] | None = None) -> Placement:
     chosen = live.specs() if specs is None else list(specs)
-    return trace_placement(live, live.load_weights, chosen, StorageIndex(live))
+    return LoaderDryRun(live, live.load_weights, StorageIndex(live)).trace(chosen)
 
 
 def identities(live: ToyModel) -> dict[str, tuple[int, int]]:
