@@ -119,7 +119,7 @@ class Status(str, Enum):
         EXACT: its live bytes are the checkpoint's.
         CAST: its live bytes are the checkpoint's after a cast to the live dtype.
         REBUILT: the engine computes its modules from it, and so can a sync; its segments are in the
-            shadow, see `engine_ext.startup.recomputed`.
+            unprocessed weights, see `engine_ext.startup.recomputed`.
         NOT_ON_RANK: other ranks hold it.
         IGNORED: no rank holds it, because the loader drops it.
         UNCERTIFIED: it cannot be updated exactly.

@@ -18,7 +18,7 @@ from engine_ext.placement import Certified, Placement, Repack, Segment, TensorSp
 from engine_ext.ranks import Ranks
 from engine_ext.remote_parts import Locate
 from engine_ext.startup.derived import Recomputation, Recomputed
-from engine_ext.startup.recomputed import LoadingStates, Probe, Rebuild
+from engine_ext.startup.recomputed import Probe, Rebuild, UnprocessedModules
 from engine_ext.startup.trace import LoaderDryRun, LoadingTrace, LoadWeights
 
 Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
@@ -26,17 +26,17 @@ CheckpointReader = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rebuilding:
+class Reprocessing:
     """How the engine's post-load processing is repeated on one rank.
 
     Attributes:
         states: the modules that need it, as they were before.
-        loader: returns the loader of a twin of the model (see `make_twin`).
+        loader: returns the loader of an unprocessed copy, see `make_unprocessed_model`.
         context: what the engine's processing runs in.
         probe: tries a module out, see `Probe`.
     """
 
-    states: LoadingStates
+    states: UnprocessedModules
     loader: Callable[[torch.nn.Module], LoadWeights]
     context: Callable[[], contextlib.AbstractContextManager[Any]]
     probe: Probe
@@ -60,7 +60,7 @@ class LoadedModel:
             weights.
         refuse_while: see `LoaderDryRun`.
         loading: what the loader did before post-load processing; None if nothing is processed.
-        rebuilding: None if the engine's processing cannot be repeated.
+        reprocessing: None if the engine's processing cannot be repeated.
         captures: whether the engine might have captured graphs, which keep addresses of weights on
             devices other than the CPU.
         locate: finds parts on this rank's host, see `engine_ext.remote_parts`; None if the engine
@@ -80,7 +80,7 @@ class LoadedModel:
     recomputations: Sequence[Recomputation] = ()
     refuse_while: Callable[[torch.nn.Module], str | None] | None = None
     loading: LoadingTrace | None = None
-    rebuilding: Rebuilding | None = None
+    reprocessing: Reprocessing | None = None
     captures: bool = True
     locate: Locate | None = None
     load_format: str = "auto"
@@ -91,7 +91,7 @@ class Traced:
     """The result of tracing the tensors of a checkpoint through the model's loader.
 
     Attributes:
-        dry_run: of the model's loader, or of that of the twin that was traced in its place.
+        dry_run: of the model's loader, or of that of the unprocessed model.
         placement: not certified by the tracing.
         others: live boxes that the loader fills with something else (padding).
         recomputed: derived tensors that are proven to be recomputed correctly.

@@ -1,7 +1,7 @@
 """Start-up in order, from a model that the engine has loaded to a plan.
 
-The adapter has watched the load (`LoadingTrace`, `RepackLearner`, `LoadingStates`) and describes
-what it has seen as a `LoadedModel`. Then, the same for every engine:
+The adapter has watched the load (`LoadingTrace`, `RepackLearner`, `UnprocessedModules`) and
+describes what it has seen as a `LoadedModel`. Then, the same for every engine:
 
 1. `trace_model`: run the loader dry, follow repacks, find what the engine computes from weights,
    and prove its own functions for that;
@@ -44,13 +44,13 @@ from engine_ext.startup.derived import (
     prove,
     refuse_derived,
 )
-from engine_ext.startup.loaded_model import CheckpointReader, LoadedModel, Rebuilding, Traced
+from engine_ext.startup.loaded_model import CheckpointReader, LoadedModel, Reprocessing, Traced
 from engine_ext.startup.permuted import compose
 from engine_ext.startup.recomputed import (
     ModuleRebuild,
     Rebuild,
-    load_again,
-    make_twin,
+    load_and_process,
+    make_unprocessed_model,
     prove_rebuilds,
     rebuild_by_loading,
     share_in_place,
@@ -107,11 +107,11 @@ def trace_model(
     Raises:
         TracingError: tracing changed the model, which must not be served then.
     """
-    again, live = loaded.rebuilding, StorageIndex(loaded.model)
+    again, live = loaded.reprocessing, StorageIndex(loaded.model)
     model, load_weights, index = loaded.model, loaded.load_weights, live
     rebuilds: list[Rebuild] = []
     if again is not None and again.states.states:
-        model, index, rebuilds = _twin(loaded.model, live, again)
+        model, index, rebuilds = _unprocessed(loaded.model, live, again)
         load_weights = again.loader(model)
     dry_run = LoaderDryRun(model, load_weights, index, loaded.refuse_while)
     others: list[Segment] = []
@@ -130,7 +130,7 @@ def trace_model(
             *(dry_run, again.loader, again.context, placement, checkpoint),
             names=untraceable,
             reserve=again.states.reserve,
-            shadowed=outputs.keys(),
+            rebuilt=outputs.keys(),
             processed={*loaded.repacks, *refusals},
         )
         outputs |= {
@@ -150,26 +150,26 @@ def trace_model(
     return Traced(dry_run, placement, others, live, recomputed, rebuilds, tied=tied)
 
 
-def _twin(
-    model: torch.nn.Module, live: StorageIndex, rebuilding: Rebuilding
+def _unprocessed(
+    model: torch.nn.Module, live: StorageIndex, reprocessing: Reprocessing
 ) -> tuple[torch.nn.Module, StorageIndex, list[Rebuild]]:
     """Return the model as its loader knows it, its index, and what is computed from it."""
     paths = {id(module): path for path, module in model.named_modules()}
-    kept = rebuilding.states
+    kept = reprocessing.states
     states = [one for one in kept.states if id(one.module) in paths]
     rebuilds = [
-        ModuleRebuild(paths[id(one.module)], one, rebuilding.context, rebuilding.probe)
+        ModuleRebuild(paths[id(one.module)], one, reprocessing.context, reprocessing.probe)
         for one in states
         if not one.moves
     ]
     share_views(model, states)
     for one in rebuilds:
         kept.release(share_in_place(one, live))
-    twin = make_twin(model, states)
-    index = StorageIndex(twin)
+    unprocessed = make_unprocessed_model(model, states)
+    index = StorageIndex(unprocessed)
     for one in rebuilds:
         one.bind(index)
-    return twin, index, [*rebuilds]
+    return unprocessed, index, [*rebuilds]
 
 
 def _dropped_aliases(loaded: LoadedModel, traced: Traced) -> dict[str, TensorSpec]:
@@ -208,10 +208,10 @@ def certify_model(loaded: LoadedModel, traced: Traced, checkpoint: CheckpointRea
             )
     # Other pipeline stages may have some where this one has none.
     anywhere = any(loaded.ranks.all_gather(bool(traced.rebuilds)))
-    if loaded.rebuilding is not None and anywhere:
+    if loaded.reprocessing is not None and anywhere:
         guard = ModelStateGuard(loaded.model, bits=bool(traced.rebuilds))
         proven = prove_rebuilds(
-            loaded.model, traced.rebuilds, traced.placement, loaded.rebuilding.probe, loaded.ranks
+            loaded.model, traced.rebuilds, traced.placement, loaded.reprocessing.probe, loaded.ranks
         )
         traced.rebuilds[:] = proven
         guard.restore()
@@ -284,7 +284,7 @@ def check_repeatable(loaded: LoadedModel) -> None:
     Raises:
         RuntimeError: it cannot be repeated on other weights. The engine must not start.
     """
-    again = loaded.rebuilding
+    again = loaded.reprocessing
     refused = dict(loaded.refusals)
     if again is None or not again.states.moved_too:
         refused |= dict.fromkeys(loaded.repacks, "the engine's reload path does not repack it")
@@ -304,13 +304,13 @@ def load_checkpoint(loaded: LoadedModel, traced: Traced, checkpoint: CheckpointR
     Raises:
         Exception: the engine's own. The weights are mixed.
     """
-    again = loaded.rebuilding
+    again = loaded.reprocessing
     if again is None or not again.states.states:
         loaded.reload(checkpoint())
         return
     written = {s.live.name for placed in traced.placement.values() for s in placed.segments}
     rebuilds = [one for one in traced.rebuilds if not written.isdisjoint(one.names)]
     loading = again.loader, again.context, checkpoint()
-    load_again(loaded.model, again.states.states, rebuilds, *loading)
+    load_and_process(loaded.model, again.states.states, rebuilds, *loading)
     for recompute in traced.recomputed:
         recompute()

@@ -18,7 +18,7 @@ from engine_ext.sync.delta_applier import DeltaApplier, Writer
 from engine_ext.sync.initial_sync import InitialSyncApplier
 from engine_ext.sync.masked import MaskedWriter, apply_masked
 from engine_ext.sync.moved_tensors import TraceAgain
-from engine_ext.sync.rebuilds import Rebuilds
+from engine_ext.sync.rebuild_plan import RebuildPlan
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.scatter import ScatterWriter
 from engine_ext.sync.scrubber import Scrubber
@@ -34,7 +34,7 @@ __all__ = [
     "DeltaApplier",
     "InitialSyncApplier",
     "MaskedWriter",
-    "Rebuilds",
+    "RebuildPlan",
     "Receiver",
     "ScatterWriter",
     "Scrubber",

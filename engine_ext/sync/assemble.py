@@ -30,7 +30,7 @@ from engine_ext.sync.applier import Applier
 from engine_ext.sync.delta_applier import DeltaApplier, Writer
 from engine_ext.sync.initial_sync import InitialSyncApplier
 from engine_ext.sync.masked import MaskedWriter
-from engine_ext.sync.rebuilds import Rebuilds
+from engine_ext.sync.rebuild_plan import RebuildPlan
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.scatter import ScatterWriter
 
@@ -88,9 +88,9 @@ def make_delta_applier(
 ) -> DeltaApplier:
     """Make the applier of a certified model by its plan. All ranks must call it."""
     rebuilds = None
-    if loaded.rebuilding is not None:
+    if loaded.reprocessing is not None:
         own, placement = traced.rebuilds, traced.placement
-        rebuilds = Rebuilds(loaded.model, traced.live, own, placement, loaded.ranks)
+        rebuilds = RebuildPlan(loaded.model, traced.live, own, placement, loaded.ranks)
     writer: Writer = ScatterWriter()
     if settings.apply == "masked":
         writer = MaskedWriter(traced.dry_run, plan.placement, chunk_bytes=settings.chunk_bytes)

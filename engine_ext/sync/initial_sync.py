@@ -2,7 +2,7 @@
 
 Without known bytes in memory nothing can be certified, so such an engine accepts only a ``full``
 sync. It is loaded like a checkpoint: by the engine's own reload path, or where the engine quantises
-or packs weights, on the twin from before that processing, which is then repeated. The result is
+or packs weights, into the unprocessed model, and the processing is repeated. The result is
 certified against the sync's own bytes, and from then on the engine accepts deltas like any other.
 """
 

@@ -106,12 +106,12 @@ def make_live_model(llm: Any, learner: Any, threads: int) -> LiveModel:
     Raises:
         RuntimeError: A tensor is not certified, so that scatter cannot write it.
     """
-    from engine_ext.adapters.vllm import worker as adapter
+    from engine_ext.adapters.vllm import checkpoint
 
     worker: Any = llm.llm_engine.model_executor.driver_worker.worker
     model, config = worker.model_runner.get_model(), worker.vllm_config
-    base = dict(adapter.checkpoint(model, config))
-    return _certified(llm, model, adapter._loader(model, config), base, learner, threads)
+    base = dict(checkpoint.checkpoint(model, config))
+    return _certified(llm, model, checkpoint.load_function(model, config), base, learner, threads)
 
 
 def make_plain_model(layers: int, device: str, seed: int, threads: int) -> LiveModel:

@@ -11,10 +11,10 @@ import torch
 
 from engine_ext.model import is_default
 from engine_ext.startup import (
-    LoadingStates,
     Processing,
     Recomputation,
     RepackLearner,
+    UnprocessedModules,
     apply_to_rows,
     probe_linear,
 )
@@ -22,7 +22,7 @@ from engine_ext.startup import (
 
 def repack_learner(
     before: Callable[[torch.nn.Module], None] | None = None,
-    states: LoadingStates | None = None,
+    states: UnprocessedModules | None = None,
 ) -> RepackLearner:
     """Return what learns vLLM's post-load processing; use it around `load_model`."""
     from vllm.model_executor.model_loader import base_loader

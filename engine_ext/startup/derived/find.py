@@ -66,8 +66,8 @@ def find_derived(
         model: in serving state; it is only read.
         known: returns whether a tensor is known not to be computed from weights.
         rebuilt: modules or tensors that are compared as a whole (see
-            `engine_ext.startup.recomputed`), with the names of their shadow; what they hold is left
-            out.
+            `engine_ext.startup.recomputed`), with the names of their unprocessed weights; what they
+            hold is left out.
 
     Returns:
         Parameters and buffers that no segment covers, and every other tensor that is reachable
@@ -217,7 +217,7 @@ def _weights(
 ) -> frozenset[str]:
     """Return the covered live tensors of a module, or of the nearest parent that has any.
 
-    What is rebuilt in it counts by its shadow, even if it has no live tensor left.
+    What is rebuilt in it counts by its unprocessed weights, even if it has no live tensor left.
     """
     while True:
         entries = [index.find(p) for p in [*module.parameters(), *module.buffers()]]

@@ -7,7 +7,7 @@ Imports: `engine_ext.placement` and the rooms below it.
 """
 
 from engine_ext.startup.permuted.infer import compose
-from engine_ext.startup.permuted.load_hook import Processing, RepackLearner
+from engine_ext.startup.permuted.learner import Processing, RepackLearner
 from engine_ext.startup.permuted.module_copy import ModuleCopy
 
 __all__ = ["ModuleCopy", "Processing", "RepackLearner", "compose"]

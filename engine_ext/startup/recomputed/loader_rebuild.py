@@ -1,9 +1,9 @@
 """Rebuild what the engine's loader computes from one checkpoint tensor.
 
 Some loaders do not copy a tensor but store what they compute from it (Mamba's ``A`` is
-``-exp(A_log)``), or put other memory in place of a parameter. The shadow is then the checkpoint
-tensor itself, whole on every rank, and a rebuild runs the loader on copies of the parameters that
-it writes to.
+``-exp(A_log)``), or put other memory in place of a parameter. The unprocessed weight is then
+the checkpoint tensor itself, whole on every rank, and a rebuild runs the loader on copies of the
+parameters that it writes to.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from engine_ext.startup.recomputed.module_rebuild import (
     Change,
     Context,
     Difference,
-    Rebuilt,
+    RebuildResult,
     tensor_differences,
 )
-from engine_ext.startup.recomputed.twin import with_modules
+from engine_ext.startup.recomputed.unprocessed_model import with_modules
 from engine_ext.startup.trace import LoaderDryRun, LoadWeights
 
 _TENSOR = "tensor"
@@ -35,16 +35,16 @@ class LoaderRebuild:
     """The live tensors that the loader computes from one checkpoint tensor.
 
     Args:
-        model: the twin that the loader is traced on, or the model itself.
-        loader: returns the loader of such a twin.
-        shadow: the checkpoint tensor, contiguous, in host memory.
+        model: the unprocessed one that the loader is traced on, or the model itself.
+        loader: returns the loader of a copy of it.
+        tensor: the checkpoint tensor, contiguous, in host memory.
         written: names of the live parameters that the loader writes to, all that they have.
 
     Attributes:
-        path: what is rebuilt, for messages and as the prefix of the shadow's name.
+        path: what is rebuilt, for messages and as the prefix of the tensor's name.
         names, in_place: see `ModuleRebuild`.
         computed: names of the live tensors.
-        numel: elements of the shadow.
+        numel: elements of the checkpoint tensor.
         proven: see `ModuleRebuild`.
     """
 
@@ -54,46 +54,46 @@ class LoaderRebuild:
         loader: Callable[[torch.nn.Module], LoadWeights],
         context: Context,
         name: str,
-        shadow: torch.Tensor,
+        tensor: torch.Tensor,
         written: Iterable[str],
     ) -> None:
         self.path = f"loading {name}"
         self.names = {f"{self.path}.{_TENSOR}": _TENSOR}
         self.in_place: frozenset[str] = frozenset()
-        self.numel = shadow.numel()
+        self.numel = tensor.numel()
         self.computed = sorted(written)
         self.module: torch.nn.Module | None = None
         self.proven: dict[str, str] = {}
         self._model, self._loader, self._context = model, loader, context
         self._name = name
-        self._shadow = shadow
+        self._tensor = tensor
 
-    def shadow(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the checkpoint tensor."""
-        yield _TENSOR, self._shadow
+        yield _TENSOR, self._tensor
 
     def segment(self) -> Segment:
-        """Return where the checkpoint tensor is in the shadow."""
-        size = self._shadow.nbytes
-        start = self._shadow.data_ptr()
-        live = LiveTensor(f"{self.path}.{_TENSOR}", self._shadow, start, start + size)
+        """Return the place of the whole checkpoint tensor."""
+        size = self._tensor.nbytes
+        start = self._tensor.data_ptr()
+        live = LiveTensor(f"{self.path}.{_TENSOR}", self._tensor, start, start + size)
         return Segment(live, 0, (1,), (self.numel,), 0, (1,), python_copy=False)
 
-    def rebuild(self, changes: Mapping[str, Iterable[Change]]) -> Rebuilt:
+    def rebuild(self, changes: Mapping[str, Iterable[Change]]) -> RebuildResult:
         """See `ModuleRebuild.rebuild`."""
-        tensor = self._shadow.clone()
+        tensor = self._tensor.clone()
         for change in changes.get(_TENSOR, ()):
             change.elements.within(tensor).put(change.new)
         originals = {name: self._model.get_parameter(name) for name in self.computed}
         copies = {id(original): _copied(original) for original in originals.values()}
-        twin = with_modules(self._model, _holders(self._model, copies))
+        copy = with_modules(self._model, _holders(self._model, copies))
         with torch.no_grad(), self._context():
-            self._loader(twin)(iter([(self._name, tensor)]))
+            self._loader(copy)(iter([(self._name, tensor)]))
         differences: list[Difference] = []
         fingerprints: dict[str, str] = {}
         results: dict[int, tuple[str, torch.Tensor]] = {}
         for name, original in originals.items():
-            result = twin.get_parameter(name)
+            result = copy.get_parameter(name)
             known = results.setdefault(id(original), (name, result))
             if known[1] is not result:
                 raise RebuildError(f"the loader parts {name} from {known[0]}")
@@ -102,7 +102,7 @@ class LoaderRebuild:
             if known[0] == name:
                 differences += tensor_differences(name, original, result)
                 fingerprints[name] = hash_memory(result) if result.numel() else ""
-        return Rebuilt(differences, fingerprints)
+        return RebuildResult(differences, fingerprints)
 
     def is_intact(self, expected: Mapping[str, str]) -> bool:
         """See `ModuleRebuild.is_intact`."""
@@ -164,7 +164,7 @@ def rebuild_by_loading(
     *,
     names: Iterable[str],
     reserve: Callable[[int], bool],
-    shadowed: Iterable[str],
+    rebuilt: Iterable[str],
     processed: AbstractSet[str],
 ) -> list[LoaderRebuild]:
     """Find the tensors that cannot be followed, but can be loaded again.
@@ -172,12 +172,12 @@ def rebuild_by_loading(
     Args:
         dry_run: of the model that the loader knows.
         loader: returns the loader of a copy of that.
-        placement: as traced by it; the tensors found get a segment in their shadow and are
+        placement: as traced by it; the tensors found get a segment in their own copy and are
             `UNJUDGED` again.
         checkpoint: reads the loaded checkpoint.
         names: the tensors that could not be followed when the loader was traced.
-        reserve: takes a number of bytes for a shadow; returns whether there is room.
-        shadowed: paths of the modules that are rebuilt; what is written there is left out.
+        reserve: takes a number of bytes for a copy; returns whether there is room.
+        rebuilt: paths of the modules that are rebuilt; what is written there is left out.
         processed: live tensors that something is done to after loading, which are left out, too.
     """
     apart_from = {*processed, *_overlapping(dry_run.index)}
@@ -185,7 +185,7 @@ def rebuild_by_loading(
     for name in names:
         spec = placement[name].spec
         outputs = dry_run.written_alone(spec)
-        inside = any(one.startswith(f"{path}.") for path in shadowed for one in outputs)
+        inside = any(one.startswith(f"{path}.") for path in rebuilt for one in outputs)
         apart = not inside and outputs.isdisjoint(apart_from)
         if outputs and apart and reserve(spec.numel * spec.dtype.itemsize):
             found[name] = outputs
@@ -195,8 +195,8 @@ def rebuild_by_loading(
     rebuilds = []
     for name, tensor in checkpoint() if alone else ():
         if name in alone:
-            shadow = tensor.detach().contiguous().clone()
-            one = LoaderRebuild(dry_run.model, loader, context, name, shadow, alone[name])
+            kept = tensor.detach().contiguous().clone()
+            one = LoaderRebuild(dry_run.model, loader, context, name, kept, alone[name])
             placement[name] = Placed(placement[name].spec, [one.segment()])
             rebuilds.append(one)
     return rebuilds

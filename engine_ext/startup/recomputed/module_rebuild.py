@@ -23,9 +23,13 @@ from engine_ext.startup.recomputed.compare import (
     pairs,
 )
 from engine_ext.startup.recomputed.elements import AttributeElements, Replacement
-from engine_ext.startup.recomputed.loading_states import LoadingState, loaded_tensors, storage_of
-from engine_ext.startup.recomputed.other_bits import OtherBits
+from engine_ext.startup.recomputed.perturbation import Perturbation
 from engine_ext.startup.recomputed.plain_objects import opaque_part
+from engine_ext.startup.recomputed.unprocessed_modules import (
+    UnprocessedModule,
+    loaded_tensors,
+    storage_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +47,7 @@ Probe = Callable[[torch.nn.Module], torch.Tensor | None]
 
 
 class Change(Protocol):
-    """Elements of the shadow and their new bits."""
+    """Elements of the unprocessed weights and their new bits."""
 
     @property
     def elements(self) -> Any: ...
@@ -68,7 +72,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rebuilt:
+class RebuildResult:
     """What a rebuild gives.
 
     Attributes:
@@ -86,7 +90,7 @@ class Rebuilt:
 
 
 class ModuleRebuild:
-    """One module of the live model, which is computed from its shadow.
+    """One module of the live model, which is computed from its unprocessed weights.
 
     Args:
         path: of the module in the model.
@@ -94,31 +98,35 @@ class ModuleRebuild:
         probe: tries out the module with its handles.
 
     Attributes:
-        names: the tensors of the shadow, by their names in the index of the twin; see `bind`.
-        numel: elements of the shadow.
+        names: the unprocessed weights, by their names in the unprocessed model's index; see `bind`.
+        numel: elements of the unprocessed weights.
         proven: the fingerprints that rebuilding it gave at start-up, of what comes out alike every
             time; empty until it is proven.
     """
 
     def __init__(
-        self, path: str, state: LoadingState, context: Context, probe: Probe = lambda module: None
+        self,
+        path: str,
+        state: UnprocessedModule,
+        context: Context,
+        probe: Probe = lambda module: None,
     ) -> None:
         self.path = path
         self.module = state.module
         self.state = state
         self.names: dict[str, str] = {}
-        self.numel = sum(tensor.numel() for _, tensor in state.shadow())
+        self.numel = sum(tensor.numel() for _, tensor in state.weights())
         self.proven: dict[str, str] = {}
         self._context, self._probe = context, probe
         self._prefix = f"{path}." if path else ""
 
-    def rebuild(self, changes: Mapping[str, Iterable[Change]]) -> Rebuilt:
-        """Return what live memory must hold once the shadow has changed. Nothing is written.
+    def rebuild(self, changes: Mapping[str, Iterable[Change]]) -> RebuildResult:
+        """Return what live memory must hold with other unprocessed weights. Nothing is written.
 
         Takes the memory of a copy of the module while it runs.
 
         Args:
-            changes: of the tensors of the shadow, by their names in the module.
+            changes: of the unprocessed weights, by their names in the module.
 
         Raises:
             RebuildError: processing leaves something else than on the live module.
@@ -147,7 +155,7 @@ class ModuleRebuild:
             copy.release()
 
     def is_intact(self, expected: Mapping[str, str]) -> bool:
-        """Return whether the live module is what processing makes of the shadow.
+        """Return whether the live module is what processing makes of the unprocessed weights.
 
         All of its tensors and values are compared, and what it computes with its handles.
 
@@ -162,32 +170,32 @@ class ModuleRebuild:
             and (computed is None or self._computes(self.module) == computed)
         )
 
-    def shadow(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters and buffers before processing, by their names in the module."""
-        yield from self.state.shadow()
+        yield from self.state.weights()
 
     @property
     def computed(self) -> Sequence[str]:
-        """Nothing: what the loader of the twin writes to is the shadow."""
+        """Nothing: the loader of the unprocessed model writes to the unprocessed weights."""
         return ()
 
     @property
     def in_place(self) -> Set[str]:
-        """The tensors of the shadow that are live memory."""
+        """The unprocessed weights that are live memory."""
         return self.state.in_place
 
     def shares(self, name: str) -> bool:
-        """Return whether processing may reach a tensor of the shadow by another way."""
+        """Return whether processing can reach an unprocessed weight by another way."""
         return name in self.state.shared
 
     def keeps(self, name: str) -> bool:
-        """Return whether the live module still has a tensor of the shadow, with elements."""
+        """Return whether the live module still has an unprocessed weight, with elements."""
         return any(n == name and tensor.numel() for n, tensor in loaded_tensors(self.module))
 
     def bind(self, index: StorageIndex) -> None:
-        """Look up where the loader of the twin finds the shadow, given the twin's index."""
+        """Look up the unprocessed weights in the unprocessed model's index."""
         entries = {(entry.start, entry.end): entry.name for entry in index.entries}
-        for name, tensor in self.shadow():
+        for name, tensor in self.weights():
             found = entries.get(address_range(tensor))
             if found is not None:
                 self.names[found] = name
@@ -209,7 +217,7 @@ class ModuleRebuild:
         places = {name: (storage_of(t), int(t.storage_offset())) for name, t in live.items()}
         same = {
             name: tensor
-            for name, tensor in self.state.shadow()
+            for name, tensor in self.state.weights()
             if places.get(name) == self.state.memory[name] and layout(live[name]) == layout(tensor)
         }
         if not same:
@@ -217,7 +225,7 @@ class ModuleRebuild:
         copy = ModuleCopy(self.state.before, {})
         for name, tensor in loaded_tensors(copy.root):
             if name in same:
-                OtherBits().within(tensor).put(OtherBits.new)
+                Perturbation().within(tensor).put(Perturbation.new)
         given = {name: hash_tensor(tensor) for name, tensor in loaded_tensors(copy.root)}
         with self._processing():
             self.state.process(copy.root)
@@ -233,7 +241,7 @@ class ModuleRebuild:
         copy.release()
         return found
 
-    def _rebuilt(self, new: torch.nn.Module, skipped: Set[int]) -> Rebuilt:
+    def _rebuilt(self, new: torch.nn.Module, skipped: Set[int]) -> RebuildResult:
         compared = (pair for pair in pairs(self.module, new) if id(pair.new) not in skipped)
         found = [(pair, pair.fingerprint) for pair in compared]
         fingerprints = {pair.path: text for pair, text in found if text is not None}
@@ -245,7 +253,9 @@ class ModuleRebuild:
             computed = self._computes(new)
             if computed is not None:
                 fingerprints[_COMPUTED] = computed
-        return Rebuilt([d for pair, _ in found for d in self._compare(pair, kept)], fingerprints)
+        return RebuildResult(
+            [d for pair, _ in found for d in self._compare(pair, kept)], fingerprints
+        )
 
     def _compare(self, pair: Pair, kept: list[torch.Tensor]) -> Iterator[Difference]:
         if pair.is_tensor:
@@ -256,7 +266,7 @@ class ModuleRebuild:
             if any(tensor.device.type != "cpu" for tensor in self.live_tensors()):
                 opaque = opaque_part(pair.live, pair.new, pair.path) or pair.path
                 raise RebuildError(f"it keeps {opaque}, which a captured graph may hold")
-            size = self._shadow_bytes() if _is_handle(pair) else 0
+            size = self._unprocessed_bytes() if _is_handle(pair) else 0
             elements = self.state.attributes.get(pair.path)
             if elements is None or elements.container is not pair.container:
                 elements = AttributeElements(pair.container, pair.key, size)
@@ -273,8 +283,8 @@ class ModuleRebuild:
             return None
         return None if output is None else hash_tensor(output)
 
-    def _shadow_bytes(self) -> int:
-        return sum(tensor.nbytes for _, tensor in self.state.shadow())
+    def _unprocessed_bytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.state.weights())
 
     @contextlib.contextmanager
     def _processing(self) -> Iterator[None]:

@@ -2,12 +2,12 @@
 
 Before anything is served, each module is rebuilt
 
-1. from its shadow as it is: every tensor of the live module must come out as it is, bit for bit,
-   and every attribute must be there;
+1. from its unprocessed weights as they are: every tensor of the live module must come out as it is,
+   bit for bit, and every attribute must be there;
 2. if the engine keeps an opaque handle, the handle that was made anew is put in its place, and the
    module must compute the same from random inputs, bit for bit;
-3. from a shadow with other bits, one parameter at a time: something must come out differently. This
-   shows that processing reads the shadow, and no copy of it. A parameter that nothing depends on
+3. with other bits in these, one parameter at a time: something must come out differently. This
+   shows that processing reads them, and no copy of them. A parameter that nothing depends on
    must be gone from the live module (zero points of a symmetric scheme), or processing must leave
    it in place, and not read it there.
 
@@ -40,10 +40,10 @@ from engine_ext.placement import Placed, Placement, Status, flat_bits
 from engine_ext.ranks import Ranks, SingleRank
 from engine_ext.startup.recomputed.compare import RebuildError
 from engine_ext.startup.recomputed.elements import Replacement
-from engine_ext.startup.recomputed.in_step import InStep
 from engine_ext.startup.recomputed.loader_rebuild import LoaderRebuild
+from engine_ext.startup.recomputed.lockstep import LockstepRunner
 from engine_ext.startup.recomputed.module_rebuild import Difference, ModuleRebuild, Probe
-from engine_ext.startup.recomputed.other_bits import OtherBits
+from engine_ext.startup.recomputed.perturbation import Perturbation
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def prove_rebuilds(
     Returns:
         The proven ones that some checkpoint tensor is written to.
     """
-    in_step = InStep(ranks or SingleRank())
+    lockstep = LockstepRunner(ranks or SingleRank())
     inside: dict[str, tuple[Rebuild, list[Placed]]] = {}
     for rebuild in rebuilds:
         found = [
@@ -86,13 +86,13 @@ def prove_rebuilds(
         if found:
             inside[rebuild.path] = rebuild, found
     proven = []
-    for path in in_step.agree(inside):
+    for path in lockstep.agree(inside):
         one, tensors = inside.get(path, (None, []))
         try:
             if one is None:  # other ranks have it
-                in_step.follow(path, model)
+                lockstep.follow(path, model)
             else:
-                in_step.run(path, functools.partial(_prove, one, tensors, probe))
+                lockstep.run(path, functools.partial(_prove, one, tensors, probe))
         except Exception as error:
             known = isinstance(error, (RebuildError, DeltaError))
             kind = "" if known else f"{type(error).__name__}: "
@@ -137,15 +137,15 @@ def _prove_bits(one: Rebuild, written: list[str], probe: Probe, held: _Held) -> 
             raise RebuildError(f"processing may read {name} in another way than from its copy")
         if name in one.in_place:
             # Nothing need depend on it; but processing must not read live memory either.
-            reads = not _differs(one, {name: [OtherBits()]}, probe, expected)
+            reads = not _differs(one, {name: [Perturbation()]}, probe, expected)
             if reads:
                 with _other_live_bits(one, name):
                     reads = _differs(one, {}, probe, expected)
         elif one.keeps(name):
-            reads = not _differs(one, {name: [OtherBits()]}, probe, expected)
+            reads = not _differs(one, {name: [Perturbation()]}, probe, expected)
         else:
             reads = False
-            if dict(one.shadow())[name].is_floating_point():
+            if dict(one.weights())[name].is_floating_point():
                 _try_others(one, name)
         held.check()
         if reads:
@@ -160,7 +160,7 @@ def _try_others(one: Rebuild, name: str) -> None:
     Processing may fail on them, which says nothing: they were not made for it.
     """
     try:
-        one.rebuild({name: [OtherBits()]})
+        one.rebuild({name: [Perturbation()]})
     except RebuildError:
         raise
     except Exception:
@@ -169,7 +169,7 @@ def _try_others(one: Rebuild, name: str) -> None:
 
 def _differs(
     one: Rebuild,
-    changes: Mapping[str, list[OtherBits]],
+    changes: Mapping[str, list[Perturbation]],
     probe: Probe,
     expected: torch.Tensor | None,
 ) -> bool:
@@ -182,12 +182,12 @@ def _differs(
 
 @contextlib.contextmanager
 def _other_live_bits(one: Rebuild, name: str) -> Iterator[None]:
-    """Put other bits into a tensor of the shadow that is live memory, for a while."""
-    tensor = dict(one.shadow())[name]
+    """Put other bits into an unprocessed weight that is live memory, for a while."""
+    tensor = dict(one.weights())[name]
     memory = flat_bits(tensor)
     before = memory.clone()
     try:
-        OtherBits().within(tensor).put(OtherBits.new)
+        Perturbation().within(tensor).put(Perturbation.new)
         yield
     finally:
         memory.copy_(before)

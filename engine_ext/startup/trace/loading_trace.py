@@ -27,7 +27,7 @@ _REPLACED = (
 
 
 # Offset, sizes and strides in live memory; offset and strides in the checkpoint tensor.
-Box = tuple[int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
+Strides = tuple[int, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _Loaded:
     specs: list[TensorSpec] | None = None
     placed: Placement = field(default_factory=dict)
     written: dict[str, Counter[str]] = field(default_factory=dict)
-    boxes: dict[str, dict[str, list[Box]]] = field(default_factory=dict)
+    boxes: dict[str, dict[str, list[Strides]]] = field(default_factory=dict)
     dropped: dict[str, TensorSpec] = field(default_factory=dict)
 
 
@@ -108,7 +108,7 @@ class LoadingTrace:
         loaded.dropped = dropped_aliases(dry_run, placement)
         for name, placed in placement.items():
             written = loaded.written[prefix + name] = Counter[str]()
-            boxes = loaded.boxes[prefix + name] = dict[str, list[Box]]()
+            boxes = loaded.boxes[prefix + name] = dict[str, list[Strides]]()
             for segment in placed.segments:
                 live = _join(path, segment.live.name)
                 written[live] += prod(segment.sizes)
@@ -176,8 +176,8 @@ class LoadingTrace:
         """Return why parameters and buffers cannot be written alone, by each of their names.
 
         They share memory in the processed `model` that they did not share before, or they did, but
-        do not in the model that is `traced` (`model` itself, or its twin). Those of `tied` tensors
-        are left out: a sync gives these the same values.
+        do not in the model that is `traced` (`model` itself, or the unprocessed one). Those of
+        `tied` tensors are left out: a sync gives these the same values.
         """
         known = {name for one in self._models.values() for name in one.ranges}
         now = _ranges(StorageIndex(model))
@@ -226,7 +226,7 @@ class LoadingTrace:
                 placed.refuse(_REPLACED)
 
 
-def _box(segment: Segment) -> Box:
+def _box(segment: Segment) -> Strides:
     sizes, strides = segment.sizes, segment.strides
     return segment.offset, sizes, strides, segment.source_offset, segment.source_strides
 

@@ -143,7 +143,7 @@ def test_what_a_loader_finds_out_is_known_to_the_live_module(
     assert_seeded(Serving(PaddedModel, tmp_path, dummy=True))
 
 
-def test_a_shadow_that_does_not_fit_stops_the_start(tmp_path: Path) -> None:
+def test_unprocessed_weights_that_do_not_fit_stop_the_start(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"need a checkpoint to start from: lin.*shadow-bytes"):
         Serving(one_layer(Int8), tmp_path, dummy=True, shadow_bytes=8)
 

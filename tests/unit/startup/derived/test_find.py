@@ -287,16 +287,16 @@ def rebuilt_paths(rebuilt: dict[str, frozenset[str]]) -> dict[str, frozenset[str
 
 
 def test_what_a_rebuilt_module_holds_is_left_out() -> None:
-    shadow = frozenset(["layers.0.kv_b_proj.weight"])
-    found = rebuilt_paths({"layers.0.kv_b_proj": shadow})
+    weights = frozenset(["layers.0.kv_b_proj.weight"])
+    found = rebuilt_paths({"layers.0.kv_b_proj": weights})
     assert "layers.0.kv_b_proj.made" not in found
-    assert found["layers.0.made"] == shadow
+    assert found["layers.0.made"] == weights
     assert found["layers.1.backend.made"] == {"layers.1.kv_b_proj.weight"}
-    assert shadow < found["made"]
+    assert weights < found["made"]
 
 
-def test_the_shadow_counts_by_its_own_name() -> None:
-    shadow = frozenset(["loading layers.0.kv_b_proj.tensor"])
-    found = rebuilt_paths({"layers.0.kv_b_proj.weight": shadow})
-    assert found["layers.0.kv_b_proj.made"] >= shadow
-    assert shadow < found["made"]
+def test_unprocessed_weights_count_by_their_own_name() -> None:
+    weights = frozenset(["loading layers.0.kv_b_proj.tensor"])
+    found = rebuilt_paths({"layers.0.kv_b_proj.weight": weights})
+    assert found["layers.0.kv_b_proj.made"] >= weights
+    assert weights < found["made"]

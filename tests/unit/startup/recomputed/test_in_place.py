@@ -1,4 +1,4 @@
-"""The shadow of what processing leaves as it is, is live memory."""
+"""The unprocessed weight of what processing leaves as it is, is live memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_stays_has_no_memory_of_its_own(method: type[Method], names: set[st
     sizes = {"weight": OUT * IN * 2, "bias": OUT * 2}
     assert freed == sum(sizes[name] for name in names)
     live = dict(layer.named_parameters())
-    for name, tensor in rebuild.shadow():
+    for name, tensor in rebuild.weights():
         assert (tensor.data_ptr() == live[name].data_ptr()) == (name in names)
 
 
@@ -97,7 +97,7 @@ def test_only_what_was_made_of_it_differs() -> None:
     assert torch.equal(layer.weight, old)
 
 
-def test_what_overlaps_another_tensor_keeps_its_shadow() -> None:
+def test_what_overlaps_another_tensor_keeps_its_unprocessed_weight() -> None:
     layer = loaded(SecondCopy)
     root = torch.nn.Module()
     root.layer = layer

@@ -44,7 +44,7 @@ def test_one_tensor_is_loaded_again(tmp_path: Path, name: str, ranks: int) -> No
     serving.assert_fresh()
 
 
-def test_the_shadow_counts_against_the_limit(tmp_path: Path) -> None:
+def test_the_kept_tensor_counts_against_the_limit(tmp_path: Path) -> None:
     size = 2 * (OUT * 6 + OUT)
     serving = Serving(Mamba, tmp_path, shadow_bytes=size)  # the bias stays in place, and frees some
     assert serving.states[0].nbytes == size

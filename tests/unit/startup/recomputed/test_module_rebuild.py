@@ -1,4 +1,4 @@
-"""What is different in live memory once the shadow has changed."""
+"""What is different in live memory with other unprocessed weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from engine_ext.model import StorageIndex
 from engine_ext.placement import DeviceElements, HostElements, flat_bits
-from engine_ext.startup.recomputed import LoadingStates, ModuleRebuild
+from engine_ext.startup.recomputed import ModuleRebuild, UnprocessedModules
 from engine_ext.startup.recomputed.compare import RebuildError
 from engine_ext.startup.recomputed.elements import Replacement
 from engine_ext.startup.recomputed.module_rebuild import tensor_differences
@@ -45,15 +45,15 @@ def loaded(method: type[Method]) -> Any:
 
 def rebuild_of(layer: Any, context: Any = contextlib.nullcontext) -> ModuleRebuild:
     """The rebuild of a loaded layer, which is processed."""
-    states = LoadingStates(1 << 20)
+    states = UnprocessedModules(1 << 20)
     states.keep(processing(layer), False)
     layer.quant_method.process_weights_after_loading(layer)
     return ModuleRebuild("lin", states.states[0], context)
 
 
 def put(layer: Any, rebuild: ModuleRebuild, **new: torch.Tensor) -> list[Any]:
-    shadow = dict(rebuild.shadow())
-    changes = {n: [Change.to(shadow[n], t)] for n, t in new.items()}
+    weights = dict(rebuild.weights())
+    changes = {n: [Change.to(weights[n], t)] for n, t in new.items()}
     found = rebuild.rebuild(changes).differences
     for one in found:
         one.elements.put(one.new)
@@ -61,7 +61,7 @@ def put(layer: Any, rebuild: ModuleRebuild, **new: torch.Tensor) -> list[Any]:
 
 
 @pytest.mark.parametrize("method", [Int8, SecondCopy, Method])
-def test_an_unchanged_shadow_gives_no_difference(method: type[Method]) -> None:
+def test_unchanged_weights_give_no_difference(method: type[Method]) -> None:
     assert not rebuild_of(loaded(method)).rebuild({}).differences
 
 
@@ -73,10 +73,10 @@ def test_the_differences_make_what_processing_makes(method: type[Method]) -> Non
     expected.weight.data.copy_(weight)
     expected.quant_method.process_weights_after_loading(expected)
     rebuild = rebuild_of(layer)
-    before, shadow = served(layer), [t.clone() for _, t in rebuild.shadow()]
-    rebuild.rebuild({"weight": [Change.to(shadow[0], weight)]})
+    before, weights = served(layer), [t.clone() for _, t in rebuild.weights()]
+    rebuild.rebuild({"weight": [Change.to(weights[0], weight)]})
     assert served(layer) == before
-    assert all(torch.equal(a, b) for a, (_, b) in zip(shadow, rebuild.shadow(), strict=True))
+    assert all(torch.equal(a, b) for a, (_, b) in zip(weights, rebuild.weights(), strict=True))
     put(layer, rebuild, weight=weight)
     assert served(layer) == served(expected)
 
@@ -86,7 +86,7 @@ def test_a_handle_comes_back() -> None:
     layer = loaded(Packed)
     rebuild = rebuild_of(layer)
     handle, before = layer.handle, probe(layer)
-    old, new = dict(rebuild.shadow())["weight"], torch.ones(OUT, IN, dtype=torch.bfloat16)
+    old, new = dict(rebuild.weights())["weight"], torch.ones(OUT, IN, dtype=torch.bfloat16)
     [one] = rebuild.rebuild({"weight": [Change.to(old, new)]}).differences
     before_it = one.elements.read()
     assert one.elements.holds(before_it)

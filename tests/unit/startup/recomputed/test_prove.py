@@ -1,4 +1,4 @@
-"""Only what was shown to come out the same, and to depend on the shadow, is rebuilt."""
+"""Only what comes out the same, and depends on the unprocessed weights, is rebuilt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from torch import nn
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, Status, TensorSpec, certify_placement
 from engine_ext.startup import LoaderDryRun
-from engine_ext.startup.recomputed import LoadingStates, ModuleRebuild, make_twin, prove_rebuilds
+from engine_ext.startup.recomputed import (
+    ModuleRebuild,
+    UnprocessedModules,
+    make_unprocessed_model,
+    prove_rebuilds,
+)
 from tests.support import quantised_engine, toy_quantised
 from tests.support.quantised_engine import copied, process, processing, served
 from tests.support.toy_quantised import (
@@ -34,14 +39,14 @@ def proven(
     """The placement after the proof, and how many modules are rebuilt."""
     checkpoint, model = kind.checkpoint(), kind()
     model.load_weights(copied(checkpoint))
-    states = LoadingStates(1 << 20)
+    states = UnprocessedModules(1 << 20)
     lin: Any = model.get_submodule("lin")
     states.keep(processing(lin), False)
     process(model)
-    twin: Any = make_twin(model, states.states)
+    unprocessed: Any = make_unprocessed_model(model, states.states)
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint.items()]
-    index = StorageIndex(twin)
-    placement = LoaderDryRun(twin, twin.load_weights, index).trace(specs)
+    index = StorageIndex(unprocessed)
+    placement = LoaderDryRun(unprocessed, unprocessed.load_weights, index).trace(specs)
     certify_placement(placement, checkpoint.items())
     before = served(model)
     rebuild = ModuleRebuild("lin", states.states[0], contextlib.nullcontext)
@@ -196,7 +201,7 @@ def test_a_handle_that_cannot_be_tried_out_is_refused(probe: Any) -> None:
 
 
 def test_what_no_checkpoint_tensor_is_written_to_is_left_out() -> None:
-    states = LoadingStates(1 << 20)
+    states = UnprocessedModules(1 << 20)
     layer = Layer(Int8())
     states.keep(processing(layer), False)
     rebuild = ModuleRebuild("lin", states.states[0], contextlib.nullcontext)

@@ -1,7 +1,7 @@
 """The model as its loader knows it: every module that processing has changed is as before.
 
-The twin is a shallow copy. It shares the live tensors, except for the parameters of the modules
-that are rebuilt. The live model is not touched, so the loader can be traced on the twin any time.
+It is a shallow copy. It shares the live tensors, except for the parameters of the modules that are
+rebuilt. The live model is not touched, so the loader can be run dry on the copy any time.
 """
 
 from __future__ import annotations
@@ -15,23 +15,29 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine_ext.model import StorageIndex, address_range, reachable_tensors
 from engine_ext.placement import flat_bits
-from engine_ext.startup.recomputed.loading_states import LoadingState, loaded_tensors, storage_of
 from engine_ext.startup.recomputed.module_rebuild import ModuleRebuild
+from engine_ext.startup.recomputed.unprocessed_modules import (
+    UnprocessedModule,
+    loaded_tensors,
+    storage_of,
+)
 
 
-def make_twin(model: torch.nn.Module, states: Sequence[LoadingState]) -> torch.nn.Module:
+def make_unprocessed_model(
+    model: torch.nn.Module, states: Sequence[UnprocessedModule]
+) -> torch.nn.Module:
     """Return a copy of a processed model with the modules in `states` as they were before.
 
     A parameter that processing only moves has the memory of the live one, and so has a buffer. If
     the live module has none like it, it has no data, and the loader is not seen to write to it.
     """
-    twins = with_parts([(state.module, state.before) for state in states])
+    copies = with_parts([(state.module, state.before) for state in states])
     for state in states:
         if state.moves:
             _share_memory(state)
-    root = with_modules(model, twins)
+    root = with_modules(model, copies)
     for state in states:
-        _bind_loaders(state.before, twins)
+        _bind_loaders(state.before, copies)
     return root
 
 
@@ -65,15 +71,15 @@ def with_modules(module: torch.nn.Module, replaced: dict[int, torch.nn.Module]) 
     children = {
         n: c if c is None else with_modules(c, replaced) for n, c in module._modules.items()
     }
-    twin = module
+    copy = module
     if any(child is not module._modules[name] for name, child in children.items()):
-        twin = object.__new__(type(module))
-        vars(twin).update(vars(module), _modules=children)
-    replaced[id(module)] = twin
-    return twin
+        copy = object.__new__(type(module))
+        vars(copy).update(vars(module), _modules=children)
+    replaced[id(module)] = copy
+    return copy
 
 
-def _share_memory(state: LoadingState) -> None:
+def _share_memory(state: UnprocessedModule) -> None:
     """Give the parameters and buffers before processing the memory that the live ones have."""
     live = dict(loaded_tensors(state.module))
     for name, tensor in list(loaded_tensors(state.before)):
@@ -99,8 +105,8 @@ def _replace(module: torch.nn.Module, tensor: torch.Tensor, data: torch.Tensor) 
                 registry[name] = new
 
 
-def share_views(model: torch.nn.Module, states: Iterable[LoadingState]) -> None:
-    """Let the shadow be the memory of live tensors that are views of a parameter before processing.
+def share_views(model: torch.nn.Module, states: Iterable[UnprocessedModule]) -> None:
+    """Let unprocessed weights be the memory of live views of them.
 
     Mamba's mixer keeps such a view of its convolution's weight. A tensor of the module itself is
     none: it is what processing made.
@@ -111,7 +117,7 @@ def share_views(model: torch.nn.Module, states: Iterable[LoadingState]) -> None:
             views.setdefault(storage_of(view), []).append(view)
     for state in states:
         own = {id(tensor) for _, _, _, tensor in reachable_tensors(state.module)}
-        for name, parameter in list(state.shadow()):
+        for name, parameter in list(state.weights()):
             storage, offset = state.memory[name]
             others = [v for v in views.get(storage, ()) if id(v) not in own]
             if others:
@@ -123,7 +129,7 @@ def share_views(model: torch.nn.Module, states: Iterable[LoadingState]) -> None:
 
 
 def share_in_place(rebuild: ModuleRebuild, index: StorageIndex) -> int:
-    """Let the shadow be live memory where processing leaves a tensor as it is.
+    """Let unprocessed weights be live memory where processing leaves a tensor as it is.
 
     So a tied tensor stays tied, and takes no memory of its own. All ranks must call it.
 
@@ -131,24 +137,24 @@ def share_in_place(rebuild: ModuleRebuild, index: StorageIndex) -> int:
         index: of the live model.
 
     Returns:
-        The bytes that the shadow takes less.
+        The bytes that the unprocessed weights take less.
     """
     state, freed = rebuild.state, 0
-    shadow = dict(state.shadow())
+    weights = dict(state.weights())
     for name, live in rebuild.find_in_place():
         if name in state.in_place:
             continue
         own = address_range(live)
         if all((entry.start, entry.end) == own for entry in index.overlapping(live)):
-            _replace(state.before, shadow[name], live.detach())
+            _replace(state.before, weights[name], live.detach())
             state.in_place.add(name)
             freed += live.nbytes
     return freed
 
 
-def _bind_loaders(module: torch.nn.Module, twins: dict[int, torch.nn.Module]) -> None:
-    """Bind what the parameters keep of live modules' methods to the twins."""
+def _bind_loaders(module: torch.nn.Module, copies: dict[int, torch.nn.Module]) -> None:
+    """Bind what the parameters keep of live modules' methods to the copies."""
     for parameter in module.parameters():
         for name, value in list(vars(parameter).items()):
-            if isinstance(value, MethodType) and id(value.__self__) in twins:
-                vars(parameter)[name] = MethodType(value.__func__, twins[id(value.__self__)])
+            if isinstance(value, MethodType) and id(value.__self__) in copies:
+                vars(parameter)[name] = MethodType(value.__func__, copies[id(value.__self__)])

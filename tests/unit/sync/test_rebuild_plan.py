@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from engine_ext.sync import rebuilds
+from engine_ext.sync import rebuild_plan
 from engine_ext.sync.staged import Write
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of, part_id
@@ -216,14 +216,14 @@ class TwoLayers(Model):
         self.one, self.two = Layer(Int8()), Layer(Int8())
 
 
-def test_a_shadow_that_does_not_fit_is_refused_and_named(tmp_path: Path) -> None:
+def test_unprocessed_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     size = 2 * (OUT * IN + OUT)
     serving = Serving(TwoLayers, tmp_path, shadow_bytes=2 * size - 1)
     assert serving.reasons().keys() == {"two.weight", "two.bias"}
     assert serving.states[0].nbytes == size - 2 * OUT  # the bias stays in place
     before = serving.served()
     message = refusal(serving.sync(target_of(serving, "two.weight")))
-    assert f"takes {size} bytes more than {size}: raise --delta-shadow-bytes" in message
+    assert f"take {size} bytes more than {size}: raise --delta-shadow-bytes" in message
     assert serving.served() == before
     errors_of(serving.sync(target_of(serving, "one.weight", "one.bias", "norm")), none=True)
     serving.assert_fresh()
@@ -263,7 +263,7 @@ def test_a_prepared_sync_that_is_dropped_changes_nothing(tmp_path: Path) -> None
 
 @pytest.mark.host_memory
 def test_batches_are_prepared_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rebuilds, "_BATCH", 1)
+    monkeypatch.setattr(rebuild_plan, "_BATCH", 1)
     serving = Serving(Everything, tmp_path, ranks=2)
     errors_of(serving.sync(target_of(serving)), none=True)
     serving.assert_fresh()

@@ -1,61 +1,70 @@
-"""What SGLang loads in one rank: the target, and its draft model if it has one."""
+"""How SGLang reads a checkpoint and loads it into a model."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
+from engine_ext.adapters.observer import ModelLoadObserver
 from engine_ext.adapters.sglang.postload import constants_kept, repack_learner
 from engine_ext.adapters.target_and_draft import Part, TargetAndDraft, read
-from engine_ext.model import ConstantsWatch
-from engine_ext.startup import LoadingStates, LoadingTrace, LoadWeights
+from engine_ext.startup import (
+    CheckpointReader,
+    LoadingTrace,
+    LoadWeights,
+    RepackLearner,
+    UnprocessedModules,
+)
 
 _COLLECTIVE: Final = ("fastsafetensors", "instanttensor")
 
-Reader = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
-
-class Observed:
-    """Context manager in which a runner loads its model.
+@dataclass(frozen=True, slots=True)
+class RunnerLoad:
+    """How a runner loads its model; see `engine_ext.adapters.observer.EngineLoad`.
 
     Attributes:
-        learner, constants: of its loading.
+        runner: SGLang's.
     """
 
-    def __init__(
-        self, part: Part, runner: Any, loading: LoadingTrace, states: LoadingStates
-    ) -> None:
-        self.part, self.runner = part, runner
-        self._loading, self._states = loading, states
-        self._hooks = contextlib.ExitStack()
+    runner: Any
 
-    def __enter__(self) -> Observed:
+    def constants_kept(self) -> contextlib.AbstractContextManager[None]:
+        return constants_kept()
+
+    def learner(
+        self, before: Callable[[torch.nn.Module], None], states: UnprocessedModules
+    ) -> contextlib.AbstractContextManager[RepackLearner]:
+        return repack_learner(before, states)
+
+    def constructor(self) -> tuple[Any, str]:
         from sglang.srt.model_loader import loader
 
-        self._hooks.enter_context(constants_kept())
-        self.learner = self._hooks.enter_context(repack_learner(self._trace, self._states))
-        # It keeps the function that it finds, which is the learner's by now.
-        watch = ConstantsWatch(loader, "_initialize_model")
-        self.constants = self._hooks.enter_context(watch)
-        return self
+        return loader, "_initialize_model"
 
-    def __exit__(self, *error: object) -> None:
-        self._hooks.close()
+    def reader(self, model: torch.nn.Module) -> CheckpointReader | None:
+        return checkpoint(self.runner, model)
 
-    def _trace(self, model: torch.nn.Module) -> None:
-        """Trace the loader of the model, which is not processed yet."""
-        part, reader = self.part, checkpoint(self.runner, model)
-        self._states.moved_too = reader is None
-        load = load_function(self.runner, model)
-        self._loading.trace(model, load, reader, path=part.path, prefix=part.prefix)
+    def load_function(self, model: Any) -> LoadWeights:
+        return load_function(self.runner, model)
 
-    def known(self, path: str, tensor: torch.Tensor) -> bool:
-        """Return `ConstantsWatch.known`, by the path in the receiver's model."""
-        return self.constants.known(self.part.inside(path), tensor)
+    def refuse_while(self, model: torch.nn.Module) -> str | None:
+        return None  # SGLang wraps no loaders
+
+
+Observer = ModelLoadObserver[RunnerLoad]
+
+
+def observer_of(
+    part: Part, runner: Any, loading: LoadingTrace, states: UnprocessedModules
+) -> Observer:
+    """Return the context in which a runner loads its model."""
+    return ModelLoadObserver(part, RunnerLoad(runner), loading, states)
 
 
 def load_format(runner: Any) -> str:
@@ -64,7 +73,7 @@ def load_format(runner: Any) -> str:
     return str(getattr(found, "value", found))
 
 
-def checkpoint(runner: Any, model: torch.nn.Module) -> Reader | None:
+def checkpoint(runner: Any, model: torch.nn.Module) -> CheckpointReader | None:
     """Return what reads the loaded checkpoint's tensors on the CPU, or None if there is none.
 
     The formats whose readers need all ranks at once, or whose tensors are gone after the reading,
@@ -82,9 +91,10 @@ def checkpoint(runner: Any, model: torch.nn.Module) -> Reader | None:
     return (lambda: loader._get_all_weights(runner.model_config, model)) if reads else None
 
 
-def checkpoints(observed: Sequence[Observed]) -> Reader | None:
+def checkpoints(observed: Sequence[Observer]) -> CheckpointReader | None:
     """Return what reads the checkpoints of all models, or None if one has none."""
-    readers = [checkpoint(one.runner, one.runner.model) for one in observed]
+    runners = [one.engine.runner for one in observed]
+    readers = [checkpoint(runner, runner.model) for runner in runners]
     if None in readers:
         return None
     parts = [one.part for one in observed]

@@ -15,7 +15,7 @@ from engine_ext.startup.recomputed.elements import AttributeElements
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoadingState:
+class UnprocessedModule:
     """A module as it was before post-load processing.
 
     Attributes:
@@ -23,11 +23,11 @@ class LoadingState:
         before: its copy. If the processing only `moves` elements, the tensors have no data.
         process: runs the engine's processing on a copy of `before`.
         moves: whether the elements stay in the memory of their parameters, so that these are
-            written to without a shadow.
+            written to directly.
         memory: the storage that each parameter and buffer had before, which is not kept alive, and
             its offset there in elements.
         in_place: names of parameters and buffers that processing leaves where and as they are:
-            their shadow is live memory.
+            their unprocessed weights are live memory.
         attributes: what rebuilds have replaced as a whole, by path.
         shared: names of parameters and buffers whose memory processing can also reach by another
             way than their copies.
@@ -42,13 +42,13 @@ class LoadingState:
     in_place: set[str] = field(default_factory=set)
     attributes: dict[str, AttributeElements] = field(default_factory=dict)
 
-    def shadow(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is loaded before processing, by name; nothing if elements are only moved."""
         if not self.moves:
             yield from loaded_tensors(self.before)
 
 
-class LoadingStates:
+class UnprocessedModules:
     """The states of the modules that the engine's loader cannot be traced on after processing.
 
     Args:
@@ -62,7 +62,7 @@ class LoadingStates:
     """
 
     def __init__(self, limit: int, *, moved_too: bool = False) -> None:
-        self.states: list[LoadingState] = []
+        self.states: list[UnprocessedModule] = []
         self.nbytes = 0
         self.moved_too = moved_too
         self._limit = limit
@@ -81,14 +81,16 @@ class LoadingStates:
         size = 0 if moves else sum(tensor.nbytes for tensor in tensors)
         if not self.reserve(size):
             return (
-                f"post-load processing computes it, and its shadow takes {size} bytes more than "
-                f"{self.nbytes}: raise --delta-shadow-bytes, which allows {self._limit}"
+                f"post-load processing computes it, and its unprocessed weights take {size} bytes "
+                f"more than {self.nbytes}: raise --delta-shadow-bytes, which allows {self._limit}"
             )
         empty = {id(tensor): _without_data(tensor) for tensor in tensors} if moves else {}
         before = ModuleCopy(module, empty).root
         memory = {n: (storage_of(t), int(t.storage_offset())) for n, t in loaded_tensors(module)}
         shared = frozenset() if moves else _shared(module, before)
-        self.states.append(LoadingState(module, before, processing.call, moves, memory, shared))
+        self.states.append(
+            UnprocessedModule(module, before, processing.call, moves, memory, shared)
+        )
         self._known.add(id(module))
         return None
 

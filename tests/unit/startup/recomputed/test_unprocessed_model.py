@@ -7,79 +7,79 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine_ext.startup.recomputed import LoadingStates, make_twin, share_views
-from engine_ext.startup.recomputed.twin import with_modules
+from engine_ext.startup.recomputed import UnprocessedModules, make_unprocessed_model, share_views
+from engine_ext.startup.recomputed.unprocessed_model import with_modules
 from tests.support.quantised_engine import copied, process, processing
 from tests.support.toy_quantised import Everything, Int8, Layer, Method, Transpose
 
 
 def processed(kind: type[Method]) -> tuple[Any, Any]:
-    """A processed model of one layer in a list, and its twin."""
+    """A processed model of one layer in a list, and the unprocessed one."""
     root: Any = nn.Module()
     root.layers = nn.ModuleList([Layer(kind()), Layer(Method())])
     layer = root.layers[0]
-    states = LoadingStates(1 << 20)
+    states = UnprocessedModules(1 << 20)
     states.keep(processing(layer), kind is Transpose)
     layer.quant_method.process_weights_after_loading(layer)
-    return root, make_twin(root, states.states)
+    return root, make_unprocessed_model(root, states.states)
 
 
 def test_only_what_was_processed_is_another() -> None:
-    root, twin = processed(Int8)
-    assert twin is not root
-    assert type(twin) is type(root)
-    assert twin.layers[1] is root.layers[1]
-    assert twin.layers[0].weight.dtype == torch.bfloat16
+    root, unprocessed = processed(Int8)
+    assert unprocessed is not root
+    assert type(unprocessed) is type(root)
+    assert unprocessed.layers[1] is root.layers[1]
+    assert unprocessed.layers[0].weight.dtype == torch.bfloat16
     assert root.layers[0].weight.dtype == torch.int8
 
 
 def test_what_moves_shares_the_live_memory() -> None:
-    root, twin = processed(Transpose)
-    live, before = root.layers[0].weight, twin.layers[0].weight
+    root, unprocessed = processed(Transpose)
+    live, before = root.layers[0].weight, unprocessed.layers[0].weight
     assert before.data_ptr() == live.data_ptr()
     assert before.shape == live.shape[::-1]
-    assert twin.layers[0].bias.data_ptr() == root.layers[0].bias.data_ptr()
+    assert unprocessed.layers[0].bias.data_ptr() == root.layers[0].bias.data_ptr()
 
 
-def test_loaders_are_those_of_the_twin() -> None:
+def test_loaders_are_those_of_the_unprocessed_model() -> None:
     for kind in (Int8, Transpose):
-        root, twin = processed(kind)
-        assert twin.layers[0].weight.weight_loader.__self__ is twin.layers[0]
-        assert twin.layers[1].weight.weight_loader.__self__ is root.layers[1]
+        root, unprocessed = processed(kind)
+        assert unprocessed.layers[0].weight.weight_loader.__self__ is unprocessed.layers[0]
+        assert unprocessed.layers[1].weight.weight_loader.__self__ is root.layers[1]
 
 
-def test_loading_the_twin_leaves_what_was_processed() -> None:
+def test_loading_unprocessed_leaves_what_was_processed() -> None:
     checkpoint = Everything.checkpoint()
-    model, states = Everything(), LoadingStates(1 << 20)
+    model, states = Everything(), UnprocessedModules(1 << 20)
     model.load_weights(copied(checkpoint))
     for module in model.modules():
         if isinstance(module, Layer) and not isinstance(module.quant_method, Transpose):
             states.keep(processing(module), False)
     process(model)
-    twin: Any = make_twin(model, states.states)
+    unprocessed: Any = make_unprocessed_model(model, states.states)
     live = {n: p.clone() for n, p in model.named_parameters() if n.startswith("int8")}
     with torch.no_grad():
-        twin.load_weights((n, t + 1) for n, t in checkpoint.items() if n.startswith("int8"))
+        unprocessed.load_weights((n, t + 1) for n, t in checkpoint.items() if n.startswith("int8"))
     assert all(torch.equal(model.get_parameter(n), p) for n, p in live.items())
-    assert torch.equal(twin.int8.weight.cpu(), checkpoint["int8.weight"] + 1)
+    assert torch.equal(unprocessed.int8.weight.cpu(), checkpoint["int8.weight"] + 1)
 
 
-def test_a_model_without_kept_modules_is_its_own_twin() -> None:
+def test_a_model_without_kept_modules_needs_no_copy() -> None:
     model = Everything()
-    assert make_twin(model, []) is model
+    assert make_unprocessed_model(model, []) is model
     replaced: dict[int, nn.Module] = {}
     assert with_modules(model, replaced) is model
     assert replaced[id(model.int8)] is model.int8
 
 
-def test_a_module_with_two_parents_has_one_twin() -> None:
+def test_a_module_with_two_parents_has_one_copy() -> None:
     root: Any = nn.Module()
     root.one = root.two = Layer(Int8())
-    states = LoadingStates(1 << 20)
+    states = UnprocessedModules(1 << 20)
     states.keep(processing(root.one), False)
-    twin: Any = make_twin(root, states.states)
-    assert twin.one is twin.two
-    assert twin.one is not root.one
+    unprocessed: Any = make_unprocessed_model(root, states.states)
+    assert unprocessed.one is unprocessed.two
+    assert unprocessed.one is not root.one
 
 
 def test_a_part_that_is_elsewhere_in_the_model_too_is_that_of_the_kept_module() -> None:
@@ -88,18 +88,18 @@ def test_a_part_that_is_elsewhere_in_the_model_too_is_that_of_the_kept_module() 
     root.outer = Layer(Int8())
     root.outer.plain, root.outer.inner = Layer(Method()), Layer(Int8())
     root.plain, root.inner = root.outer.plain, root.outer.inner
-    states = LoadingStates(1 << 20)
+    states = UnprocessedModules(1 << 20)
     for layer in (root.outer, root.inner):
         states.keep(processing(layer), False)
     outer, inner = (state.before for state in states.states)
-    twin: Any = make_twin(root, states.states)
-    assert twin.outer is outer
-    assert twin.inner is inner
-    assert twin.plain is outer.plain
-    assert twin.plain.weight.weight_loader.__self__ is twin.plain
+    unprocessed: Any = make_unprocessed_model(root, states.states)
+    assert unprocessed.outer is outer
+    assert unprocessed.inner is inner
+    assert unprocessed.plain is outer.plain
+    assert unprocessed.plain.weight.weight_loader.__self__ is unprocessed.plain
 
 
-def test_a_live_view_of_what_was_loaded_is_its_shadow() -> None:
+def test_a_live_view_of_what_was_loaded_is_its_unprocessed_weight() -> None:
     """Also one that begins within its storage, where other elements have the same bits."""
     root: Any = nn.Module()
     root.layer = layer = Layer(Int8())
@@ -107,22 +107,24 @@ def test_a_live_view_of_what_was_loaded_is_its_shadow() -> None:
     middle = storage[layer.weight.numel() :][: layer.weight.numel()].view_as(layer.weight)
     layer.weight.data = middle
     root.plain = middle.view(-1)
-    states = LoadingStates(1 << 20)
+    states = UnprocessedModules(1 << 20)
     states.keep(processing(layer), False)
     layer.quant_method.process_weights_after_loading(layer)
     share_views(root, states.states)
-    shadow = make_twin(root, states.states).layer.weight
-    assert shadow.dtype == torch.bfloat16
-    assert shadow.data_ptr() == root.plain.data_ptr()
+    weight = make_unprocessed_model(root, states.states).layer.weight
+    assert weight.dtype == torch.bfloat16
+    assert weight.data_ptr() == root.plain.data_ptr()
 
 
-def test_another_parameter_is_no_shadow() -> None:
+def test_another_parameter_is_no_unprocessed_weight() -> None:
     """It has a name of its own, by which a rebuild would not know what was written."""
     root: Any = nn.Module()
     root.layer = layer = Layer(Int8())
     root.tied = layer.weight
-    states = LoadingStates(1 << 20)
+    states = UnprocessedModules(1 << 20)
     states.keep(processing(layer), False)
     layer.quant_method.process_weights_after_loading(layer)
     share_views(root, states.states)
-    assert make_twin(root, states.states).layer.weight.data_ptr() != root.tied.data_ptr()
+    assert (
+        make_unprocessed_model(root, states.states).layer.weight.data_ptr() != root.tied.data_ptr()
+    )

@@ -13,7 +13,7 @@ from torch import nn
 
 from engine_ext.errors import NotUpdatable
 from engine_ext.ranks import SingleRank
-from engine_ext.startup import InStep, RebuildError
+from engine_ext.startup import LockstepRunner, RebuildError
 from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_collective import all_ranks, all_reduce_max_
 
@@ -29,9 +29,9 @@ def run(
     group = Group(RANKS)
 
     def of_rank(rank: int) -> Outcome:
-        in_step = InStep(ThreadRanks(group, rank))
+        lockstep = LockstepRunner(ThreadRanks(group, rank))
         try:
-            return "result", in_step.run(what(rank), lambda: work(rank))
+            return "result", lockstep.run(what(rank), lambda: work(rank))
         except Exception as error:
             return type(error).__name__, str(error)
 
@@ -113,9 +113,9 @@ def test_a_rank_that_does_not_answer() -> None:
         def all_gather(self, value: Any) -> list[Any]:
             return [value, value] if value is None else super().all_gather(value)
 
-    in_step = InStep(Gone(group, 0))
+    lockstep = LockstepRunner(Gone(group, 0))
     with pytest.raises(BrokenBarrierError):
-        in_step.run("it", lambda: None)
+        lockstep.run("it", lambda: None)
 
 
 def stage(
@@ -126,11 +126,11 @@ def stage(
     group = Group(RANKS)
 
     def of_rank(rank: int) -> Outcome:
-        in_step = InStep(ThreadRanks(group, rank))
+        lockstep = LockstepRunner(ThreadRanks(group, rank))
         try:
             if rank == without:
-                return "followed", in_step.follow("it", model)
-            return "result", in_step.run("it", lambda: work(rank))
+                return "followed", lockstep.follow("it", model)
+            return "result", lockstep.run("it", lambda: work(rank))
         except Exception as error:
             return type(error).__name__, str(error)
 
@@ -181,16 +181,18 @@ def test_all_ranks_may_follow() -> None:
     group = Group(2)
     with ThreadPoolExecutor(2) as threads:
         found = list(
-            threads.map(lambda r: InStep(ThreadRanks(group, r)).follow("it", nn.Module()), range(2))
+            threads.map(
+                lambda r: LockstepRunner(ThreadRanks(group, r)).follow("it", nn.Module()), range(2)
+            )
         )
     assert found == [None, None]
 
 
 def test_one_rank_alone_does_not_vote() -> None:
-    in_step = InStep(SingleRank())
-    assert in_step.run("it", lambda: meet(0)) == 0.0
+    lockstep = LockstepRunner(SingleRank())
+    assert lockstep.run("it", lambda: meet(0)) == 0.0
     with pytest.raises(RebuildError, match="as it is"):
-        in_step.run("it", raise_as_it_is)
+        lockstep.run("it", raise_as_it_is)
 
 
 def raise_as_it_is() -> None:
@@ -201,7 +203,7 @@ def test_the_order_of_all_ranks() -> None:
     group = Group(2)
 
     def of_rank(rank: int) -> list[str]:
-        return InStep(ThreadRanks(group, rank)).agree(["ac", "bc"][rank])
+        return LockstepRunner(ThreadRanks(group, rank)).agree(["ac", "bc"][rank])
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(of_rank, range(2))) == [["a", "c", "b"]] * 2

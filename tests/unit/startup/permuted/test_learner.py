@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.startup.permuted.load_hook import LearningError, Processing, RepackLearner
+from engine_ext.startup.permuted.learner import LearningError, Processing, RepackLearner
 
 
 class Method:
@@ -43,7 +43,7 @@ def walk(model: nn.Module, *args: Any) -> Iterator[Processing]:
         yield Processing(
             module,
             module.quant_method,
-            lambda twin: twin.quant_method.process_weights_after_loading(twin),
+            lambda copy: copy.quant_method.process_weights_after_loading(copy),
         )
 
 

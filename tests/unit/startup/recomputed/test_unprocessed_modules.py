@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from engine_ext.startup import LoadingStates
+from engine_ext.startup import UnprocessedModules
 from tests.support.quantised_engine import processing
 from tests.support.toy_quantised import IN, OUT, Int8, Layer, parameter
 
 SIZE = 2 * (OUT * IN + OUT)
 
 
-def kept(layer: Layer, *, moves: bool = False, limit: int = SIZE) -> LoadingStates:
-    states = LoadingStates(limit)
+def kept(layer: Layer, *, moves: bool = False, limit: int = SIZE) -> UnprocessedModules:
+    states = UnprocessedModules(limit)
     assert states.keep(processing(layer), moves) is None
     return states
 
@@ -23,11 +23,11 @@ def test_the_copy_shares_nothing_and_stays_as_it_was() -> None:
     layer = Layer(Int8())
     [state] = kept(layer).states
     assert state.module is layer
-    shadow = dict(state.shadow())
-    assert shadow.keys() == {"weight", "bias"}
+    weights = dict(state.weights())
+    assert weights.keys() == {"weight", "bias"}
     layer.quant_method.process_weights_after_loading(layer)
-    assert torch.equal(shadow["weight"].cpu(), torch.full((OUT, IN), 7.0))
-    assert shadow["weight"].dtype == torch.bfloat16
+    assert torch.equal(weights["weight"].cpu(), torch.full((OUT, IN), 7.0))
+    assert weights["weight"].dtype == torch.bfloat16
     assert state.before.quant_method is not layer.quant_method
 
 
@@ -37,7 +37,7 @@ def test_what_is_only_moved_has_no_data_and_costs_nothing() -> None:
     states = kept(layer, moves=True, limit=0)
     assert states.nbytes == 0
     [state] = states.states
-    assert not dict(state.shadow())
+    assert not dict(state.weights())
     assert all(t.is_meta for t in [*state.before.parameters(), *state.before.buffers()])
 
 
@@ -52,13 +52,13 @@ def test_a_module_is_kept_once() -> None:
 def test_buffers_count() -> None:
     layer = Layer(Int8())
     layer.register_buffer("stats", torch.ones(2))
-    states = LoadingStates(SIZE + 7)
+    states = UnprocessedModules(SIZE + 7)
     assert "--delta-shadow-bytes" in str(states.keep(processing(layer), False))
     assert kept(layer, limit=SIZE + 8).nbytes == SIZE + 8
 
 
 def test_what_does_not_fit_is_not_kept() -> None:
-    states = LoadingStates(2 * SIZE - 1)
+    states = UnprocessedModules(2 * SIZE - 1)
     assert states.keep(processing(Layer(Int8())), False) is None
     reason = states.keep(processing(Layer(Int8())), False)
     assert reason is not None

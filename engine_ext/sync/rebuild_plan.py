@@ -22,22 +22,22 @@ from engine_ext.errors import NotUpdatable
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, uncertified
 from engine_ext.ranks import Ranks
-from engine_ext.startup import InStep, Rebuild, RebuildError, module_place
-from engine_ext.sync.staged import RebuiltModule, RebuiltModules, StagedPart, Write
+from engine_ext.startup import LockstepRunner, Rebuild, RebuildError, module_place
+from engine_ext.sync.staged import StagedModule, StagedModules, StagedPart, Write
 
 logger = logging.getLogger(__name__)
 
-# Elements of the shadow that one batch rebuilds, at least.
+# Elements of unprocessed weights that one batch rebuilds, at least.
 _BATCH: Final = 1 << 22
 
 
-class Rebuilds:
+class RebuildPlan:
     """The modules of one rank that are computed from checkpoint tensors. All ranks must make it.
 
     Args:
         model: the live model, and its index, made before the certification.
         rebuilds: the proven ones on this rank.
-        placement: of the checkpoint, in the shadow where a module is rebuilt.
+        placement: of the checkpoint, in unprocessed weights where a module is rebuilt.
 
     Attributes:
         model: the live model.
@@ -52,7 +52,7 @@ class Rebuilds:
         ranks: Ranks,
     ) -> None:
         self.model, self._index, self._ranks = model, index, ranks
-        self._in_step = InStep(ranks)
+        self._lockstep = LockstepRunner(ranks)
         self._by_path = {one.path: one for one in rebuilds}
         # The modules themselves, and what was found to differ some time: that is written then, or
         # by a rollback.
@@ -135,11 +135,11 @@ class Rebuilds:
         found = {}
         for path in batch:
             try:
-                found[path] = self._rebuild_in_step(path, staged, path in checked)
+                found[path] = self._rebuild_in_lockstep(path, staged, path in checked)
             except RebuildError as error:
                 raise NotUpdatable(str(error), module=path) from error
         if not _is_of(staged):
-            staged[0].rebuilt = RebuiltModules(tuple(staged[1:]))
+            staged[0].rebuilt = StagedModules(tuple(staged[1:]))
         staged[0].rebuilt.modules.update(found)
 
     def corrupted(self) -> list[str]:
@@ -165,7 +165,7 @@ class Rebuilds:
             for path, made in part.rebuilt.modules.items():
                 one = self._by_path.get(path)
                 if one is not None and made.writes:
-                    found |= {f"{path}.{name}".lstrip(".") for name, _ in one.shadow()}
+                    found |= {f"{path}.{name}".lstrip(".") for name, _ in one.weights()}
         return frozenset(found)
 
     def committed(self, staged: Sequence[StagedPart]) -> dict[str, Mapping[str, str] | None]:
@@ -198,14 +198,14 @@ class Rebuilds:
     def _is_intact(self, path: str) -> bool:
         one = self._by_path.get(path)
         if one is None:
-            self._in_step.follow(path, self.model)
+            self._lockstep.follow(path, self.model)
             return True
         expected = self._known.get(path, {})
-        return self._in_step.run(path, functools.partial(one.is_intact, expected))
+        return self._lockstep.run(path, functools.partial(one.is_intact, expected))
 
-    def _rebuild_in_step(
+    def _rebuild_in_lockstep(
         self, path: str, staged: Sequence[StagedPart], checks: bool
-    ) -> RebuiltModule:
+    ) -> StagedModule:
         """Rebuild one module on the ranks that have it; all ranks must call it.
 
         Args:
@@ -213,11 +213,11 @@ class Rebuilds:
         """
         one, what = self._by_path.get(path), f"rebuilding {path}"
         if one is None:
-            self._in_step.follow(path, self.model, what)
-            return RebuiltModule([], {})
-        return self._in_step.run(what, functools.partial(self._rebuild, one, staged, checks))
+            self._lockstep.follow(path, self.model, what)
+            return StagedModule([], {})
+        return self._lockstep.run(what, functools.partial(self._rebuild, one, staged, checks))
 
-    def _rebuild(self, one: Rebuild, staged: Sequence[StagedPart], checks: bool) -> RebuiltModule:
+    def _rebuild(self, one: Rebuild, staged: Sequence[StagedPart], checks: bool) -> StagedModule:
         """Rebuild one module; NotUpdatable says why it cannot be."""
         path = one.path
         changes: dict[str, list[Write]] = {}
@@ -250,7 +250,7 @@ class Rebuilds:
         found = [Write(d.elements, d.new, "", keep) for d in rebuilt.differences]
         for write in found:
             write.read_old()
-        return RebuiltModule(found, rebuilt.fingerprints)
+        return StagedModule(found, rebuilt.fingerprints)
 
 
 def _is_of(staged: Sequence[StagedPart]) -> bool:

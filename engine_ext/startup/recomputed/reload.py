@@ -13,43 +13,43 @@ import torch
 
 from engine_ext.model import PLAIN
 from engine_ext.startup.permuted import ModuleCopy
-from engine_ext.startup.recomputed.loading_states import LoadingState, loaded_tensors
 from engine_ext.startup.recomputed.module_rebuild import Context, tensor_differences
 from engine_ext.startup.recomputed.prove import Rebuild
-from engine_ext.startup.recomputed.twin import with_modules, with_parts
+from engine_ext.startup.recomputed.unprocessed_model import with_modules, with_parts
+from engine_ext.startup.recomputed.unprocessed_modules import UnprocessedModule, loaded_tensors
 from engine_ext.startup.trace import LoadWeights
 
 
-def load_again(
+def load_and_process(
     model: torch.nn.Module,
-    states: Iterable[LoadingState],
+    states: Iterable[UnprocessedModule],
     rebuilds: Iterable[Rebuild],
     loader: Callable[[torch.nn.Module], LoadWeights],
     context: Context,
     checkpoint: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Load a checkpoint into the shadow and into live memory, as a fresh engine would.
+    """Load a checkpoint into unprocessed weights and live memory, as a fresh engine would.
 
     Takes the memory of a copy of all modules whose elements are only moved. All ranks must call it.
 
     Args:
-        states: all that were kept, and that `make_twin` has made a twin of.
+        states: all that were kept.
         rebuilds: of those that the checkpoint has tensors for.
-        loader: returns the loader of a twin.
+        loader: returns the loader of an unprocessed copy of the model.
 
     Raises:
         Exception: the weights are mixed.
     """
     states = list(states)
     copies = {id(one.module): ModuleCopy(one.before, {}) for one in states if one.moves}
-    twins = with_parts(
+    copied = with_parts(
         [(one.module, copies[id(one.module)].root if one.moves else one.before) for one in states]
     )
-    known = {id(part): {*vars(part)} for twin in twins.values() for part in twin.modules()}
+    known = {id(part): {*vars(part)} for copy in copied.values() for part in copy.modules()}
     with torch.no_grad(), context():
-        loader(with_modules(model, twins))(checkpoint)
+        loader(with_modules(model, copied))(checkpoint)
         for state in states:
-            _copy_marks(twins[id(state.module)], state.module, known)
+            _copy_marks(copied[id(state.module)], state.module, known)
         for state in states:
             if state.moves:
                 _process_moved(state, copies.pop(id(state.module)))
@@ -59,20 +59,20 @@ def load_again(
 
 
 def _copy_marks(
-    twin: torch.nn.Module, live: torch.nn.Module, known: Mapping[int, AbstractSet[str]]
+    copy: torch.nn.Module, live: torch.nn.Module, known: Mapping[int, AbstractSet[str]]
 ) -> None:
-    """Give a live module the plain attributes that a loader has given its twin.
+    """Give a live module the plain attributes that a loader has given its copy.
 
     One that is cached when a loader first needs it is such.
     """
     parts = dict(live.named_modules())
-    for path, part in twin.named_modules():
+    for path, part in copy.named_modules():
         for name in vars(part).keys() - known.get(id(part), set()):
             if isinstance(vars(part)[name], PLAIN) and path in parts:
                 parts[path].__dict__[name] = vars(part)[name]
 
 
-def _process_moved(state: LoadingState, copy: ModuleCopy) -> None:
+def _process_moved(state: UnprocessedModule, copy: ModuleCopy) -> None:
     """Process a copy, and write its tensors to the live module."""
     state.process(copy.root)
     live = dict(loaded_tensors(state.module))

@@ -10,7 +10,7 @@ from engine_ext.placement import flat_bits
 from engine_ext.startup.derived import varied
 
 
-class OtherBits:
+class Perturbation:
     """A change of a whole tensor, see `engine_ext.startup.recomputed.module_rebuild.Change`.
 
     Floats get another mantissa or sign, integers other bits.
@@ -19,7 +19,7 @@ class OtherBits:
     new = 0  # seed
 
     @property
-    def elements(self) -> OtherBits:
+    def elements(self) -> Perturbation:
         return self
 
     def within(self, tensor: torch.Tensor) -> _Filler:

@@ -28,7 +28,7 @@ _COLLECTIVE: Final = re.compile(
 _END: Final = "the end"
 
 
-class InStep:
+class LockstepRunner:
     """Runs on this rank what the other ranks run at the same time."""
 
     def __init__(self, ranks: Ranks) -> None:
