@@ -5,7 +5,12 @@
 Imports: nothing of `engine_ext`.
 """
 
-from engine_ext.files.checkpoint_files import checkpoint_entries, read_checkpoint, read_entries
+from engine_ext.files.checkpoint_files import (
+    INDEX,
+    checkpoint_entries,
+    read_checkpoint,
+    read_entries,
+)
 from engine_ext.files.durable_files import FileLock, sync_folder, write_file
 from engine_ext.files.part_paths import (
     decoded_path,
@@ -16,6 +21,7 @@ from engine_ext.files.part_paths import (
 )
 
 __all__ = [
+    "INDEX",
     "FileLock",
     "checkpoint_entries",
     "decoded_path",

@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 
-from engine_ext.derived import Recomputation
 from engine_ext.model import PROCESSING, is_default
-from engine_ext.rebuild import LoadingStates, probe_linear
-from engine_ext.repacks import Processing, RepackLearner
+from engine_ext.startup import (
+    Processing,
+    Recomputation,
+    RepackLearner,
+    UnprocessedModules,
+    probe_linear,
+)
 
 
 @contextlib.contextmanager
 def repack_learner(
-    before: Callable[[torch.nn.Module], None], states: LoadingStates
+    before: Callable[[torch.nn.Module], None], states: UnprocessedModules
 ) -> Iterator[RepackLearner]:
     """Learn SGLang's post-load processing; use it around the loading of a model.
 
@@ -136,7 +140,7 @@ def _processings(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[
         yield Processing(module, method, _process_copy)
 
 
-class _CopyDispatcher:
+class _RecordingDispatcher:
     """Replaces the live dispatcher in a copy of an experts module.
 
     Attributes:
@@ -164,9 +168,9 @@ def _process_copy(copy: Any) -> None:
     if dispatcher is None:
         copy.quant_method.process_weights_after_loading(copy)
         return
-    copy.dispatcher = replacement = _CopyDispatcher(dispatcher)
+    copy.dispatcher = recording = _RecordingDispatcher(dispatcher)
     copy.quant_method.process_weights_after_loading(copy)
     copy.dispatcher = dispatcher
     known = dispatcher.quant_config  # empty before the live module is processed
-    if known and replacement.quant_config is not None and replacement.quant_config != known:
+    if known and recording.quant_config is not None and recording.quant_config != known:
         raise RuntimeError("processing sets another quant_config of the dispatcher than before")
