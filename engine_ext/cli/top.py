@@ -239,7 +239,7 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = _WIDE
-    # Only who asks for a log pays for what reads it.
+    # Imported only if a log is asked for.
     if options.delta_log is not None:
         from engine_ext.log import follower_lags, open_log
 

@@ -1,4 +1,4 @@
-"""What numba lacks for compiled loops: prefetch, vector compare, bit counts, memory by address.
+"""Operations that numba lacks: prefetch, vector compare, bit counts, memory by address.
 
 The functions here do nothing in Python. They work in loops compiled after `register_intrinsics`.
 """

@@ -52,7 +52,7 @@ def is_constant(path: str, tensor: torch.Tensor) -> bool:
 def is_default(tensor: torch.Tensor) -> bool:
     """Return whether a constructor has filled a tensor with one number.
 
-    That is the default of a scale or zero point which no checkpoint need have.
+    Scales and zero points that a checkpoint can omit have such defaults.
     """
     if not 0 < tensor.numel() <= _LARGE or tensor.is_meta:
         return False

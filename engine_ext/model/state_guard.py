@@ -108,7 +108,7 @@ class ModelStateGuard:
         return any(content_changed(one, before) for one, before in self._containers)
 
     def known_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of before, wherever they are reached from, with their paths."""
+        """Yield the tensors of the snapshot, wherever they are reached from, with their paths."""
         yield from self._tensors.items()
 
     def new_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -154,7 +154,7 @@ class ModelStateGuard:
             return {}
         found: dict[Any, tuple[str, torch.Tensor]] = {}
         known = [(attached.path, attached.memory) for attached in self.registered + self.attributes]
-        # What modules keep in objects of theirs, too.
+        # Tensors in objects of modules, too.
         inside = [(path, one) for path, one in self._tensors.items() if not is_cache(path)]
         for path, memory in [*known, *inside]:
             key = location(memory)

@@ -45,10 +45,10 @@ class Plan:
         targets: the segments on this rank of each tensor that can be updated.
         held: the tensors that some rank holds; the same on every rank.
         digested: the tensors that the digest covers; the same on every rank.
-        dropped: names that the checkpoint does not hold, of tied tensors, that the loader of every
-            rank drops, with the tensors' own specs.
-        tied: names whose memory on this rank is that of another tensor, with that one's name: those
-            that are dropped, and tensors of the checkpoint. A sync must give both the same values.
+        dropped: names of tied tensors that the checkpoint does not hold and that the loader of
+            every rank drops, with the tensors' own specs.
+        tied: by name, the tensor that it shares memory with on this rank: names that are dropped,
+            and tensors of the checkpoint. A sync must give both the same values.
     """
 
     rank: int

@@ -1,6 +1,6 @@
-"""Targets by the number, so that one compiled call finds the elements of many deltas.
+"""A table of targets, so that one compiled call finds the elements of many deltas.
 
-A call for each tensor gives up the interpreter lock and waits for it again, which takes longer than
+A call for each tensor releases the interpreter lock and waits for it again, which takes longer than
 to find a few thousand elements.
 """
 
@@ -25,11 +25,11 @@ class LocatedElements(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Which elements of some deltas, one after another, are in their targets.
 
     Attributes:
-        starts: of each delta whose target is a run, the number of its first element that is in it;
-            of another one, where its elements begin in `positions` and `offsets`; [deltas].
-        counts: how many are in it, [deltas].
+        starts: by delta, if its target is a run, the number of its first element in the target;
+            otherwise where its elements begin in `positions` and `offsets`; [deltas].
+        counts: how many of its elements are in the target, [deltas].
         positions: numbers of the elements in targets that are not runs, [n].
-        offsets: theirs in live memory, in elements, [n].
+        offsets: the offsets of these in live memory, in elements, [n].
     """
 
     starts: _Int64s

@@ -41,7 +41,7 @@ def make_targets(
 
 
 def _place(segment: Segment) -> tuple[Any, ...]:
-    """Return what two segments share only if they write the same elements to the same places."""
+    """Return a key; two segments share it only if they write the same elements to one place."""
     live = (segment.live.start, segment.live.tensor.dtype, segment.offset, segment.strides)
     return *live, segment.sizes, segment.source_offset, segment.source_strides, segment.repack
 

@@ -98,18 +98,18 @@ def ranks_of_host(ranks: Ranks) -> int:
 
 
 def _host() -> str:
-    """Return what this host has and no other, until it is started again."""
+    """Return an identity of this host, until it is started again."""
     return _BOOT_ID.read_text().strip()
 
 
 def together(ranks: Ranks, work: Callable[[], _T]) -> _T:
     """Do some work that does not communicate; if it fails on one rank, it fails on all.
 
-    So what follows can communicate. All ranks must call it.
+    So the code after it can communicate. All ranks must call it.
 
     Raises:
-        DeltaError: what the work raised on another rank.
-        Exception: what it raised on this rank.
+        DeltaError: the error of another rank.
+        Exception: the error of this rank.
     """
     try:
         result = work()

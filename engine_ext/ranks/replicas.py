@@ -31,7 +31,7 @@ _COUNT: Final = 4  # bytes of the number of chunks
 
 
 class _Meeting(msgspec.Struct, frozen=True):
-    """Where the replicas of a server meet, how many there are, and what they sign with."""
+    """Where the replicas of a server meet, how many there are, and the key that they sign with."""
 
     port: int
     replicas: int
@@ -116,7 +116,7 @@ class ReplicaRanks:
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order; all ranks of all replicas must call it.
 
-        Values are such as JSON has; a tuple or a set can come back as a list.
+        Values have JSON types; a tuple or a set can come back as a list.
 
         Raises:
             RuntimeError: another replica did not come in time, now or before. The replicas might be
@@ -140,7 +140,7 @@ class ReplicaRanks:
             read = self._said
             self._said = self._say(_encoded(own))
             heard = [self._hear(replica) for replica in range(self._replicas)]
-            # Every replica has read what was said before, or it would not be here.
+            # Every replica has read the earlier values, or it would not be here.
             for key in read:
                 self._store.delete_key(key)
         except Exception as error:
@@ -163,7 +163,7 @@ class ReplicaRanks:
         return [key, *keys]
 
     def _hear(self, replica: int) -> Any:
-        """Wait for what a replica says."""
+        """Wait for a replica's values."""
         key = f"{self._turn}/{replica}"
         head = self._store.get(key)
         chunks = range(int.from_bytes(head[:_COUNT], "big"))
@@ -177,7 +177,7 @@ class ReplicaRanks:
 
 
 def _encoded(values: list[Any]) -> bytes:
-    """Encode values; if that fails, why, so that the other replicas do not wait in vain."""
+    """Encode values, or the error if that fails, so that the other replicas do not wait."""
     try:
         return msgspec.msgpack.encode([None, values])
     except (TypeError, OverflowError) as error:

@@ -174,7 +174,7 @@ def _remove_unused(path: Path) -> bool:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what ranks that died have fetched in part."""
+    """Remove the unfinished files of ranks that died."""
     for unfinished in folder.glob("*" + _UNFINISHED):
         with contextlib.suppress(OSError):  # BlockingIOError: it is being fetched
             path = unfinished.with_suffix(_LOCK)
@@ -191,7 +191,7 @@ def _remove(path: Path) -> None:
 
 def _mark_read(path: Path) -> None:
     """Set the time of the last access, which some file systems do not."""
-    # By their modification times ranks know what was decoded from which file.
+    # Modification times show ranks which file a result was decoded from.
     os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 

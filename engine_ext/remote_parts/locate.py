@@ -14,7 +14,7 @@ Locate = Callable[[str, PartSource | None], str]
 
 
 def locator(settings: Settings, *, several_hosts: bool) -> Locate | None:
-    """Return what finds parts on this rank's host; None if the engine has one host.
+    """Return a locator of parts on this rank's host; None if the engine has one host.
 
     Args:
         several_hosts: whether ranks can be on other hosts than the server's process.

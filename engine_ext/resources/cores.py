@@ -6,5 +6,5 @@ import os
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process can run on; threads are counted by it."""
+    """Return the number of cores that this process can run on; it sets the number of threads."""
     return len(os.sched_getaffinity(0))

@@ -1,8 +1,8 @@
 """The draft model of SGLang's speculative decoding, which is updated together with the target.
 
 SGLang loads it after the target, by a runner of its own. When the memory pools are made, it gives
-EAGLE heads and MTP layers the target's embedding and output head. Only then is it known what the
-two models share, so the receiver is made after that.
+EAGLE heads and MTP layers the target's embedding and output head. Which tensors the two models
+share is known only then, so the receiver is made after that.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def target_part(runner: Any) -> Part:
     """Return the part of a target that a runner is about to load.
 
     Raises:
-        RuntimeError: the weights of its draft model are not known to be reached. SGLang does not
-            start then.
+        RuntimeError: syncs might not reach all weights of its draft model. SGLang does not start
+            then.
     """
     algorithm = runner.spec_algorithm
     if algorithm.is_none() or algorithm.is_ngram():

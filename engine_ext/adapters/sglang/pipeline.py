@@ -7,12 +7,12 @@ two reasons: it has not sent the list on yet, and the next stage might wait for 
 this stage only in its next iteration.
 
 So a delta operation, and everything behind it, is held until the list is sent, and nothing is
-scheduled while it is held. A micro-batch's results have been everywhere after as many iterations as
-there are micro-batches; then no stage needs a message of a neighbour to come as far as this one,
-and every stage comes to this point in the same iteration.
+scheduled while it is held. After as many iterations as there are micro-batches, all results have
+passed all stages. Then no stage waits for a neighbour's message, and every stage carries out the
+operation in the same iteration.
 
-SGLang's loop for stages schedules on when the engine is paused, and its retraction knows only one
-micro-batch. So a pause is held too, and nothing is scheduled until generation continues.
+SGLang's loop for stages keeps scheduling when the engine is paused, and its retraction knows only
+one micro-batch. So a pause is held too, and nothing is scheduled until generation continues.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What SGLang computes from the weights after loading them: repacked and derived tensors."""
+"""Tensors that SGLang computes from the weights after loading: repacked and derived ones."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def constants_kept() -> Iterator[None]:
 
 
 def probe(module: torch.nn.Module) -> torch.Tensor | None:
-    """Return what a linear layer computes from random rows; None for other modules."""
+    """Return a linear layer's outputs for random rows; None for other modules."""
     from sglang.srt.layers.linear import LinearBase
 
     return probe_linear(module) if isinstance(module, LinearBase) else None

@@ -38,7 +38,7 @@ class Serving(ops.Reply, frozen=True, kw_only=True):
 
 
 class GetServing(ops.Operation[Serving], frozen=True, kw_only=True, tag="serving"):
-    """Describe what the ranks serve; answered by the scheduler, not by its receiver."""
+    """Describe the ranks' serving state; answered by the scheduler, not by its receiver."""
 
 
 Request = ops.Request | GetServing
@@ -158,7 +158,7 @@ class Channel:
 
 
 def _schedulers_of_replicas(manager: Any) -> list[psutil.Process]:
-    """Return the schedulers of all replicas: children of their controller, whom no one watches."""
+    """Return the schedulers of all replicas, children of their controller that SGLang ignores."""
     watchdog = manager._subprocess_watchdog
     watched = [] if watchdog is None else [psutil.Process(p.pid) for p in watchdog._processes]
     return [child for process in watched for child in process.children(recursive=True)]

@@ -1,4 +1,4 @@
-"""Checksums of what vLLM's own weight checksums leave out, for tests of the engine's state."""
+"""Checksums of tensors that vLLM's own weight checksums leave out, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM computes from the weights after it has loaded them: repacked and derived tensors."""
+"""Tensors that vLLM computes from the weights after loading: repacked and derived ones."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def online_processing(keep: Callable[[Processing, bool], str | None]) -> Iterato
 def constants_kept() -> Iterator[None]:
     """Keep what the constructor has filled with one number from being replaced by dummy weights.
 
-    That is the default of a scale or zero point which no checkpoint need have.
+    Scales and zero points that a checkpoint can omit have such defaults.
     """
     from vllm.model_executor.model_loader import dummy_loader
 
@@ -98,7 +98,7 @@ def constants_kept() -> Iterator[None]:
 
 
 def probe(module: torch.nn.Module) -> torch.Tensor | None:
-    """Return what a linear layer or an output head computes from random rows; None for others."""
+    """Return the outputs of a linear layer or an output head for random rows; None for others."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -168,7 +168,7 @@ def _processings(
                 module, module, functools.partial(_process_whole, dtype=model_config.dtype)
             )
         elif is_deferred_attention_layer(module):
-            # What an attention layer makes for itself can be recomputed, see `recomputations`.
+            # An attention layer's own tensors can be recomputed, see `recomputations`.
             yield Processing(
                 module,
                 module,
