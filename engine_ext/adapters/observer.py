@@ -47,7 +47,7 @@ class EngineLoad(Protocol):
         """Return the engine's function that constructs the model: its module, and its name."""
 
     def reader(self, model: torch.nn.Module) -> CheckpointReader | None:
-        """Return what reads the loaded checkpoint; None if there is none.
+        """Return a reader of the loaded checkpoint; None if there is none.
 
         Raises:
             RuntimeError: the model cannot be updated. The engine must not start.
@@ -130,7 +130,7 @@ class LoadObservations:
 def observations(
     observers: Sequence[ModelLoadObserver[Any]], replaced: Iterable[str]
 ) -> LoadObservations:
-    """Return what was seen while the models were loaded.
+    """Return the observations from the loading of the models.
 
     Args:
         replaced: paths of the modules that the engine has since replaced by others.

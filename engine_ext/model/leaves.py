@@ -1,4 +1,4 @@
-"""List what a module reaches that is neither a tensor nor made of parts, such as numbers."""
+"""List a module's reachable objects that are neither tensors nor made of parts, like numbers."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class ModelStateGuard:
             )
 
     def _memory(self) -> dict[str, torch.Tensor]:
-        """Return what is hashed: every distinct piece of memory but caches, by its first path."""
+        """Return the memory to hash: each distinct piece but caches, by its first path."""
         if not self._bits:
             return {}
         found: dict[Any, tuple[str, torch.Tensor]] = {}

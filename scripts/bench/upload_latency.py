@@ -133,7 +133,7 @@ def measure(
 
 
 class Measured:
-    """What the clients of one tree's engines saw.
+    """The tokens that the clients of one tree's engines got.
 
     Attributes:
         gaps: of all tokens but the first one of each request.

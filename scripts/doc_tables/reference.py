@@ -132,7 +132,7 @@ def route_table() -> str:
 
 
 def fault_table() -> str:
-    """Return what each fault of tests/faults is, the answer, and what the engine holds then."""
+    """Return each fault of tests/faults, the answer, and the engine's version afterwards."""
     deaths = importlib.import_module("tests.faults.process_deaths")
     faults = importlib.import_module("tests.faults.survivable")
     rebuilding = importlib.import_module("tests.faults.rebuilding")

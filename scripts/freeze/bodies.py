@@ -177,7 +177,7 @@ def ordered(posted: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def engine_bodies(**options: Any) -> list[dict[str, Any]]:
-    """Return what `DeltaSender` posts."""
+    """Return the bodies that `DeltaSender` posts."""
     base = toy_weights()
     sink = Sink(base)
     client = httpx.Client(transport=httpx.MockTransport(sink.mock))
@@ -192,7 +192,7 @@ def engine_bodies(**options: Any) -> list[dict[str, Any]]:
 
 
 def quantised_bodies(form: str) -> list[dict[str, Any]]:
-    """Return what `DeltaSender` posts that quantises, over a base of zeros."""
+    """Return the bodies of a `DeltaSender` that quantises, over a base of zeros."""
     base = {n: t for n, t in toy_weights().items() if t.dtype == torch.bfloat16}
     scale, dtype = {
         "fp8_block": ("weight_scale_inv", torch.float8_e4m3fn),
@@ -224,7 +224,7 @@ def quantised_bodies(form: str) -> list[dict[str, Any]]:
 
 
 def engines_bodies() -> list[Any]:
-    """Return what `MultiSender` posts to each of two engines."""
+    """Return the bodies that `MultiSender` posts to each of two engines."""
     base = toy_weights()
     sinks = {f"engine-{number}": Sink(base) for number in range(2)}
     client = httpx.Client(
@@ -321,7 +321,7 @@ def served(sink: Sink) -> Iterator[str]:
 
 
 def sharded_bodies(encoding: str) -> list[dict[str, Any]]:
-    """Return what the ranks of a `ShardedSender` post.
+    """Return the bodies that the ranks of a `ShardedSender` post.
 
     Raises:
         RuntimeError: a rank has failed.
@@ -344,7 +344,7 @@ def sharded_bodies(encoding: str) -> list[dict[str, Any]]:
 
 
 def recorders() -> dict[str, Callable[[], Any]]:
-    """Return what can be recorded, by name."""
+    """Return the recordings, by name."""
     found: dict[str, Callable[[], Any]] = {}
     for encoding in ENCODINGS:
         found[f"DeltaSender {encoding}"] = partial(engine_bodies, encoding=encoding)

@@ -135,7 +135,7 @@ class Load:
 
 
 def sync_facts(report: SyncReport) -> Facts:
-    """Return what a row shows of a sync; times in ms."""
+    """Return a row's cells about a sync; times in ms."""
     timings = report.engine.get("timings_ms", {})
     return {
         "status": report.status,

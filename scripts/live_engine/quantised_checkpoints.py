@@ -95,7 +95,7 @@ def _per_tensor(
     inputs: bool = False,
     zero_point: bool = False,
 ) -> Callable[[torch.Tensor, torch.Generator], Tensors]:
-    """Return what quantises a weight with one scale of this shape.
+    """Return a function that quantises a weight with one scale of this shape.
 
     Args:
         inputs, zero_point: whether there is a scale, and a zero point, of the layer's input, too.
@@ -278,7 +278,7 @@ def rewrite(form: str, folder: Path, tensors: Tensors) -> Path:
 def by_compressed_tensors(
     weight: torch.Tensor, kind: str, scale_dtype: torch.dtype | None = None
 ) -> Tensors:
-    """Return what the library of that name makes of a weight with a scale for each channel.
+    """Quantise a weight with a scale for each channel, by the library of that name.
 
     Args:
         kind: ``float`` or ``int``, of 8 bits.

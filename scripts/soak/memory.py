@@ -22,7 +22,7 @@ _FIGURES: Final = {MEMORY: "memory", FILES: "files", THREADS: "threads"}  # fiel
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process uses: bytes of memory that no file backs, open files, threads."""
+    """The resources of one process: bytes of memory that no file backs, open files, threads."""
 
     memory: int
     files: int

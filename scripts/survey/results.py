@@ -1,4 +1,4 @@
-"""What the survey finds, and the file that has it."""
+"""The survey's results, and their file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATUSES: Final = (*UPDATED, "ignored", "uncertified")
 
 
 class Result(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What vLLM makes of one architecture's model.
+    """The result for one architecture's model.
 
     Attributes:
         name: of the architecture.

@@ -55,7 +55,7 @@ class Quantised(ToyModel):
 
     @staticmethod
     def process(layer: Any) -> None:
-        """What the engine does with the layer after loading."""
+        """The engine's processing of the layer after loading."""
 
     def processed(self) -> list[nn.Module]:
         return [self.layer]

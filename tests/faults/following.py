@@ -251,7 +251,7 @@ class FollowHarness(ObservedEngine):
         return self.engine.delta_status()["delta_log"]["follow"]["looked_at"]
 
     def heartbeat(self) -> Heartbeat:
-        """Return what the engine has written about itself."""
+        """Return the engine's heartbeat in the log."""
         [heartbeat] = live_heartbeats(self.log)
         return heartbeat
 

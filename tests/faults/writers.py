@@ -87,13 +87,13 @@ class Writer:
         self._connection.send("continue")
 
     def next_event(self) -> tuple[str, int]:
-        """Return what it has done: ``written`` and a version, or the type of its error and 0."""
+        """Return its next step: ``written`` and a version, or the type of its error and 0."""
         assert self._connection.poll(SETTLES_S), "the writer does not answer"
         what, version = self._connection.recv()
         return str(what), int(version)
 
     def outcome(self) -> tuple[str, int]:
-        """Return what it has done in the end; see `next_event`."""
+        """Return its last step; see `next_event`."""
         while (found := self.next_event())[0] == "open":
             pass
         return found

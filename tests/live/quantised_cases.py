@@ -37,7 +37,7 @@ class Case:
         return tiny_models.build(self.checkpoint, folder)
 
     def options(self, *more: str) -> dict[str, Any]:
-        """Return what to start an engine with; `more` arguments go to it."""
+        """Return the arguments to start an engine with; `more` arguments go to it."""
         dtype = quantised_checkpoints.serving_dtype(self.checkpoint)
         return {
             "tp": self.tp,

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.full
 
 
 def options(algorithm: str, draft: Path, tp: int = 1) -> dict[str, Any]:
-    """Return what an engine is started with to draft one token at a time."""
+    """Return an engine's arguments to draft one token at a time."""
     one = ("--speculative-num-steps", "1", "--speculative-eagle-topk", "1")
     flags = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft)]
     flags += [*one, "--speculative-num-draft-tokens", "2"]

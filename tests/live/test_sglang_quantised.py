@@ -60,7 +60,7 @@ METHODS = {
     "awq": "AWQLinearMethod",
     "gptq": "GPTQLinearMethod",
 }
-# What SGLang itself cannot load.
+# Checkpoints that SGLang itself cannot load.
 ERRORS = {
     "w4a16": "AssertionError: Torch not compiled with CUDA enabled",
     # It makes one scale for a layer that joins several tensors, and loads several into it.

@@ -94,7 +94,7 @@ def run(
     arguments = ["--delta-root", str(root), "--delta-tuning", f"apply={apply}"]
     engine = start(kind, base, tp=tp, extra_args=arguments)
     for prompt in PROMPTS:
-        # What the prefix cache keeps now must not answer for later weights.
+        # Entries that the prefix cache keeps now must not answer for later weights.
         engine.complete(prompt, max_tokens=4, temperature=0.0)
     yield Run(kind, engine, base, root, apply)
     engine.stop()
@@ -142,7 +142,7 @@ def test_parts_out_of_order_by_http(run: Run, encoding: str) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=["in-order", "last-first"])
 def test_only_the_last_part_says_how_many(run: Run, order: tuple[int, ...]) -> None:
-    """What a sender posts that does not know it before; the encodings can differ."""
+    """The posts of a sender that does not know the engine before; the encodings can differ."""
     encodings = "gap8_exp", "gap8_ulp", "deltas_zstd"
     changed = split(run.trainer.step(), 3)
     shared = run.trainer.metadata()

@@ -60,7 +60,7 @@ class Scene:
         self.client.update_weights({"part": base64.b64encode(body).decode()})
 
     def state(self) -> tuple[Any, ...]:
-        """Return what a failed update must leave as it is."""
+        """Return the state that a failed update must not change."""
         status = self.engine.delta_status()
         keys = ("version", "versions", "weight_version", "digest", "foreign", "staged")
         return (self.engine.checksums(), *(status[key] for key in keys))

@@ -87,7 +87,7 @@ def run(
 
 
 def facts(name: str, folder: Path, script: str, out: Path, plugins: str | None) -> dict[str, Any]:
-    """What a script finds in a copy.
+    """The results of a script in a copy.
 
     Args:
         name: the engine's.

@@ -29,7 +29,7 @@ class StoreServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the client reads from its environment."""
+        """The client's environment variables."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ALLOW_HTTP": "true",

@@ -79,7 +79,7 @@ def loaded(model: type[Model], checkpoint: Checkpoint, rank: int = 0, ranks: int
 
 
 def probe(module: nn.Module) -> torch.Tensor | None:
-    """What a layer computes from random rows; None for other modules."""
+    """A layer's outputs for random rows; None for other modules."""
     if not isinstance(module, Layer) or module.quant_method is None:
         return None
     rows = torch.randn(3, IN, generator=torch.Generator().manual_seed(5)).to(DEVICE)

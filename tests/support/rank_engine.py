@@ -206,7 +206,7 @@ def errors_of(answers: Sequence[Mapping[str, Any]], *, none: bool = False) -> li
 
 
 def part_id(body: bytes, **changes: Any) -> PartId:
-    """What the HTTP side makes of a body."""
+    """The HTTP side's view of a body."""
     manifest = decode_part(body).manifest
     version = manifest.current_version
     assert version is not None

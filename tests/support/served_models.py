@@ -173,7 +173,7 @@ class Peer:
         return [value, self._answers.pop(0)] if self.missing else [value]
 
     def brief(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """What the second rank says of a sync."""
+        """The second rank's summary of a sync."""
         none = np.empty(0, np.int64)
         counted = 0
         for delta in (d for part in parts for d in part.deltas):

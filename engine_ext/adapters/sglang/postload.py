@@ -80,7 +80,7 @@ def _preceded(method: Any, run: Callable[[], None]) -> Callable[[Any], None]:
 
 @contextlib.contextmanager
 def constants_kept() -> Iterator[None]:
-    """Keep what the constructor has filled with one number from being replaced by dummy weights."""
+    """Keep tensors that the constructor has filled with one number from becoming dummy weights."""
     from sglang.srt.model_loader import loader
 
     original = loader.initialize_dummy_weights

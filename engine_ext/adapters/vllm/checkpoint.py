@@ -61,7 +61,7 @@ class WorkerLoad:
 def checkpoints(
     parts: Sequence[Part], models: Sequence[torch.nn.Module]
 ) -> Callable[[], Iterable[tuple[str, torch.Tensor]]] | None:
-    """Return what reads the loaded checkpoints, or None if there is none."""
+    """Return a reader of the loaded checkpoints, or None if there is none."""
     if not all(map(reads_checkpoint, parts)):
         return None
     return lambda: read(parts, [checkpoint(*one) for one in zip(models, parts, strict=True)])

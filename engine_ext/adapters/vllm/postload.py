@@ -24,7 +24,7 @@ def repack_learner(
     before: Callable[[torch.nn.Module], None] | None = None,
     states: UnprocessedModules | None = None,
 ) -> RepackLearner:
-    """Return what learns vLLM's post-load processing; use it around `load_model`."""
+    """Return a learner of vLLM's post-load processing; use it around `load_model`."""
     from vllm.model_executor.model_loader import base_loader
 
     return RepackLearner(
@@ -78,7 +78,7 @@ def online_processing(keep: Callable[[Processing, bool], str | None]) -> Iterato
 
 @contextlib.contextmanager
 def constants_kept() -> Iterator[None]:
-    """Keep what the constructor has filled with one number from being replaced by dummy weights.
+    """Keep tensors that the constructor has filled with one number from becoming dummy weights.
 
     Scales and zero points that a checkpoint can omit have such defaults.
     """

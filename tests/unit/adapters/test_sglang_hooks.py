@@ -104,7 +104,7 @@ def test_a_manifest_of_another_kind_is_no_call(manifest: Any) -> None:
         (b'{"model_path": "pulled"}', "delta"),
         (b'{"model_path": "pulled", "load_format": "auto"}', "other"),
         (b'{"load_format": "delt', "other"),
-        # What SGLang's own parser takes, too.
+        # Bodies that SGLang's own parser takes, too.
         (b'{"load_format": "delta", "token_step": NaN}', "delta"),
         (b'{"load_format": "auto", "load_format": "delta"}', "delta"),
         (b'{"load_format": "delta", "load_format": "auto"}', "other"),

@@ -1,4 +1,4 @@
-"""What SGLang's ranks agree on before an operation, with ranks in threads and without SGLang."""
+"""Agreement of SGLang's ranks before an operation, with ranks in threads and without SGLang."""
 
 from __future__ import annotations
 

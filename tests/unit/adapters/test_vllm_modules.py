@@ -1,4 +1,4 @@
-"""What the adapter knows of vLLM's modules, with stand-ins for its classes."""
+"""The adapter's view of vLLM's modules, with stand-ins for its classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine_ext.adapters.vllm.postload import _processings, copied_on_first_use
 
 
 class Wrapper(nn.Module):
-    """What vLLM puts around a layer."""
+    """vLLM's wrapper around a layer."""
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ def test_one_rank_gathers_alone() -> None:
 
 
 def gathered(rank: int) -> dict[str, Any]:
-    """What this rank gets, in a group of all three and in one of the last two."""
+    """This rank's share, in a group of all three and in one of the last two."""
     pair = dist.new_group([1, 2], backend="gloo")
 
     def get(group: Any, data: list[int], to: int) -> list[list[int]] | None:

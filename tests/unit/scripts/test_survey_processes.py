@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def behave(name: str, folder: Path) -> None:
-    """What one process does; the name says what."""
+    """The work of one process, chosen by its name."""
     print(f"{name} says something", flush=True)
     if name == "dies":
         os._exit(7)
