@@ -16,7 +16,7 @@ import torch
 
 from engine_ext.derived import LaterCopies, add_recomputed, find_derived, prove, refuse_derived
 from engine_ext.errors import NotUpdatable
-from engine_ext.format import Limits, exponent_planes, gap_streams, ulp_differences
+from engine_ext.format import gap_streams
 from engine_ext.kernels import warm_up
 from engine_ext.model import ModelStateGuard, StorageIndex
 from engine_ext.placement import (
@@ -30,7 +30,7 @@ from engine_ext.placement import (
     summary,
     uncertified,
 )
-from engine_ext.ranks import cores_per_rank, ranks_of_host, together
+from engine_ext.ranks import cores_per_rank, together
 from engine_ext.rebuild import (
     ModuleRebuild,
     Rebuild,
@@ -101,8 +101,7 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
 
 def _receiver(loaded: LoadedModel, settings: Settings, applier: Applier) -> Receiver:
     warm_up()
-    for streams in (gap_streams, exponent_planes, ulp_differences):
-        streams.warm_up()
+    gap_streams.warm_up()
     return Receiver(
         applier,
         loaded.ranks,
@@ -110,9 +109,7 @@ def _receiver(loaded: LoadedModel, settings: Settings, applier: Applier) -> Rece
         stage_timeout=settings.stage_timeout,
         read_workers=settings.read_workers,
         undo_bytes=settings.undo_bytes,
-        limits=Limits(max_part_bytes=settings.max_body_bytes),
         scrub_interval=settings.scrub_interval,
-        shared=ranks_of_host(loaded.ranks) > 1,
         locate=loaded.locate,
     )
 

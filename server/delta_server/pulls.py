@@ -210,7 +210,7 @@ async def _is_unchanged(
     try:
         async with source.resolved(folder.version) as files:
             spooled = await spool_request(
-                service.spool, files.paths, files.roots, reads, service.engine
+                service.intake, files.paths, files.roots, reads, service.engine
             )
     except (PartUnavailable, SpoolFull):
         raise

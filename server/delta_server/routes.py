@@ -282,7 +282,7 @@ async def _apply_body(
     verifier = None if key is None else Verifier(key, request.headers.get(SIGNATURE_HEADER))
     length = request.headers.get("content-length", "")
     record.expected = int(length) if length.isascii() and length.isdigit() else None
-    spooled = await service.spool.receive(
+    spooled = await service.intake.receive(
         record.count_received(request.stream()), record.expected, service.minimum_rate, verifier
     )
     record.timings["receive_ms"] = record.seconds * 1e3

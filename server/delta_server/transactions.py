@@ -12,15 +12,15 @@ import xxhash
 
 from delta_server.commit import call
 from delta_server.engine import Engine
+from delta_server.intake import VerifiedPart
 from delta_server.published import gap_is_empty, version_of
-from delta_server.spool import Spooled
 from engine_ext.format import Manifest, PartId
 from engine_ext.ranks.operations import FindUnseen, GetState
 
 
 async def as_transaction(
-    engine: Engine, parts: Sequence[PartId], spooled: Sequence[Spooled]
-) -> tuple[list[PartId], list[Spooled]]:
+    engine: Engine, parts: Sequence[PartId], spooled: Sequence[VerifiedPart]
+) -> tuple[list[PartId], list[VerifiedPart]]:
     """Number the files of one request as parts of one sync; leaves out those seen before."""
     by_identity = {part.identity: (part, s) for part, s in zip(parts, spooled, strict=True)}
     version = parts[0].version
@@ -35,8 +35,8 @@ async def as_transaction(
             sync_id=part.sync_id or sync_id,
             part=number,
             num_parts=len(fresh),
-            counted=_is_counted(one.header.manifest),
-            continues=part.sender is None and not _is_counted(one.header.manifest),
+            counted=_is_counted(one.manifest),
+            continues=part.sender is None and not _is_counted(one.manifest),
         )
         for number, (part, one) in enumerate(chosen)
     ]

@@ -14,9 +14,9 @@ import torch
 from delta_sender import DeltaSender
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
-from engine_ext.format.identity import part_identity
 from engine_ext.format.part import ParamDelta, Part, decode_part
 from engine_ext.format.zstd_frames import FrameReader
+from tests.support.verified_file import identity_of
 
 Model = dict[str, torch.Tensor]
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -183,7 +183,7 @@ class Engine:
         reader.finish()
         self.log.append(part)
         manifest = part.manifest
-        identity = part_identity(part.header, container)
+        identity = identity_of(container)
         assert manifest.sync_id
         assert manifest.manifest_checksum
         assert manifest.part is not None

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
-from engine_ext.format import Limits, ParamDelta, Part
+from engine_ext.format import ParamDelta, Part
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
 from engine_ext.settings import Settings
@@ -228,8 +228,6 @@ class Engine:
                 base_version=settings.base_version,
                 stage_timeout=settings.stage_timeout,
                 read_workers=settings.read_workers,
-                shared=True,
-                limits=Limits(max_part_bytes=settings.max_body_bytes),
             )
             for rank, shard in zip(self.ranks, self.shards, strict=True)
         ]

@@ -365,7 +365,7 @@ def stage(served: Served, parts: list[Part], *, full: bool = False) -> list[Stag
 
 def as_full(part: Part) -> Part:
     manifest = msgspec.structs.replace(part.manifest, full=True)
-    return replace(part, header=replace(part.header, manifest=manifest))
+    return replace(part, manifest=manifest)
 
 
 def assert_digests(applier: DeltaApplier) -> None:

@@ -22,20 +22,22 @@ import torch
 from torch import nn
 
 from delta_sender.diff_host import compare
-from engine_ext.files import remove_beside
 from engine_ext.format import (
     Limits,
     ParamDelta,
     Part,
     decode_part,
     encode_part,
-    part_identity,
+    read_container,
+    read_verified,
+    verify_container,
 )
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Plan, TensorSpec, certify_placement, make_plan
 from engine_ext.resources import no_full_collections
 from engine_ext.settings import Settings
-from engine_ext.sync import DeltaApplier, ScatterWriter, StagedPart, shared_decoding
+from engine_ext.sync import DeltaApplier, ScatterWriter, StagedPart
+from engine_ext.sync.background_staging import map_part
 from engine_ext.tracing import trace_placement
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.encodings import ENCODINGS
@@ -150,24 +152,24 @@ def undo_bytes(log: Any) -> int:
 
 
 class SpooledPart:
-    """A part in the spool, decoded once for all ranks."""
+    """A part in the spool."""
 
     def __init__(self, path: Path, body: bytes) -> None:
-        path.write_bytes(body)
-        self._path, self._identity = path, part_identity(decode_part(body).header, body)
+        self._path, self._body = path, body
+        self._identity = self.take_in()
 
-    def decode(self) -> None:
-        """Decode it and leave the result to all ranks, as the first of them does."""
-        remove_beside(self._path)
-        self.read()
+    def take_in(self) -> str:
+        """Verify and decompress it for all ranks, as the HTTP process does; return its identity."""
+        contents = verify_container(read_container(self._body, Limits())[0], self._body)
+        with self._path.open("wb") as file:
+            file.writelines([*(() if contents.replaces else (self._body,)), *contents.pieces])
+        return contents.identity
 
-    def read(self, *, shared: bool = True) -> Part:
-        """Return it decoded, in new mappings; as another rank does if it was decoded.
-
-        Args:
-            shared: whether there are other ranks.
-        """
-        return shared_decoding.read_part(str(self._path), self._identity, Limits(), shared=shared)
+    def read(self) -> Part:
+        """Return it expanded, in a new mapping, as each rank does."""
+        part = read_verified(map_part(str(self._path)), self._identity)
+        assert part is not None
+        return part
 
 
 @contextlib.contextmanager
@@ -201,7 +203,7 @@ def _spooled(
 def decoding(old: Bits, new: Bits, repeats: int) -> dict[str, Any]:
     """Return the fields of `Constants` that concern decoding; `new` has the changes of a sync."""
     with _spooled(old, new, ENCODINGS) as (files, _, nnz), other_cores_busy():
-        calls = {encoding: file.decode for encoding, file in files.items()}
+        calls = {encoding: file.take_in for encoding, file in files.items()}
         times = fastest(calls, repeats, ColdCaches())
     return {"decode_ns": {encoding: times[encoding] / nnz * 1e9 for encoding in ENCODINGS}}
 
@@ -212,7 +214,11 @@ def alone(old: Bits, new: Bits, repeats: int) -> dict[str, Any]:
         applier = Rank.of(tensors, 1).applier
 
         def staging(file: SpooledPart) -> Callable[[], StagedPart]:
-            return lambda: applier.stage(file.read(shared=False))
+            def stage() -> StagedPart:
+                file.take_in()
+                return applier.stage(file.read())
+
+            return stage
 
         calls = {encoding: staging(file) for encoding, file in files.items()}
         times = fastest(calls, repeats, ColdCaches())

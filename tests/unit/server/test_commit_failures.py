@@ -241,4 +241,4 @@ def test_another_server_of_the_same_engine_sees_it(rig: Rig) -> None:
     rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
     assert rig.run(other.status())["engine_state"] == "certain"
     assert rig.run(rig.request("POST", COMPLETIONS, app=app)).status_code == 200
-    other.spool.close()
+    other.intake.close()

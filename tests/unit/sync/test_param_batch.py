@@ -191,7 +191,7 @@ def test_a_part_of_several_dtypes(group: int) -> None:
     served = serve(model, base, apply="scatter")
     parts = parts_of([delta_between(name, base[name], target[name]) for name in base])
     deltas = {delta.name: delta for part in parts for delta in part.deltas}
-    part = Part(parts[0].header, tuple(deltas[name] for name in base))
+    part = Part(parts[0].manifest, tuple(deltas[name] for name in base))
     with mock.patch.object(param_batch, "_GROUP", group):
         groups = numbers_in_batches(served, part)
         staged = served.applier.stage(part)
@@ -270,7 +270,7 @@ def test_what_no_batch_has() -> None:
         msgspec.structs.replace(delta, indices=none[0], values=none[1]),
         msgspec.structs.replace(delta, name="unknown"),
     ):
-        with_other = Part(part.header, (other, *part.deltas[1:]))
+        with_other = Part(part.manifest, (other, *part.deltas[1:]))
         assert numbers_in_batches(served, with_other) == [[1, 2]]
     with mock.patch("engine_ext.sync.pieces._HOST_SPAN", delta.nnz - 1):
         assert 0 not in chain.from_iterable(numbers_in_batches(served, part))
@@ -327,6 +327,6 @@ def test_a_delta_of_another_order_of_names() -> None:
     base = base_checkpoint(OneRank)
     served = serve(OneRank, base, apply="scatter")
     part = part_between(base, {name: changed(base[name], 7) for name in base})
-    backwards = Part(part.header, tuple(reversed(part.deltas)))
+    backwards = Part(part.manifest, tuple(reversed(part.deltas)))
     found = content(served.applier.stage(backwards).params)
     assert found == content(served.applier.stage(part).params)[::-1]
