@@ -52,7 +52,7 @@ from engine_ext.format.manifest import (
     split_owner,
 )
 from engine_ext.format.param_delta import ParamDelta
-from engine_ext.format.part import Part, decode_part, encode_part, warm_up_unpacking
+from engine_ext.format.part import DecodedPart, decode_part, encode_part, warm_up_unpacking
 from engine_ext.format.positions import decode_positions, encode_positions, position_bytes
 from engine_ext.format.signature import (
     HMAC_KEY_ENVIRONMENT,
@@ -79,6 +79,7 @@ __all__ = [
     "SIGNATURE_HEADER",
     "SIGNATURE_SUFFIX",
     "ZSTD_MAGIC",
+    "DecodedPart",
     "Digest",
     "FrameReader",
     "Header",
@@ -87,7 +88,6 @@ __all__ = [
     "Origin",
     "ParamDelta",
     "ParamEntry",
-    "Part",
     "PartGate",
     "PartId",
     "RunSender",

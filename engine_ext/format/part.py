@@ -56,7 +56,7 @@ _Indices = NDArray[Any] | None  # None for a dense param
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DecodedPart:
     """A decoded part; the deltas are in the order of ``params``."""
 
     manifest: Manifest
@@ -81,7 +81,7 @@ class UnpackedPart:
     cleared: Sequence[NDArray[Any]] | None = None
 
 
-def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
+def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> DecodedPart:
     """Verify a decompressed container and decode all its params.
 
     The deltas may keep views of `buffer`, so it must stay unchanged as long as they live.
@@ -143,7 +143,7 @@ def _packed_values(
     return decode(raw, manifest.params), None
 
 
-def expand_part(part: UnpackedPart) -> Part:
+def expand_part(part: UnpackedPart) -> DecodedPart:
     """Make the indices and values of each param, with threads if there are many positions.
 
     The deltas may keep views of the arrays.
@@ -186,7 +186,7 @@ def expand_part(part: UnpackedPart) -> Part:
                 new_checksum=entry.new_checksum,
             )
         )
-    return Part(manifest, tuple(deltas))
+    return DecodedPart(manifest, tuple(deltas))
 
 
 def _shares(params: Sequence[ParamEntry], most: int) -> list[slice]:

@@ -25,7 +25,7 @@ from engine_ext.dtypes import bits_dtype
 from engine_ext.format.container import Header
 from engine_ext.format.identity import part_identity
 from engine_ext.format.manifest import PACKED_ENCODINGS, Manifest
-from engine_ext.format.part import Part, UnpackedPart, expand_part, unpack_part
+from engine_ext.format.part import DecodedPart, UnpackedPart, expand_part, unpack_part
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -95,7 +95,7 @@ def verify_container(header: Header, container: Buffer) -> VerifiedContents:
     )
 
 
-def read_verified(file: Buffer, identity: str) -> Part | None:
+def read_verified(file: Buffer, identity: str) -> DecodedPart | None:
     """Return the part in a verified file; None if it is a part of another identity.
 
     The deltas keep views of the file, which must stay unchanged as long as they live.

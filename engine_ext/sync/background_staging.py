@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from engine_ext.errors import MalformedPart
-from engine_ext.format import Part, read_verified
+from engine_ext.format import DecodedPart, read_verified
 from engine_ext.ranks.operations import BeginPart
 from engine_ext.remote_parts import Locate
 from engine_ext.resources import no_full_collections
 from engine_ext.sync.staged import StagedPart
 
-StagePart = Callable[[Part], StagedPart]
+StagePart = Callable[[DecodedPart], StagedPart]
 
 
 class BackgroundStaging:

@@ -270,7 +270,7 @@ class _SignedPartWriter(_PartWriter):
         if not self._file.size:
             return self._verified()
         with self._file.view() as data:
-            if data[: len(ZSTD_MAGIC)] == ZSTD_MAGIC:
+            if bytes(data[: len(ZSTD_MAGIC)]) == ZSTD_MAGIC:
                 return self._unwrap(data)
             for piece in _pieces(data):
                 for _ in self._checked(piece):

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from delta_server.intake import VerifiedPart
-from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, PublishFailed, WriteUndone
+from engine_ext.errors import (
+    CommitFailed,
+    CommittedNotResumed,
+    DeltaError,
+    EngineUncertain,
+    WriteUndone,
+)
 from engine_ext.format import Origin, PartId
 from engine_ext.ranks.operations import SyncRecord
 
@@ -142,7 +148,7 @@ def outcome_of(error: DeltaError) -> str:
     """Return the outcome of a request that was answered with this error."""
     if isinstance(error, CommitFailed) and not isinstance(error, EngineUncertain):
         return "uncertain"
-    if isinstance(error, PublishFailed):
+    if isinstance(error, CommittedNotResumed):
         return "unpublished"
     if isinstance(error, WriteUndone):
         return "undone"

@@ -20,7 +20,7 @@ import msgspec
 
 from delta_server import metrics, pauses
 from delta_server.adapter_engine import AdapterEngine
-from delta_server.commit import EngineCommitter, call, total_digest
+from delta_server.commit import EngineCommitter, call_all_ranks, total_digest
 from delta_server.digests import describe_digests
 from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
@@ -144,7 +144,7 @@ class DeltaService:
                 server must not start.
         """
         self.intake.warm_up()
-        replies = await call(self._engine, GetStatus())
+        replies = await call_all_ranks(self._engine, GetStatus())
         versions = [reply.version for reply in replies]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
@@ -223,7 +223,7 @@ class DeltaService:
         """
         sender, takeover = request.sender, request.takeover
         if request.action == "release":
-            [reply, *_] = await call(self._engine, ReleaseRun(sender=sender))
+            [reply, *_] = await call_all_ranks(self._engine, ReleaseRun(sender=sender))
             if reply.released:
                 self.reporter.report_owner("released", sender, self.adapter)
             return {
@@ -232,7 +232,7 @@ class DeltaService:
             }
         now, at = time.monotonic(), time.time()
         claim = ClaimRun(sender=sender, takeover=takeover, now=now, at=at)
-        [claimed, *_] = await call(self._engine, claim)
+        [claimed, *_] = await call_all_ranks(self._engine, claim)
         if claimed.owner.since == at:
             self.reporter.report_owner("claimed", sender, self.adapter)
         [status, *others] = await self.committer.status(self._engine)
@@ -253,7 +253,7 @@ class DeltaService:
 
         An engine that was started without a checkpoint has no plan before its first ``full`` sync.
         """
-        replies = await call(self._engine, GetPlan())
+        replies = await call_all_ranks(self._engine, GetPlan())
         plans = [reply.tensors for reply in replies if reply.tensors is not None]
         return plans if len(plans) == len(replies) else None
 
@@ -454,7 +454,7 @@ class DeltaService:
             identities = [part.identity for part, _ in pairs]
             run = run_of(last)
             request = FindUnseen(version=last.version, run=run, identities=identities)
-            replies = await call(self._engine, request)
+            replies = await call_all_ranks(self._engine, request)
             if last.full or any(reply.unseen for reply in replies):
                 raise
             record.admissions = {"already_applied"}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
 from delta_server.intake import VerifiedPart
 from delta_server.part_server import PartServer
@@ -165,7 +165,7 @@ class Staging:
 
     async def drop(self, part: PartId) -> None:
         """Drop the staged sync if this part belongs to it."""
-        await call(self._engine, DropSync(version=part.version, sync_id=part.sync_id))
+        await call_all_ranks(self._engine, DropSync(version=part.version, sync_id=part.sync_id))
 
     async def _begin(
         self, part: PartId, verified: VerifiedPart, pipes: contextlib.ExitStack
@@ -188,7 +188,7 @@ class Staging:
         refusals = [answer for answer in answers if isinstance(answer, DeltaError)]
         if refusals:
             if len(refusals) < len(answers):  # replicas may be in different states
-                await call(self._engine, SettlePart(part=part, staged=False))
+                await call_all_ranks(self._engine, SettlePart(part=part, staged=False))
             raise refusals[0]
         admissions = {one.admission for one in answers if not isinstance(one, DeltaError)}
         return _Begun(part, admissions, pipe)
@@ -213,10 +213,10 @@ class Staging:
             others.clear()
             raise
         except DeltaError:
-            await call(self._engine, SettlePart(part=part, staged=False))
+            await call_all_ranks(self._engine, SettlePart(part=part, staged=False))
             raise
         try:
-            settled = await call(self._engine, SettlePart(part=part, staged=True))
+            settled = await call_all_ranks(self._engine, SettlePart(part=part, staged=True))
             await self._check_base(settled[0].base)
             if settled[0].complete and not all(reply.prepared for reply in settled):
                 await self._prepare(part, record)
@@ -242,14 +242,14 @@ class Staging:
         """Let the ranks forget the parts that this request has begun."""
         for one in begun:
             if one.admission == "new":
-                await call(self._engine, SettlePart(part=one.part, staged=False))
+                await call_all_ranks(self._engine, SettlePart(part=one.part, staged=False))
 
     async def _prepare(self, part: PartId, record: RequestRecord) -> None:
         """Prepare the commit on all ranks in step; the engine serves between two calls."""
         start = time.perf_counter()
         done = False
         while not done:
-            replies = await call(self._engine, PrepareSync(part=part))
+            replies = await call_all_ranks(self._engine, PrepareSync(part=part))
             done = all(reply.done for reply in replies)
             record.rebuilt = max(reply.rebuilt for reply in replies)
             if not record.rebuilt:  # it proves whole new tensors before it rebuilds
@@ -261,7 +261,9 @@ class Staging:
     async def _wait_until_staged(self, part: PartId, pipe: StagingPipe) -> None:
         start = time.perf_counter()
         ended = await pipe.wait(_ALIVE_S)
-        while not all(reply.done for reply in await call(self._engine, PollPart(part=part))):
+        while not all(
+            reply.done for reply in await call_all_ranks(self._engine, PollPart(part=part))
+        ):
             if ended:
                 wait = (time.perf_counter() - start) * _POLL_SHARE
                 await asyncio.sleep(min(max(wait, _MIN_POLL_S), _MAX_POLL_S))

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
 from delta_server.intake import VerifiedPart
 from delta_server.published import gap_is_empty, version_of
@@ -25,7 +25,7 @@ async def as_transaction(
     by_identity = {part.identity: (part, s) for part, s in zip(parts, spooled, strict=True)}
     version = parts[0].version
     request = FindUnseen(version=version, run=run_of(parts[0]), identities=list(by_identity))
-    unseen = {one for reply in await call(engine, request) for one in reply.unseen}
+    unseen = {one for reply in await call_all_ranks(engine, request) for one in reply.unseen}
     fresh = [one for one in by_identity if one in unseen] or list(by_identity)[:1]
     sync_id = "files:" + xxhash.xxh3_128_hexdigest("".join(sorted(fresh)).encode())
     chosen = [by_identity[identity] for identity in fresh]
@@ -94,7 +94,7 @@ async def after_gap(
     folder = path if os.path.isdir(path) else path.parent
     if first.full or first.base_version is None or version_of(folder) != first.version:
         return list(parts)
-    [state, *_] = await call(engine, GetState())
+    [state, *_] = await call_all_ranks(engine, GetState())
     current, base = state.version, first.base_version
     if base <= current or any(part.base_version != base for part in parts):
         return list(parts)

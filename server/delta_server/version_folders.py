@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.disk_files import list_names, open_file, spool_files
 from delta_server.engine import Engine
 from delta_server.intake import Intake, VerifiedPart
@@ -118,7 +118,7 @@ def _path(folder: Path, name: str) -> Path:
 
 async def _specs(engine: Engine) -> dict[str, _Spec]:
     """Return dtype and shape of each tensor in the checkpoint that the engine was loaded from."""
-    [reply, *_] = await call(engine, GetPlan())
+    [reply, *_] = await call_all_ranks(engine, GetPlan())
     if reply.tensors is None:
         raise BaseMismatch("the engine was started without weights; its first version must be full")
     return {row["name"]: (row["dtype"], tuple(row["shape"])) for row in reply.tensors}

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 from engine_ext.errors import DeltaError
-from engine_ext.format import FrameReader, Limits, Part, PartGate, decode_part, read_verified
+from engine_ext.format import DecodedPart, FrameReader, Limits, PartGate, decode_part, read_verified
 from engine_ext.format import part as wire_part
 from engine_ext.format.manifest import parse_manifest
 from engine_ext.ranks.operations import DropSync
@@ -167,7 +167,7 @@ def check_one(rig: Rig, request: dict[str, Any], root: str) -> bool:
     return True
 
 
-def check_exact(rig: Rig, before: Weights, part: Part) -> None:
+def check_exact(rig: Rig, before: Weights, part: DecodedPart) -> None:
     """The weights are what a part makes of them that is all of its sync."""
     if (part.manifest.num_parts or 1) > 1:
         return

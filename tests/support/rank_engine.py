@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine_ext.format import Part, PartId, decode_part
+from engine_ext.format import DecodedPart, PartId, decode_part
 from engine_ext.format.digest import Digest
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
@@ -42,7 +42,7 @@ class RecordingApplier:
         if name in self.fail:
             raise self.fail[name]
 
-    def stage(self, part: Part) -> StagedPart:
+    def stage(self, part: DecodedPart) -> StagedPart:
         self.before_check()
         self._step("check")
         return StagedPart(

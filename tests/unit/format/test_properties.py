@@ -13,9 +13,9 @@ from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize
 from engine_ext.errors import DeltaError
 from engine_ext.format import (
     ENCODINGS,
+    DecodedPart,
     Limits,
     ParamDelta,
-    Part,
     PartGate,
     decode_part,
     encode_part,
@@ -115,7 +115,7 @@ def test_the_mutants_start_from_a_good_part() -> None:
             assert_same(decode_part(body), PARTS[encoding])
 
 
-def decode_or_none(body: bytes) -> Part | None:
+def decode_or_none(body: bytes) -> DecodedPart | None:
     """The part, or None if it is refused; the gate must come to the same answer."""
     gate = PartGate(Limits())
     try:

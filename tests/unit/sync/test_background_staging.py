@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine_ext.errors import NotUpdatable
-from engine_ext.format import ParamDelta, Part, PartId, encode_part
+from engine_ext.format import DecodedPart, ParamDelta, PartId, encode_part
 from engine_ext.ranks.operations import BeginPart
 from engine_ext.sync.background_staging import BackgroundStaging
 from tests.support.verified_file import verified_file
@@ -66,7 +66,7 @@ def test_the_pipe_closes_when_the_part_is_done(
     staging = BackgroundStaging(2)
     go_on = threading.Event()
 
-    def stage(part: Part) -> Any:
+    def stage(part: DecodedPart) -> Any:
         assert go_on.wait(60)
         if error is not None:
             raise error
