@@ -18,7 +18,7 @@ import torch
 
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch
-from engine_ext.format import Digest, ParamDelta, Part, change_digest, warm_up_gathering
+from engine_ext.format import DecodedPart, Digest, ParamDelta, change_digest, warm_up_gathering
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Certified, Placed, Plan, WholeBox, summary, uncertified
 from engine_ext.ranks import Ranks, SingleRank
@@ -144,7 +144,7 @@ class DeltaApplier:
         """The digest of all covered elements that this rank counts."""
         return Digest.total(self.digests.values())
 
-    def stage(self, part: Part) -> StagedPart:
+    def stage(self, part: DecodedPart) -> StagedPart:
         """Check every param of a part and prepare its writes. The model is only read.
 
         Params that the engine is proven to ignore are skipped; `check_sync` compares those that are
@@ -170,7 +170,7 @@ class DeltaApplier:
         staged.compared = self._compared(ignored, part)
         return staged
 
-    def _compared(self, ignored: Sequence[ParamDelta], part: Part) -> list[StagedParam]:
+    def _compared(self, ignored: Sequence[ParamDelta], part: DecodedPart) -> list[StagedParam]:
         """Stage ignored params as the tensors that they are tied to; they are not written."""
         found = []
         for delta in ignored:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.format import Digest, ParamDelta, Part, loops
+from engine_ext.format import DecodedPart, Digest, ParamDelta, loops
 from engine_ext.kernels import (
     AHEAD,
     Bits,
@@ -80,7 +80,7 @@ class Batcher:
         compiled = [_loop(width, differs) for width in widths for differs in (False, True)]
         self._compiled = None not in compiled and self._table.warm_up()
 
-    def chosen(self, part: Part) -> Iterator[list[int]]:
+    def chosen(self, part: DecodedPart) -> Iterator[list[int]]:
         """Yield the numbers of the params of a part that are staged in a batch, by batch.
 
         Those of a batch have one width, and are all differences or all values, as a part's are.
@@ -101,7 +101,7 @@ class Batcher:
             room[bits] -= size
         yield from groups.values()
 
-    def locate(self, part: Part, numbers: list[int]) -> Batch:
+    def locate(self, part: DecodedPart, numbers: list[int]) -> Batch:
         """Find the elements of some params of a part; several threads may.
 
         Args:
@@ -125,7 +125,7 @@ class Batcher:
 
     def gather(
         self,
-        part: Part,
+        part: DecodedPart,
         batch: Batch,
         arrays: tuple[Offsets, Bits, Bits],
         params: Sequence[StagedParam],

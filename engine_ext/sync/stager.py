@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.format import (
+    DecodedPart,
     Digest,
     ParamDelta,
-    Part,
     change_digest,
     gather_change,
     tensor_digest,
@@ -51,7 +51,7 @@ _OnDevices = Mapping[int, Located]  # by the number of the target
 
 
 def stage_part(
-    part: Part, plan: Plan, batcher: Batcher, threads: ThreadPool, *, undo: bool, keep: bool
+    part: DecodedPart, plan: Plan, batcher: Batcher, threads: ThreadPool, *, undo: bool, keep: bool
 ) -> StagedPart:
     """Prepare the writes of a part on this rank.
 
@@ -94,7 +94,7 @@ def stage_part(
 
 
 def _pieces(
-    part: Part, plan: Plan, arrays: Mapping[int, Mapping[int, StagedArrays]]
+    part: DecodedPart, plan: Plan, arrays: Mapping[int, Mapping[int, StagedArrays]]
 ) -> tuple[list[int], list[_Piece]]:
     """Return the pieces of params, given their arrays by number, and the number of each's param."""
     numbers: list[int] = []
@@ -147,7 +147,7 @@ def _indices(delta: ParamDelta, target: Target, start: int, stop: int) -> NDArra
 
 
 def _arrays(
-    part: Part, plan: Plan, params: Sequence[int], batches: Sequence[Batch]
+    part: DecodedPart, plan: Plan, params: Sequence[int], batches: Sequence[Batch]
 ) -> tuple[dict[int, dict[int, StagedArrays]], list[tuple[Offsets, Bits, Bits]]]:
     """Return the arrays of params and of batches.
 

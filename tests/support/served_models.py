@@ -16,7 +16,7 @@ from torch import nn
 
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
-from engine_ext.format import ParamDelta, Part, decode_part, encode_part
+from engine_ext.format import DecodedPart, ParamDelta, decode_part, encode_part
 from engine_ext.format.digest import Digest
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.certify import certify_placement
@@ -109,7 +109,7 @@ def one_part(deltas: Sequence[ParamDelta], **metadata: Any) -> bytes:
     return encode_part(deltas, encoding="deltas", **{"current_version": 1, **metadata})
 
 
-def parts_of(deltas: Sequence[ParamDelta]) -> list[Part]:
+def parts_of(deltas: Sequence[ParamDelta]) -> list[DecodedPart]:
     """Decoded parts, one for each dtype."""
     dtypes = sorted({delta.dtype for delta in deltas})
     return [decode_part(one_part([d for d in deltas if d.dtype == t])) for t in dtypes]
@@ -172,7 +172,7 @@ class Peer:
     def all_gather(self, value: Any) -> list[Any]:
         return [value, self._answers.pop(0)] if self.missing else [value]
 
-    def brief(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def brief(self, parts: Sequence[DecodedPart]) -> dict[str, Any]:
         """What the second rank says of a sync."""
         none = np.empty(0, np.int64)
         counted = 0
@@ -302,7 +302,7 @@ def named_in(error: NotUpdatable) -> set[str]:
     )
 
 
-def attempt(served: Served, parts: list[Part], *, full: bool = False) -> NotUpdatable | None:
+def attempt(served: Served, parts: list[DecodedPart], *, full: bool = False) -> NotUpdatable | None:
     """Stage and commit as the ranks of an engine do, and go every way back in between.
 
     Returns:
@@ -345,7 +345,7 @@ def attempt(served: Served, parts: list[Part], *, full: bool = False) -> NotUpda
     return None
 
 
-def stage(served: Served, parts: list[Part], *, full: bool = False) -> list[StagedPart]:
+def stage(served: Served, parts: list[DecodedPart], *, full: bool = False) -> list[StagedPart]:
     """All that comes before the write."""
     applier = served.applier
     if full:
@@ -358,9 +358,9 @@ def stage(served: Served, parts: list[Part], *, full: bool = False) -> list[Stag
     return staged
 
 
-def as_full(part: Part) -> Part:
+def as_full(part: DecodedPart) -> DecodedPart:
     manifest = msgspec.structs.replace(part.manifest, full=True)
-    return replace(part, header=replace(part.header, manifest=manifest))
+    return replace(part, manifest=manifest)
 
 
 def assert_digests(applier: DeltaApplier) -> None:

@@ -30,7 +30,7 @@ BREAKS = [
     ("import delta_server", "engine_ext/settings.py", "adapters-only"),
     ("import vllm", "engine_ext/startup/trace/dry_run.py", "engines"),
     ("import sglang", "server/delta_server/service.py", "engines"),
-    ("from engine_ext.format.part import Part", "engine_ext/format/container.py", "acyclic"),
+    ("from engine_ext.format.part import DecodedPart", "engine_ext/format/container.py", "acyclic"),
 ]
 
 

@@ -187,7 +187,7 @@ class TestRanks:
             part_id(body, continues=True, identity="another"),
         ):
             identity = mock.Mock(return_value=again.identity)
-            with mock.patch("engine_ext.sync.shared_decoding.part_identity", identity):
+            with mock.patch("engine_ext.format.verified_part.part_identity", identity):
                 answers = self.engine.stage(again, body)
             assert {error["type"] for error in errors_of(answers)} == {"BaseMismatch"}
             assert self.memories() == self.fresh(self.target)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.format import Digest, Part, decode_part, encode_part
+from engine_ext.format import DecodedPart, Digest, decode_part, encode_part
 from engine_ext.placement import HostElements, fits_table
 from engine_ext.sync import param_batch
 from engine_ext.sync.param_batch import Batcher
@@ -54,7 +54,7 @@ from tests.support.toy_models import (
 pytestmark = pytest.mark.host_memory
 
 
-def part_between(base: Checkpoint, target: Checkpoint, encoding: str = "gap8_exp") -> Part:
+def part_between(base: Checkpoint, target: Checkpoint, encoding: str = "gap8_exp") -> DecodedPart:
     """The change of all tensors, which have one dtype, as it is decoded."""
     deltas = [delta_between(name, base[name], target[name]) for name in base]
     if encoding == "gap8_ulp":
@@ -71,11 +71,11 @@ def part_between(base: Checkpoint, target: Checkpoint, encoding: str = "gap8_exp
     )
 
 
-def numbers_in_batches(served: Served, part: Part) -> list[list[int]]:
+def numbers_in_batches(served: Served, part: DecodedPart) -> list[list[int]]:
     return [*served.applier._batcher.chosen(part)]
 
 
-def one_by_one(served: Served, part: Part) -> StagedPart:
+def one_by_one(served: Served, part: DecodedPart) -> StagedPart:
     with mock.patch.object(Batcher, "chosen", return_value=iter(())):
         return served.applier.stage(part)
 
@@ -191,7 +191,7 @@ def test_a_part_of_several_dtypes(group: int) -> None:
     served = serve(model, base, apply="scatter")
     parts = parts_of([delta_between(name, base[name], target[name]) for name in base])
     deltas = {delta.name: delta for part in parts for delta in part.deltas}
-    part = Part(parts[0].header, tuple(deltas[name] for name in base))
+    part = DecodedPart(parts[0].manifest, tuple(deltas[name] for name in base))
     with mock.patch.object(param_batch, "_GROUP", group):
         groups = numbers_in_batches(served, part)
         staged = served.applier.stage(part)
@@ -270,7 +270,7 @@ def test_what_no_batch_has() -> None:
         msgspec.structs.replace(delta, indices=none[0], values=none[1]),
         msgspec.structs.replace(delta, name="unknown"),
     ):
-        with_other = Part(part.header, (other, *part.deltas[1:]))
+        with_other = DecodedPart(part.manifest, (other, *part.deltas[1:]))
         assert numbers_in_batches(served, with_other) == [[1, 2]]
     with mock.patch("engine_ext.sync.pieces._HOST_SPAN", delta.nnz - 1):
         assert 0 not in chain.from_iterable(numbers_in_batches(served, part))
@@ -327,6 +327,6 @@ def test_a_delta_of_another_order_of_names() -> None:
     base = base_checkpoint(OneRank)
     served = serve(OneRank, base, apply="scatter")
     part = part_between(base, {name: changed(base[name], 7) for name in base})
-    backwards = Part(part.header, tuple(reversed(part.deltas)))
+    backwards = DecodedPart(part.manifest, tuple(reversed(part.deltas)))
     found = content(served.applier.stage(backwards).params)
     assert found == content(served.applier.stage(part).params)[::-1]
