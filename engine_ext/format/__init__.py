@@ -33,8 +33,6 @@ from engine_ext.format.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.format.digest_on_device import device_digest
 from engine_ext.format.gap_streams import byte_stream, join_streams
-from engine_ext.format.gathered_change import gather_change
-from engine_ext.format.gathered_change import warm_up as warm_up_gathering
 from engine_ext.format.identity import IdentityHash, Origin, PartId, RunSender, part_identity
 from engine_ext.format.manifest import (
     ANONYMOUS,
@@ -106,7 +104,6 @@ __all__ = [
     "digest_if_equal",
     "encode_part",
     "encode_positions",
-    "gather_change",
     "inflate",
     "is_decoded",
     "join_streams",
@@ -125,7 +122,6 @@ __all__ = [
     "state_hash",
     "tensor_digest",
     "verify_checksum",
-    "warm_up_gathering",
     "write_container",
     "write_decoded",
     "xxh3_checksum",
