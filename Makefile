@@ -128,13 +128,15 @@ fuzz: setup ## throw broken parts and requests at the receiver, for FUZZ_SECONDS
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) \
 		$(BIN)/python -m pytest -s tests/fuzz $(PYTEST_ARGS)
 
-lint: setup ## ruff, the import contracts, and mypy
+lint: setup ## ruff, the import contracts, private attributes in tests, and mypy
 	@echo "lint: ruff check"
 	@$(BIN)/ruff check .
 	@echo "lint: ruff format"
 	@$(BIN)/ruff format --check .
 	@echo "lint: import contracts"
 	@PYTHONPATH=.:server:trainer $(BIN)/lint-imports --no-logo
+	@echo "lint: private attributes in tests"
+	@$(BIN)/python -m scripts.count_road --check
 	@echo "lint: mypy"
 	@$(BIN)/mypy
 
