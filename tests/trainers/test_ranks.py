@@ -118,7 +118,7 @@ def sync(rank: int, folder: str, fault: str) -> Any:
 
 
 def breaks(rank: int, fault: str, model: nn.Module, engine: Engine | None) -> Any:
-    from delta_sender.model_tensors import plan, reader
+    from delta_sender.models import plan, reader
 
     if fault == "refused" and engine is not None:
         engine.faults[len(engine.requests)] = sends(error(507, "SpoolFull"))

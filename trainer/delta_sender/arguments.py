@@ -10,7 +10,7 @@ import httpx
 import torch
 from torch import nn
 
-from delta_sender.refills import Stable
+from delta_sender.diff.refills import Stable
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from delta_sender.arguments import named_pairs
-from delta_sender.snapshot import NamedTensors
+from delta_sender.diff.snapshot import NamedTensors
 from engine_ext.files import checkpoint_entries, read_checkpoint, read_entries
 
 __all__ = ["Base", "checkpoint_entries", "read_checkpoint", "read_entries", "tensors_of"]

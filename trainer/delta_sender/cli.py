@@ -17,16 +17,16 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from delta_sender.bandwidth import LinkSpeed
 from delta_sender.checkpoint import checkpoint_entries, read_entries
-from delta_sender.destination import Destination
-from delta_sender.http_client import EngineClient
-from delta_sender.log_destination import LogDestination, log_location
-from delta_sender.multi_sender import MultiSender
-from delta_sender.notify import Notifier
+from delta_sender.diff.snapshot import MappedSnapshot, NamedTensors
 from delta_sender.options import MultiOptions, Option, declared, with_defaults
+from delta_sender.publish.bandwidth import LinkSpeed
+from delta_sender.publish.destination import Destination
+from delta_sender.publish.http_client import EngineClient
+from delta_sender.publish.log_destination import LogDestination, log_location
+from delta_sender.publish.multi_sender import MultiSender
+from delta_sender.publish.notify import Notifier
 from delta_sender.results import PartialSyncError, SyncError, SyncReport
-from delta_sender.snapshot import MappedSnapshot, NamedTensors
 from engine_ext.delta_log import open_log
 from engine_ext.format import HMAC_KEY_ENVIRONMENT
 

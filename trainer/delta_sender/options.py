@@ -19,9 +19,9 @@ from typing import Annotated, Any, Final, NamedTuple, TypedDict, TypeVar, cast, 
 
 import httpx
 
-from delta_sender.diff_device import SNAPSHOT_ON
-from delta_sender.encoding_policy import CHOICES
-from delta_sender.quantize import FORMS
+from delta_sender.diff.device import SNAPSHOT_ON
+from delta_sender.diff.quantize import FORMS
+from delta_sender.encode.encoding_policy import CHOICES
 from engine_ext.resources import RateLimit
 
 _Class = TypeVar("_Class", bound=type)
@@ -146,7 +146,7 @@ class Options(EngineOptions, total=False):
             engine is at; if the base is neither what an engine acknowledged nor what it was being
             sent last, the next sync to it is a full one.
         quantize: How to quantise the given tensors, if the base is a quantised checkpoint. One of
-            ``fp8_block``, ``fp8_channel`` and ``int8_channel``; see `delta_sender.quantize`. A
+            ``fp8_block``, ``fp8_channel`` and ``int8_channel``; see `delta_sender.diff.quantize`. A
             tensor is quantised if its name is that of a quantised weight in the base. Names,
             shapes and dtypes are then checked one by one, while earlier tensors are sent.
     """

@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 
-from delta_sender.diff_host import compare
+from delta_sender.diff.host import compare
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.timing import take_new_pages
 

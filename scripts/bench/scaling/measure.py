@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from delta_sender.diff_host import compare
+from delta_sender.diff.host import compare
 from engine_ext.format import decode_part, encode_part
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling import (

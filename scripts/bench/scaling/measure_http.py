@@ -19,8 +19,8 @@ import numpy as np
 import psutil
 import xxhash
 
-from delta_sender.http_client import EngineClient
 from delta_sender.options import with_defaults
+from delta_sender.publish.http_client import EngineClient
 from engine_ext.format import ParamDelta, encode_part
 from scripts.bench.scaling.stub_server import HOST
 from scripts.bench.scaling.timing import ColdCaches, fastest

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from delta_sender.diff_host import compare
+from delta_sender.diff.host import compare
 from engine_ext.files import remove_beside
 from engine_ext.format import (
     Limits,

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from delta_sender.diff_host import compare
-from delta_sender.diff_loop import Difference
+from delta_sender.diff.host import compare
+from delta_sender.diff.loop import Difference
 from engine_ext.format import ParamDelta, change_digest, encode_part, tensor_digest
 from engine_ext.kernels import gather_scatter
 from engine_ext.resources import usable_cores

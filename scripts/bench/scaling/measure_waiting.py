@@ -13,7 +13,7 @@ import time
 import numpy as np
 import torch
 
-from delta_sender.snapshot import Snapshot
+from delta_sender.diff.snapshot import Snapshot
 from engine_ext.resources import usable_cores
 from scripts.bench import synthetic_weights
 from scripts.bench.scaling.timing import beside

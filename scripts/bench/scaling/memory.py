@@ -8,7 +8,7 @@ from scripts.bench.scaling.constants import Constants
 from scripts.bench.scaling.model import part_bytes
 from scripts.bench.scaling.setups import Setup
 
-_KEPT_SHARE = 1 / 4  # of the snapshot; what exceeds it is spilled, see `delta_sender.spill`
+_KEPT_SHARE = 1 / 4  # of the snapshot; what exceeds it is spilled, see `delta_sender.diff.spill`
 _READ_WORKERS = 4  # parts that a rank stages at a time, see `engine_ext.settings`
 _UPLOADS = 16  # parts that an HTTP process takes at a time, see there
 

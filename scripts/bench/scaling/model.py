@@ -49,7 +49,7 @@ def part_bytes(setup: Setup, costs: Constants) -> float:
 def diff_cpu(setup: Setup, costs: Constants) -> float:
     """Return CPU seconds of finding a part's changes: every element, and what is kept of each one.
 
-    `delta_sender.diff_host`: one pass over weights and snapshot; digest and gaps in the cache.
+    `delta_sender.diff.host`: one pass over weights and snapshot; digest and gaps in the cache.
     """
     dense = setup.part_nnz / setup.density
     return (dense * costs.diff_ns + setup.part_nnz * costs.change_ns) * _NS

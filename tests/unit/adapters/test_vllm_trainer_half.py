@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from delta_sender.checkpoint import read_checkpoint
-from delta_sender.quantize import FORMS
+from delta_sender.diff.quantize import FORMS
 from tests.support.fake_engine import Engine
 from tests.support.quantised_models import quantised, save_quantised
 from tests.support.trainer_models import change, make_model, saved

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from delta_sender import sync_round
+from delta_sender.encode import sync_round
 from scripts.bench import pipeline, pipeline_link, pipeline_receiver
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from delta_sender.quantize import FORMS
+from delta_sender.diff.quantize import FORMS
 from scripts.bench import quantised_density
 
 

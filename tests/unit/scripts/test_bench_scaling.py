@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from delta_sender.diff_host import compare
+from delta_sender.diff.host import compare
 from engine_ext.format import ParamDelta, decode_part, encode_part
 from engine_ext.sync import StagedPart
 from scripts.bench import synthetic_weights

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import snapshot
+from delta_sender.diff import snapshot
 from scripts.bench import memory_read, sender, sender_device, synthetic_weights
 
 pytestmark = pytest.mark.slow

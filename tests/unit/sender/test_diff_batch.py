@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta_sender import diff_batch
-from delta_sender.diff_batch import compare_batch
-from delta_sender.diff_host import compare
-from delta_sender.diff_loop import Difference
+from delta_sender.diff import batch as diff_batch
+from delta_sender.diff.batch import compare_batch
+from delta_sender.diff.host import compare
+from delta_sender.diff.loop import Difference
 from engine_ext.kernels.gather_scatter import signed
 from tests.support.served_models import PROPERTY
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import DeltaSender, MultiSender, part_builder
-from delta_sender.encoding_policy import (
+from delta_sender import DeltaSender, MultiSender
+from delta_sender.encode import part_builder
+from delta_sender.encode.encoding_policy import (
     EncodingChoice,
     EncodingPolicy,
     ParamStats,

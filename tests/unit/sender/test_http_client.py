@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from delta_sender.http_client import _CHUNK, EngineClient
 from delta_sender.options import with_defaults
+from delta_sender.publish.http_client import _CHUNK, EngineClient
 
 
 @pytest.mark.parametrize("size", [0, 1, _CHUNK - 1, _CHUNK, _CHUNK + 1, 3 * _CHUNK + 5])

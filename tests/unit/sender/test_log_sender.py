@@ -12,8 +12,9 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import DeltaSender, LogSender, SyncError, log_destination
-from delta_sender.log_destination import log_location
+from delta_sender import DeltaSender, LogSender, SyncError
+from delta_sender.publish import log_destination
+from delta_sender.publish.log_destination import log_location
 from engine_ext.delta_log import list_log
 from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.unit.sender.test_log_destination import chain, replayed

@@ -10,10 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from delta_sender import DeltaSender, PartialSyncError, SyncError, multi_sender
-from delta_sender.session_thread import SessionThread
-from delta_sender.snapshot import Changes
-from delta_sender.state_file import StateFile
+from delta_sender import DeltaSender, PartialSyncError, SyncError
+from delta_sender.diff.snapshot import Changes
+from delta_sender.publish import multi_sender
+from delta_sender.publish.session_thread import SessionThread
+from delta_sender.publish.state_file import StateFile
 from engine_ext.delta_log.catalog import list_log
 from engine_ext.delta_log.writer import FolderDraft
 from tests.support.fake_engine import (

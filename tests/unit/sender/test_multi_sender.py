@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_sender import MultiSender, PartialSyncError, part_builder
-from delta_sender.snapshot import Changes
+from delta_sender import MultiSender, PartialSyncError
+from delta_sender.diff.snapshot import Changes
+from delta_sender.encode import part_builder
 from tests.support.fake_engine import (
     Engine,
     Handler,

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_sender import sync_round
-from delta_sender.bandwidth import LinkSpeed
-from delta_sender.destination import Destination, Part
-from delta_sender.encoding_policy import EncodingPolicy
-from delta_sender.post_queue import PostQueue
+from delta_sender.encode import sync_round
+from delta_sender.encode.encoding_policy import EncodingPolicy
+from delta_sender.encode.sync_round import Attempt, SyncRound
+from delta_sender.publish.bandwidth import LinkSpeed
+from delta_sender.publish.destination import Destination, Part
+from delta_sender.publish.post_queue import PostQueue
 from delta_sender.results import SyncError
 from delta_sender.run import Run
-from delta_sender.sync_round import Attempt, SyncRound
 
 PROPERTY = settings(deadline=None, database=None, max_examples=60)
 POLICY = EncodingPolicy("deltas")

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from delta_sender import DeltaSender, FullSyncRefused, MultiSender, RunConflict, RunFenced
+from delta_sender.publish.state_file import StateFile
 from delta_sender.results import PartialSyncError, SyncError
-from delta_sender.state_file import StateFile
 from tests.support.fake_engine import (
     Engine,
     Handler,

@@ -8,7 +8,8 @@ import hmac
 import pytest
 import torch
 
-from delta_sender import DeltaSender, part_sizes
+from delta_sender import DeltaSender
+from delta_sender.encode import part_sizes
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.positions import ENCODINGS
 from engine_ext.format.zstd_frames import ZSTD_MAGIC

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncReport
-from delta_sender.http_client import EngineClient
 from delta_sender.options import with_defaults
-from delta_sender.state_file import StateFile
+from delta_sender.publish.http_client import EngineClient
+from delta_sender.publish.state_file import StateFile
 from tests.support.fake_engine import Engine, Handler, Model, error, model_of, sends, train
 from tests.unit.sender.test_log_destination import chain, copied, replayed
 from tests.unit.sender.test_multi_sender import A, B, refuse, sender_of, two

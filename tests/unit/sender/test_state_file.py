@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from delta_sender import DeltaSender, FullSyncRefused, MultiSender, PartialSyncError
-from delta_sender.state_file import Known, State, StateFile
+from delta_sender.publish.state_file import Known, State, StateFile
 from tests.support.fake_engine import Engine, Handler, Model, error, model_of, sends, train
 from tests.unit.sender.test_log_destination import chain, copied, replayed
 from tests.unit.sender.test_multi_sender import A, B, client_of, two

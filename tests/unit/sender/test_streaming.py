@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import (
-    DeltaSender,
-    MultiSender,
-    PartialSyncError,
-    SyncError,
-    diff_host,
-    part_builder,
-    session_thread,
-)
-from delta_sender import snapshot as sender_snapshot
+from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError
+from delta_sender.diff import host as diff_host
+from delta_sender.diff import snapshot as sender_snapshot
+from delta_sender.encode import part_builder
+from delta_sender.publish import session_thread
 from engine_ext.format import digest, exponent_planes, gap_streams, ulp_differences
 from engine_ext.kernels import gather_scatter
 from tests.support.fake_engine import (

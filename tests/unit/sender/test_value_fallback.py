@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, SyncError
-from delta_sender.state_file import StateFile
+from delta_sender.publish.state_file import StateFile
 from engine_ext.delta_log.catalog import list_log
 from engine_ext.delta_log.writer import manifest_of
 from tests.support.fake_engine import (

@@ -9,8 +9,10 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import DeltaSender, diff_batch, diff_loop
-from delta_sender.encoding_policy import CHOICES
+from delta_sender import DeltaSender
+from delta_sender.diff import batch as diff_batch
+from delta_sender.diff import loop as diff_loop
+from delta_sender.encode.encoding_policy import CHOICES
 from engine_ext.format import digest, exponent_planes, gap_streams, ulp_differences
 from engine_ext.kernels import gather_scatter
 

@@ -17,9 +17,9 @@ from typing import Any, Final, Literal, Protocol
 import httpx
 import torch
 
-from delta_sender.http_client import EngineClient
 from delta_sender.integrations.transfer_group import Group, Rendezvous
 from delta_sender.options import MultiOptions
+from delta_sender.publish.http_client import EngineClient
 from delta_sender.results import SyncError
 from engine_ext.format import SIGNATURE_SUFFIX, sign
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from delta_sender.model_sync import on_all_ranks, sync_model
-from delta_sender.model_tensors import Checkpoint, any_rank, named_tensors
-from delta_sender.multi_sender import MultiSender
+from delta_sender.models import Checkpoint, any_rank, named_tensors
+from delta_sender.models.model_sync import on_all_ranks, sync_model
 from delta_sender.options import MultiOptions, with_defaults
+from delta_sender.publish.multi_sender import MultiSender
 from delta_sender.results import SyncReport
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from delta_sender.model_sync import sync_stream
-from delta_sender.model_tensors import empty_model
+from delta_sender.models import empty_model
+from delta_sender.models.model_sync import sync_stream
 from delta_sender.options import Options
+from delta_sender.publish.sender import DeltaSender
 from delta_sender.results import SyncReport
-from delta_sender.sender import DeltaSender
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

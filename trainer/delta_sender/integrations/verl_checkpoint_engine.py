@@ -21,12 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from delta_sender.checkpoint import read_checkpoint
-from delta_sender.model_sync import on_all_ranks
-from delta_sender.multi_sender import MultiSender
+from delta_sender.diff.quantize import Quantizer
+from delta_sender.diff.rounding import count as count_rounded
+from delta_sender.models.model_sync import on_all_ranks
 from delta_sender.options import EngineOptions
-from delta_sender.quantize import Quantizer
+from delta_sender.publish.multi_sender import MultiSender
 from delta_sender.results import SyncReport
-from delta_sender.rounding import count as count_rounded
 from delta_sender.sharded import ShardedSender, model_shards
 
 logger = logging.getLogger(__name__)

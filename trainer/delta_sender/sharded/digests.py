@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from delta_sender.diff_loop import Bits
+from delta_sender.diff.loop import Bits
 from delta_sender.sharded.box import Box
 from engine_ext.format import Digest, tensor_digest
 from engine_ext.resources import usable_cores

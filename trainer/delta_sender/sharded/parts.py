@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from delta_sender.diff_host import Change
-from delta_sender.diff_loop import Bits
-from delta_sender.encoding_policy import EncodingChoice, ParamStats, escaped_share
-from delta_sender.part_sizes import most_bytes
+from delta_sender.diff.host import Change
+from delta_sender.diff.loop import Bits
+from delta_sender.diff.snapshot import Changes
+from delta_sender.encode.encoding_policy import EncodingChoice, ParamStats, escaped_share
+from delta_sender.encode.part_sizes import most_bytes
+from delta_sender.encode.sync_round import Attempt
 from delta_sender.sharded.box import Box
 from delta_sender.sharded.owned import OwnedShards, ShardedState
 from delta_sender.sharded.ownership import Tensor
-from delta_sender.snapshot import Changes
-from delta_sender.sync_round import Attempt
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.format import (
     DIFFERENCES,

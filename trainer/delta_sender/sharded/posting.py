@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from delta_sender.destination import Part
-from delta_sender.diff_loop import Bits
-from delta_sender.http_client import EngineClient
+from delta_sender.diff.loop import Bits
+from delta_sender.encode.sync_round import Attempt, SyncRound
 from delta_sender.options import MultiOptions
-from delta_sender.post_queue import PostQueue
+from delta_sender.publish.destination import Part
+from delta_sender.publish.http_client import EngineClient
+from delta_sender.publish.post_queue import PostQueue
 from delta_sender.results import RankError
 from delta_sender.sharded.owned import OwnedShards, ShardedState
 from delta_sender.sharded.parts import PartPlan, Sent
 from delta_sender.sharded.ranks import Ranks, described, first_cause, raise_first
-from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.dtypes import bits_dtype
 
 Report = dict[str, Any]  # what a rank has posted: "parts", "wire_bytes", "nnz", "digest", "picked"

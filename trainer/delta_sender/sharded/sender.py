@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from delta_sender.contact import release_all, release_at_exit
-from delta_sender.http_client import EngineClient
-from delta_sender.model_tensors import Checkpoint, read_base
-from delta_sender.observations import Observed, Watch
+from delta_sender.diff.observations import Observed, Watch
+from delta_sender.diff.refills import StableGenerator
+from delta_sender.diff.snapshot import Snapshot
+from delta_sender.diff.spill import Spill
+from delta_sender.encode.sync_round import SyncRound
+from delta_sender.encode.warm_up import warm_up
+from delta_sender.models import Checkpoint, read_base
 from delta_sender.options import EngineOptions, check_values, takes_options, with_defaults
-from delta_sender.refills import StableGenerator
+from delta_sender.publish.contact import release_all, release_at_exit
+from delta_sender.publish.http_client import EngineClient
 from delta_sender.results import ShardedReport, SyncError
 from delta_sender.run import Run
 from delta_sender.sharded.owned import OwnedShards
 from delta_sender.sharded.ranks import Ranks
 from delta_sender.sharded.session import ShardedSession, SharedEngine
 from delta_sender.sharded.shards import Shards
-from delta_sender.snapshot import Snapshot
-from delta_sender.spill import Spill
-from delta_sender.sync_round import SyncRound
-from delta_sender.warm_up import warm_up
 from engine_ext.resources import no_full_collections
 
 if TYPE_CHECKING:

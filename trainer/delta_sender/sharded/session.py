@@ -11,19 +11,19 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from delta_sender.acked_state import PostedSync
-from delta_sender.bandwidth import LinkSpeed
-from delta_sender.destination import Destination
-from delta_sender.http_client import EngineClient
+from delta_sender.diff.snapshot import Snapshot
+from delta_sender.encode.acked_state import PostedSync
+from delta_sender.encode.sync_round import Attempt, SyncRound
 from delta_sender.options import MultiOptions
+from delta_sender.publish.bandwidth import LinkSpeed
+from delta_sender.publish.destination import Destination
+from delta_sender.publish.http_client import EngineClient
+from delta_sender.publish.session import Committed, Session, base_version
 from delta_sender.results import RankError, ShardedReport, SyncError
 from delta_sender.run import Run
-from delta_sender.session import Committed, Session, base_version
 from delta_sender.sharded.owned import OwnedShards, ShardedState
 from delta_sender.sharded.posting import Posting
 from delta_sender.sharded.ranks import Ranks
-from delta_sender.snapshot import Snapshot
-from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.format import Digest, encode_part
 
 

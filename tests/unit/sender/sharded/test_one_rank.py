@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import FullSyncRefused, RankError, Shard, ShardedSender, SyncError, part_sizes
+from delta_sender import FullSyncRefused, RankError, Shard, ShardedSender, SyncError
+from delta_sender.encode import part_sizes
 from tests.support.fake_engine import (
     Engine,
     Model,
@@ -166,7 +167,7 @@ def test_a_refusal_leaves_all_as_it_was(number: int) -> None:
 
 @pytest.mark.parametrize("fault", [loses, breaks])
 def test_an_unknown_outcome_is_found_out(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delta_sender.http_client import EngineClient
+    from delta_sender.publish.http_client import EngineClient
 
     monkeypatch.setattr(EngineClient._request.retry, "stop", lambda state: True)  # type: ignore[attr-defined]
     model = model_of()

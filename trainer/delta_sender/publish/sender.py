@@ -1,0 +1,256 @@
+"""Send to one engine, or publish for engines that follow a log: the class `DeltaSender`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from delta_sender.checkpoint import Base
+from delta_sender.diff.snapshot import NamedTensors
+from delta_sender.options import (
+    LogOptions,
+    MultiOptions,
+    Options,
+    declared,
+    takes_options,
+    with_defaults,
+)
+from delta_sender.publish.log_destination import log_location
+from delta_sender.publish.log_sender import LogSender
+from delta_sender.publish.multi_sender import MultiSender
+from delta_sender.publish.notify import Told
+from delta_sender.results import PartialSyncError, SyncReport
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@takes_options(Options)
+class DeltaSender(AbstractContextManager["DeltaSender"]):
+    """Keep the weights of an engine, or of all that follow a delta log, equal to a trainer's.
+
+    Not thread-safe.
+
+    A sender opens a run: an id of its lineage of weights, kept in the file of `state`. From the
+    first sync until `close` the engine belongs to that run, and refuses others.
+
+    If `url` names a delta log, versions are published there, and posted to no engine: the work and
+    the bytes do not grow with the number of engines. `LogSender` is the same by itself.
+
+    Tensors are given as (name, tensor) in checkpoint coordinates: unsharded, with the names, shapes
+    and dtypes of the Hugging Face checkpoint; every dtype is sent bit by bit. They are taken one by
+    one, so a generator that gathers each when asked will do. Some are compared while others are
+    posted. None may change before the sync ends, but a generator can yield views of a buffer that
+    it refills for the next tensor. CUDA tensors are compared on their device (see `snapshot_on`),
+    and only what differs is copied to the host.
+
+    Of tied tensors (one storage, several names) one copy is kept, and they are sent under every
+    name that the engine holds; if it has no plan, under the first.
+
+    If numba is installed, making the first sender compiles the loops of a sync: seconds once on a
+    machine, then half a second to load them from numba's cache.
+
+    Host memory: the snapshot, of the model's size; changes until they are committed, at most a
+    quarter of that (see `changes_in_memory`); a part per core, up to eight, and `posts_in_flight`
+    more, with up to 17 bytes per element while one is encoded; and 128 MiB of gathered tensors with
+    their comparison. A change of 2 % takes a tenth of the snapshot (5 bytes plus twice the itemsize
+    per element).
+
+    Example:
+        >>> import torch
+        >>> from delta_sender import DeltaSender, SyncError
+        >>> weights = {"lm_head.weight": torch.zeros(16, 4, dtype=torch.bfloat16)}
+        >>> with DeltaSender("http://engine:8000", weights.items(), encoding="auto") as sender:
+        ...     weights["lm_head.weight"][3] += 0.5
+        ...     report = sender.sync(weights.items())
+        >>> report.status, report.version, report.nnz, report.numel
+        ('committed', 1, 4, 64)
+
+        A refusal leaves the engine as it was, and the next sync sends what this one did not:
+
+        >>> sender = DeltaSender("http://broken:8000", weights.items())
+        >>> weights["lm_head.weight"][5] += 0.5
+        >>> try:
+        ...     sender.sync(weights.items())
+        ... except SyncError as error:
+        ...     print(error.status, error.error["type"], sender.version)
+        507 SpoolFull 0
+
+        For engines that follow a log, however many:
+
+        >>> import tempfile
+        >>> with DeltaSender(f"file://{tempfile.mkdtemp()}", weights.items()) as sender:
+        ...     weights["lm_head.weight"][7] += 0.5
+        ...     report = sender.sync(weights.items())
+        >>> report.version, report.nnz
+        (1, 4)
+
+    Args:
+        url: The engine's root, ``http://host:port``; or a delta log that engines follow: its URL in
+            an object store (``s3://BUCKET/PREFIX``), or its folder as a `Path`, a ``file://`` URL
+            or a path that starts with ``/``, ``./`` or ``../``.
+        base: What the engine holds now, or what the log's newest version leads to, as (name,
+            tensor), a dict of them, or the folder of a checkpoint; copied.
+        notify: Roots of engines that are asked to look at the log after each version; see
+            `LogSender`.
+        **options: See `Options`. With a log, those of `LogOptions`.
+
+    Raises:
+        ValueError: An option has an unknown value, or is not for this kind of url; or the state
+            file is not one. With a log also: the base is not what it leads to.
+        BlockingIOError: Another sender writes into the log, or uses the state file.
+        LogDamaged, PartUnavailable: The log's newest version cannot be read.
+        SyncError: The log has versions, and no engine of `notify` has answered in 30 seconds.
+    """
+
+    def __init__(
+        self,
+        url: str | Path,
+        base: Base,
+        *,
+        notify: Sequence[str] = (),
+        **options: Unpack[Options],
+    ) -> None:
+        if not isinstance(url, str | Path):
+            raise TypeError(
+                f"DeltaSender takes one url, and not {url!r}; MultiSender takes several"
+            )
+        given, log = with_defaults(options, Options), log_location(url)
+        self._sender: LogSender | _EngineSender
+        if log is not None:
+            self._sender = LogSender(log, base, notify=notify, **_for_log(given))
+        elif notify:
+            raise ValueError("notify= is for engines that follow a delta log; give the log's url")
+        else:
+            self._sender = _EngineSender(str(url), base, given)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def run(self) -> str:
+        """The run that the sender has opened, or opened again: an id of its lineage of weights."""
+        return self._sender.run
+
+    @property
+    def epoch(self) -> int:
+        """Which opening of the run this sender is, from 1."""
+        return self._sender.epoch
+
+    @property
+    def version(self) -> int:
+        """The version that the engine acknowledged last, or the log's newest one."""
+        return self._sender.version
+
+    @property
+    def told(self) -> Mapping[str, Told]:
+        """By url of `notify` what the engines have answered; see `LogSender.told`."""
+        return self._sender.told
+
+    def wait(self, timeout: float | None = None) -> Mapping[str, Told]:
+        """Wait until every engine of `notify` has answered, or some seconds; return `told`."""
+        return self._sender.wait(timeout)
+
+    def close(self) -> None:
+        """Release the engine, and close the own HTTP clients, the log and the state file.
+
+        The engine drops what it has staged of this sender, and other runs can claim it. Leaving a
+        `with` block does this, by Ctrl-C or an exception, too; and so does the interpreter when it
+        ends. A sender that is killed cannot: its run owns the engine until another takes it over.
+        """
+        self._sender.close()
+
+    def sync(self, tensors: NamedTensors) -> SyncReport:
+        """Send what changed since the last sync; if nothing did, one empty part.
+
+        Before the first one the engine is claimed for the sender's run. If its digest is the
+        base's, the changes are sent whatever its version is.
+
+        If the engine turns out to hold something else (it has restarted, or a digest differs) or
+        to be ``uncertain``, the whole model is sent instead, once, if what it replaces is this
+        run's own; see the option `full`. If only old values differ and digests prove the outcome,
+        the new values are sent first.
+
+        Args:
+            tensors: The base's tensors, with their values now, as (name, tensor) or a dict.
+
+        Raises:
+            TypeError: They are something else. Nothing was sent if it is a collection.
+            FullSyncRefused: Only the whole model would help, and it would replace weights that are
+                not this run's. The engine is unchanged.
+            RunConflict: The engine belongs to another run, or has been taken over by one. It is
+                unchanged.
+            SyncError: The engine refused, could not be reached, or holds other bytes afterwards.
+                See `SyncError` for its state then.
+            OSError: The version cannot be written into the log; see `LogSender.sync`.
+            ValueError: Names, shapes or dtypes are not the base's, or a weight to quantise is not
+                finite. The engine commits nothing. Nothing was sent if `tensors` is a collection
+                and not an iterator, and `quantize` is not set.
+        """
+        return self._sender.sync(tensors)
+
+    def sync_full(self, tensors: NamedTensors) -> SyncReport:
+        """Send every tensor dense, whatever the engine holds; a warning says what that is.
+
+        Raises what `sync` raises.
+        """
+        return self._sender.sync_full(tensors)
+
+
+def _for_log(options: MultiOptions) -> LogOptions:
+    """Return the options that a log has.
+
+    Raises:
+        ValueError: Another one is not at its default.
+    """
+    known = declared(LogOptions)
+    others = {name: option.default for name, option in declared(Options).items()}.items()
+    wrong = [name for name, default in others if name not in known and options[name] != default]  # type: ignore[literal-required]
+    if wrong:
+        raise ValueError(f"not with a delta log that engines follow: {', '.join(sorted(wrong))}")
+    return cast(LogOptions, {name: options[name] for name in known})  # type: ignore[literal-required]
+
+
+class _EngineSender:
+    """Sends to one engine; the same interface as `LogSender`."""
+
+    def __init__(self, url: str, base: Base, options: MultiOptions) -> None:
+        self._url = url
+        self._sender = MultiSender([url], base, **options)
+
+    @property
+    def run(self) -> str:
+        return self._sender.run
+
+    @property
+    def epoch(self) -> int:
+        return self._sender.epoch
+
+    @property
+    def version(self) -> int:
+        return self._sender.versions[self._url]
+
+    @property
+    def told(self) -> Mapping[str, Told]:
+        return {}
+
+    def wait(self, timeout: float | None = None) -> Mapping[str, Told]:
+        return self.told
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def sync(self, tensors: NamedTensors) -> SyncReport:
+        return self._only(tensors, full=False)
+
+    def sync_full(self, tensors: NamedTensors) -> SyncReport:
+        return self._only(tensors, full=True)
+
+    def _only(self, tensors: NamedTensors, *, full: bool) -> SyncReport:
+        sync = self._sender.sync_full if full else self._sender.sync
+        try:
+            return sync(tensors)[self._url]
+        except PartialSyncError as some:
+            raise some.failures[self._url] from None
