@@ -293,6 +293,19 @@ def test_numbers_of_a_run_are_used_once(model: Model, file: Path) -> None:
     assert (report.reason or "").startswith("behind: ")
 
 
+def test_next_sender_of_a_process_opens_its_run(model: Model, tmp_path: Path) -> None:
+    base, engine = copied(model), Engine.of(model)
+    with sender_of(engine, model) as sender:
+        train(model)
+        sender.sync(model.items())
+    with sender_of(engine, base, continues=(sender.run, sender.epoch)) as following:
+        assert (following.run, following.epoch) == (sender.run, 2)
+        train(base, 5)
+        assert following.sync(base.items()).full  # over what its run has sent
+    with pytest.raises(ValueError, match="continues= is for engines"):
+        DeltaSender(tmp_path / "log", base.items(), continues=("a", 1))
+
+
 # ---- one owner -----------------------------------------------------------------------------------
 
 
