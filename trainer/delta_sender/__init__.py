@@ -46,6 +46,7 @@ from delta_sender.diff.quantize import Quantizer, quantize_weight
 from delta_sender.diff.snapshot import NamedTensors
 from delta_sender.models import ModelTensors, checkpoint_names, named_tensors
 from delta_sender.models.model_sync import sync_model
+from delta_sender.options import SenderOptions
 from delta_sender.publish.log_sender import LogSender
 from delta_sender.publish.multi_sender import MultiSender
 from delta_sender.publish.sender import DeltaSender
@@ -75,6 +76,7 @@ __all__ = [
     "RateLimit",
     "RunConflict",
     "RunFenced",
+    "SenderOptions",
     "Shard",
     "ShardedReport",
     "ShardedSender",

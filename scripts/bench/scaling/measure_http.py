@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import xxhash
 
-from delta_sender.options import with_defaults
+from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import EngineClient
 from engine_ext.format import ParamDelta, encode_part
 from scripts.bench.scaling.stub_server import HOST
@@ -35,7 +35,7 @@ _START_S = 60.0
 def measure(repeats: int) -> dict[str, float]:
     """Return the fields of `Constants` that concern posting."""
     with _server() as (url, server):
-        client = EngineClient(url, with_defaults({}))
+        client = EngineClient(url, SenderOptions())
         try:
             least = {"send": 1e9, "receive": 1e9, "wall": 1e9}
             for number in range(1, repeats + 1):

@@ -138,14 +138,14 @@ def test_a_snapshot_interrupted_while_one_engine_is_behind(
         sender.sync(model.items())
     for name in model:
         model[name].copy_(base[name])
-    advance = sender._snapshot.advance
+    advance = sender._publisher.snapshot.advance
 
     def interrupted(changes: Changes) -> None:
         advance(dict([*changes.items()][:moved]))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(sender._snapshot, "advance", interrupted)
+        patched.setattr(sender._publisher.snapshot, "advance", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sender.sync(model.items())
     train(model)
@@ -284,7 +284,7 @@ def test_every_engine_is_named_once(urls: list[str]) -> None:
 
 @pytest.mark.parametrize("url", ["s3://bucket/log", "gs://bucket", "file:///log", "/log"])
 def test_a_log_is_no_engine(url: str) -> None:
-    with pytest.raises(ValueError, match="DeltaSender"):
+    with pytest.raises(ValueError, match="a delta log is no engine"):
         MultiSender([A, url], [])
 
 
@@ -340,6 +340,6 @@ def test_whatever_fails_who_acknowledged_holds_the_trainers_bytes(
     reports = sender.sync(model.items())
     assert a.holds(model)
     assert b.holds(model)
-    snapshot = sender._snapshot
+    snapshot = sender._publisher.snapshot
     for name in model:
         assert np.array_equal(snapshot.image(name).values, a.weights[name])

@@ -363,7 +363,7 @@ def test_restart_with_its_state_continues(model: Model, file: Path) -> None:
     train(model)
     killed.sync(model.items())
     StateFile(file)  # readable meanwhile
-    killed._sender._sender._tracker.file.close()  # as the end of its process
+    killed._publisher._tracker.file.close()  # as the end of its process
     with sender_of(engine, model, state=file) as sender:
         assert (sender.run, sender.epoch) == (killed.run, killed.epoch + 1)
         target = touched(model)

@@ -259,5 +259,5 @@ def test_only_an_own_client_is_closed() -> None:
         sender.sync(model.items())
     assert not client.is_closed
     with DeltaSender("http://engine", model.items()) as sender:
-        own = sender._sender._sender._sessions[0].destination.client
+        own = sender._publisher.sessions[0].destination.client
     assert own.is_closed

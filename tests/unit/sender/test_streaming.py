@@ -102,7 +102,7 @@ def test_the_snapshot_stays_until_the_engine_has_committed() -> None:
     model = {name: tensor.clone() for name, tensor in base.items()}
     engine = Engine.of(base)
     sender = sender_of(engine, base)
-    snapshot = sender._sender._sender._snapshot
+    snapshot = sender._publisher.snapshot
     moved = []
 
     def looks(take: Handler, request: httpx.Request) -> httpx.Response:

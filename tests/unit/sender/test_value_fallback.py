@@ -263,7 +263,7 @@ def test_one_of_several_is_healed(bucket_bytes: int, monkeypatch: pytest.MonkeyP
     model = model_of(tensors=3)
     base, engines = copied(model), [Witness.of(model) for _ in "abc"]
     sender = multi_of([*engines], model, bucket_bytes=bucket_bytes)
-    snapshot, moves, advance = sender._snapshot, [], sender._snapshot.advance
+    snapshot, moves, advance = sender._publisher.snapshot, [], sender._publisher.snapshot.advance
     monkeypatch.setattr(snapshot, "advance", lambda new: moves.append(len(new)) or advance(new))
     train(model)
     spoil(base, model, engines[1])

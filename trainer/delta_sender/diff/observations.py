@@ -15,7 +15,6 @@ import numpy as np
 from delta_sender.diff.host import Change
 from delta_sender.diff.loop import Bits
 from delta_sender.diff.rounding import Rounded, counting
-from delta_sender.options import MultiOptions
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +96,8 @@ class Round(Protocol):
 class Watch:
     """Watches the syncs of one sender; the log gets each thing that it notices once."""
 
-    def __init__(self, options: MultiOptions) -> None:
-        self._refuses_nonfinite = options["refuse_nonfinite"]
-        self._warns_after = options["unchanged_warning"]
+    def __init__(self, *, refuses_nonfinite: bool, warns_after: int) -> None:
+        self._refuses_nonfinite, self._warns_after = refuses_nonfinite, warns_after
         self._unchanged = 0
         self._logged: set[str] = set()
 

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from delta_sender.arguments import named_pairs
-from delta_sender.checkpoint import read_checkpoint
 from delta_sender.diff.refills import StableGenerator
 from delta_sender.diff.snapshot import NamedTensors
 from delta_sender.models.checkpoint_class import empty_model
@@ -27,6 +26,7 @@ from delta_sender.models.model_state import unwrapped
 from delta_sender.models.plan import Plan
 from delta_sender.models.ranks import any_rank, world_failure
 from delta_sender.models.reader import ModelTensors, from_stream
+from engine_ext.files import read_checkpoint
 
 __all__ = [
     "ModelTensors",

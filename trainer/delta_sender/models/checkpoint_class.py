@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from delta_sender.checkpoint import read_checkpoint
 from delta_sender.diff.quantize import FORMS
+from engine_ext.files import read_checkpoint
 
 
 def empty_model(folder: str | os.PathLike[str]) -> nn.Module:

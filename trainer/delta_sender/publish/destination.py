@@ -31,12 +31,14 @@ class Destination(Protocol):
             came; 0 before that. Its number is not used for other weights.
         at_once: How many deliveries it takes at once. The last part of a sync is delivered alone,
             after all others were taken; with 1, all are delivered in order.
+        last_number: Highest number in use where versions are kept, refused ones included.
     """
 
     name: str = "the engine"
     speed: LinkSpeed
     highest_posted: int
     at_once: int = 1
+    last_number: int = 0
 
     def close(self) -> None:
         """Release connections and files; called once, after the last sync."""
@@ -87,6 +89,10 @@ class Destination(Protocol):
         {} means that it has none; a sync of unknown outcome then counts as not committed.
         """
         return {}
+
+    def may_hold(self, version: int) -> bool:
+        """Return whether a version that was not acknowledged can be there all the same."""
+        return False
 
     def catch_up(self) -> int | None:
         """Replay the delta log in the receiver; return its version then, None if it has no log."""

@@ -16,7 +16,7 @@ from tenacity.stop import stop_after_attempt, stop_before_delay
 from tenacity.wait import wait_random_exponential
 
 from delta_sender.arguments import engine_root
-from delta_sender.options import MultiOptions
+from delta_sender.options import SenderOptions
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.results import SyncError
 from delta_sender.run import Run, clock, owner_in_words
@@ -54,31 +54,31 @@ def _log_retry(state: RetryCallState) -> None:
 class EngineClient:
     """The delta endpoints of one engine, a `Destination`; `client` is the HTTP client."""
 
-    def __init__(self, url: str, options: MultiOptions) -> None:
+    def __init__(self, url: str, options: SenderOptions) -> None:
         self.name = self._url = engine_root(url)
-        self._timeout = options["timeout"]
-        flush_cache = "true" if options["flush_cache"] else "false"
-        self._adapter = options["adapter"]
+        self._timeout = options.timeout
+        flush_cache = "true" if options.flush_cache else "false"
+        self._adapter = options.adapter
         self._named = {} if self._adapter is None else {"adapter": self._adapter}
         self._query = {
-            "pause_mode": options["pause_mode"],
+            "pause_mode": options.pause_mode,
             "flush_cache": flush_cache,
             **self._named,
         }
-        key = options["api_key"]
+        key = options.api_key
         self._authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._headers = {"Content-Type": _PART, **self._authorization}
-        self._hmac_key = options["hmac_key"]
+        self._hmac_key = options.hmac_key
         self.reason: str | None = None  # of the parts that follow, see `announce`
         self._is_stopped = False
         self.speed = LinkSpeed()
-        self._limit = options["bandwidth_limit"]
+        self._limit = options.bandwidth_limit
         self.highest_posted = 0
-        self.at_once = self._most_at_once = options["posts_in_flight"]
-        self._owns_client = options["client"] is None
+        self.at_once = self._most_at_once = options.posts_in_flight
+        self._owns_client = options.client is None
         # A connection to a host that is gone never opens; it is not given the time of a request.
-        timeout = httpx.Timeout(options["timeout"], connect=min(options["timeout"], _CONNECT_S))
-        self.client = options["client"] or httpx.Client(timeout=timeout)
+        timeout = httpx.Timeout(options.timeout, connect=min(options.timeout, _CONNECT_S))
+        self.client = options.client or httpx.Client(timeout=timeout)
 
     def close(self) -> None:
         """Close the HTTP client, unless it was given."""

@@ -6,41 +6,18 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Final
-from urllib.parse import unquote, urlsplit
 
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
 from delta_sender.results import SyncError
 from engine_ext.delta_log import DeltaLog, Draft
 from engine_ext.format import sign
-from engine_ext.object_store import is_store_url
 
 _PLAN_S: Final = 30.0  # to wait for a plan
 _NEXT_S: Final = 2.0  # until one more engine is asked for it
-_FOLDERS: Final = ("/", "./", "../")  # starts of paths; no engine's root looks like that
-
-
-def log_location(url: str | Path) -> str | Path | None:
-    """Return the folder, or the URL in an object store, of the delta log that a sender's url names.
-
-    A folder is a `Path`, a ``file://`` URL, or a path that starts with ``/``, ``./`` or ``../``.
-    None if the url is an engine's.
-
-    Raises:
-        ValueError: A ``file://`` URL names another host, or no folder.
-    """
-    if isinstance(url, Path) or url.startswith(_FOLDERS):
-        return Path(url)
-    parts = urlsplit(url)
-    if parts.scheme == "file":
-        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-            raise ValueError(f"{url!r} names no folder of this host; file:///PATH does")
-        return Path(unquote(parts.path))
-    return url if is_store_url(url) and parts.scheme not in ("http", "https") else None
 
 
 class LogDestination(Destination):
@@ -67,9 +44,14 @@ class LogDestination(Destination):
         self._draft: Draft | None = None
 
     @property
-    def is_unsure(self) -> bool:
-        """Whether a version that could not be finished may be visible all the same."""
-        return self._draft is not None and self._draft.may_be_visible
+    def last_number(self) -> int:  # type: ignore[override]
+        """The highest version number in use, refused ones included; -1 in an empty log."""
+        return self.writer.last_number
+
+    def may_hold(self, version: int) -> bool:
+        """Return whether readers can see a version that could not be finished."""
+        is_unsure = self._draft is not None and self._draft.may_be_visible
+        return is_unsure or self.writer.last_number >= version
 
     def continues_from(self, version: int) -> bool:
         """Return whether a delta from a version continues the log, or begins it."""

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from delta_sender.arguments import named_pairs
-from delta_sender.checkpoint import Base, tensors_of
-from delta_sender.diff.observations import Watch
-from delta_sender.diff.snapshot import NamedTensors, Snapshot
-from delta_sender.diff.spill import Spill
-from delta_sender.encode.encoding_policy import sparse_encoding
-from delta_sender.encode.sync_round import SyncRound
-from delta_sender.encode.warm_up import warm_up
-from delta_sender.options import LogOptions, check_values, takes_options, with_defaults
+import httpx
+
+from delta_sender.arguments import Base, log_of
+from delta_sender.diff.snapshot import NamedTensors
+from delta_sender.options import SenderOptions
 from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.notify import Notifier, Told
-from delta_sender.publish.session import Session
+from delta_sender.publish.publisher import Publisher
 from delta_sender.results import SyncReport
-from delta_sender.run import Run
 from engine_ext.delta_log import digests_of, open_log, read_version
 from engine_ext.errors import LogDamaged
-from engine_ext.resources import no_full_collections
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from engine_ext.resources import RateLimit
 
 logger = logging.getLogger(__name__)
 
 
-@takes_options(LogOptions)
 class LogSender(AbstractContextManager["LogSender"]):
     """Publish a trainer's weights in a delta log, whoever follows it. Not thread-safe.
 
@@ -66,7 +55,8 @@ class LogSender(AbstractContextManager["LogSender"]):
             without waiting for them; `told` has what they answered. Others look by themselves. The
             first one that answers says which tensors engines ignore, and what their digest covers;
             without any, versions are sent without digests of the model.
-        **options: See `LogOptions`.
+
+    The other keyword arguments are documented in `SenderOptions`.
 
     Raises:
         ValueError: An option has an unknown value, or the base is not what the log's newest version
@@ -82,56 +72,44 @@ class LogSender(AbstractContextManager["LogSender"]):
         base: Base,
         *,
         notify: Sequence[str] = (),
-        **options: Unpack[LogOptions],
+        base_version: int = 0,
+        encoding: str = "deltas_zstd",
+        bucket_bytes: int = 64 << 20,
+        posts_in_flight: int = 4,
+        digest: bool = True,
+        api_key: str | None = None,
+        hmac_key: str | None = None,
+        pause_mode: str = "keep",
+        flush_cache: bool = True,
+        bandwidth_limit: float | RateLimit | None = None,
+        timeout: float = 600.0,
+        client: httpx.Client | None = None,
+        snapshot_on: str = "auto",
+        changes_in_memory: int | None = None,
+        refuse_nonfinite: bool = False,
+        unchanged_warning: int = 3,
+        log_differences: bool = False,
     ) -> None:
-        self._options = given = with_defaults(options, LogOptions)
-        check_values(given)
-        self._watch = Watch(given)
-        self._snapshot = Snapshot(
-            tensors_of(base), sparse_encoding(given["encoding"]), given["snapshot_on"]
+        options = SenderOptions(
+            base_version=base_version,
+            encoding=encoding,
+            bucket_bytes=bucket_bytes,
+            posts_in_flight=posts_in_flight,
+            digest=digest,
+            api_key=api_key,
+            hmac_key=hmac_key,
+            pause_mode=pause_mode,
+            flush_cache=flush_cache,
+            bandwidth_limit=bandwidth_limit,
+            timeout=timeout,
+            client=client,
+            snapshot_on=snapshot_on,
+            changes_in_memory=changes_in_memory,
+            refuse_nonfinite=refuse_nonfinite,
+            unchanged_warning=unchanged_warning,
+            log_differences=log_differences,
         )
-        warm_up(self._snapshot.dtypes.values(), given["encoding"])
-        self._notifier = Notifier(notify, given)
-        engines = self._notifier.clients
-        self._destination = LogDestination(open_log(log), engines, given["hmac_key"])
-        try:
-            newest = self._destination.log.listing().newest
-            version = given["base_version"] if newest is None else newest
-            self._run = Run.opened()
-            self._session = Session(
-                self._destination, self._snapshot, given, version, self._run, is_log=True
-            )
-            if newest is not None:
-                self._resume(newest)
-        except BaseException:
-            self.close()
-            raise
-
-    def _resume(self, newest: int) -> None:
-        """Check that the base is what the log's newest version leads to."""
-        state, log = self._session.state, self._destination.log
-        last = [entry for entry in log.listing().entries if entry.version == newest]
-        if not last:
-            raise LogDamaged(f"version {newest} in {log.location} cannot be read")
-        led_to, run, epoch = None, None, 0
-        if not last[0].foreign:
-            with log.fetched(last[0]):
-                parts = read_version(last[0])
-                led_to = digests_of(parts).after
-                run, epoch = parts[0].manifest.run, parts[0].manifest.run_epoch or 0
-        plan = self._destination.plan()
-        state.read_plan(plan, keep_digest=True, full=False)
-        if led_to is None or state.digest is None:
-            message = "no digest shows whether the base is of version %d: a full version follows"
-            logger.warning(message, newest)
-            state.full_reason = "restarted: no digest shows whether the base is the newest version"
-        elif state.digest.hex() != led_to:
-            raise ValueError(
-                f"the base is not what version {newest} in {log.location} leads to: its digest is "
-                f"{state.digest}, not {led_to}; give the weights of that version, or a new folder"
-            )
-        elif run is not None:  # the same weights: the versions that follow are of their run
-            self._run = Run.opened(run, epoch)
+        self._publisher = log_publisher(log_of(log), base, options, notify)
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -139,17 +117,17 @@ class LogSender(AbstractContextManager["LogSender"]):
     @property
     def run(self) -> str:
         """The run of the versions; see `MultiSender.run`."""
-        return self._run.name
+        return self._publisher.run
 
     @property
     def epoch(self) -> int:
         """Which opening of the run this sender is, from 1."""
-        return self._run.epoch
+        return self._publisher.epoch
 
     @property
     def version(self) -> int:
         """The log's newest version."""
-        return self._session.state.version
+        return self._publisher.version
 
     @property
     def told(self) -> Mapping[str, Told]:
@@ -157,16 +135,15 @@ class LogSender(AbstractContextManager["LogSender"]):
 
         Engines that have not answered yet are left out.
         """
-        return self._notifier.told
+        return self._publisher.told
 
     def wait(self, timeout: float | None = None) -> Mapping[str, Told]:
         """Wait until every engine of `notify` has answered, or some seconds; return `told`."""
-        return self._notifier.wait(timeout)
+        return self._publisher.wait(timeout)
 
     def close(self) -> None:
         """Let another sender write into the log; answers of engines are not waited for."""
-        self._notifier.close()
-        self._destination.close()
+        self._publisher.close()
 
     def sync(self, tensors: NamedTensors) -> SyncReport:
         """Publish what changed since the last version; if nothing did, an empty version.
@@ -180,41 +157,65 @@ class LogSender(AbstractContextManager["LogSender"]):
             ValueError: Names, shapes or dtypes are not the base's. Likewise.
             SyncError: No engine of `notify` has ever answered. Likewise.
         """
-        return self._sync(tensors, full=False)
+        return self._publisher.sync_one(tensors, full=False)
 
     def sync_full(self, tensors: NamedTensors) -> SyncReport:
         """Publish every tensor whole, from which an engine may start. Raises what `sync` raises."""
-        return self._sync(tensors, full=True)
+        return self._publisher.sync_one(tensors, full=True)
 
-    @no_full_collections()
-    def _sync(self, tensors: NamedTensors, *, full: bool) -> SyncReport:
-        state, writer = self._session.state, self._destination.writer
-        limit = self._options["changes_in_memory"]
-        spill = Spill(self._snapshot.nbytes // 4 if limit is None else limit)
-        sync_round = SyncRound(
-            max(state.version, writer.last_number) + 1,
-            self._run,
-            full=full,
-            destinations=1,
-            posts_in_flight=self._options["posts_in_flight"],
-            started=time.perf_counter(),
+
+def log_publisher(
+    log: str | Path, base: Base, options: SenderOptions, notify: Sequence[str]
+) -> Publisher:
+    """Return the publisher of a log that engines follow; see `LogSender`."""
+    notifier = Notifier(notify, options)
+    destination: LogDestination | None = None
+    try:
+        destination = LogDestination(open_log(log), notifier.clients, options.hmac_key)
+        newest = destination.log.listing().newest
+        if newest is not None:
+            options = replace(options, base_version=newest)
+        publisher = Publisher(
+            [str(log)],
+            base,
+            options,
+            connect=lambda url, options: destination,
+            is_log=True,
+            notifier=notifier,
         )
-        try:
-            found = self._snapshot.read(named_pairs(tensors), digests=True, keep=spill.keep)
-            self._watch.read(sync_round, found)
-            committed = self._session.sync(sync_round)
-            self._snapshot.advance(sync_round.changes)
-        except BaseException:
-            # It is or may be there, and the snapshot is not.
-            may_be_there = True
-            with contextlib.suppress(OSError):
-                unsure = self._destination.is_unsure
-                may_be_there = unsure or writer.last_number >= sync_round.version
-            if may_be_there:
-                state.lose_track()
-            raise
-        finally:
-            sync_round.leave()
-        report = self._session.acknowledge(committed)
-        self._notifier.poke(report.version)
-        return report
+        if newest is not None:
+            _resume(publisher, destination, newest)
+    except BaseException:
+        notifier.close()
+        if destination is not None:
+            destination.close()
+        raise
+    return publisher
+
+
+def _resume(publisher: Publisher, destination: LogDestination, newest: int) -> None:
+    """Check that the base is what the log's newest version leads to."""
+    [session], log = publisher.sessions, destination.log
+    state = session.state
+    last = [entry for entry in log.listing().entries if entry.version == newest]
+    if not last:
+        raise LogDamaged(f"version {newest} in {log.location} cannot be read")
+    led_to, run, epoch = None, None, 0
+    if not last[0].foreign:
+        with log.fetched(last[0]):
+            parts = read_version(last[0])
+            led_to = digests_of(parts).after
+            run, epoch = parts[0].manifest.run, parts[0].manifest.run_epoch or 0
+    plan = destination.plan()
+    state.read_plan(plan, keep_digest=True, full=False)
+    if led_to is None or state.digest is None:
+        message = "no digest shows whether the base is of version %d: a full version follows"
+        logger.warning(message, newest)
+        state.full_reason = "restarted: no digest shows whether the base is the newest version"
+    elif state.digest.hex() != led_to:
+        raise ValueError(
+            f"the base is not what version {newest} in {log.location} leads to: its digest is "
+            f"{state.digest}, not {led_to}; give the weights of that version, or a new folder"
+        )
+    elif run is not None:  # the same weights: the versions that follow are of their run
+        publisher.open_run(run, epoch)

@@ -2,50 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import Condition
-from typing import TYPE_CHECKING
 
-from delta_sender.arguments import check_urls, engine_root, named_pairs
-from delta_sender.checkpoint import Base, tensors_of
-from delta_sender.diff.observations import Watch
-from delta_sender.diff.quantize import Quantizer
+import httpx
+
+from delta_sender.arguments import Base, check_urls, engine_root, log_location
 from delta_sender.diff.snapshot import NamedTensors, Snapshot
-from delta_sender.diff.spill import Spill
-from delta_sender.encode.acked_state import without_old
-from delta_sender.encode.encoding_policy import EncodingPolicy, sparse_encoding
-from delta_sender.encode.sync_round import SyncRound
-from delta_sender.encode.warm_up import warm_up
-from delta_sender.options import MultiOptions, check_values, takes_options, with_defaults
-from delta_sender.publish.contact import meet_all, release_all, release_at_exit
-from delta_sender.publish.destination import Destination
+from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import EngineClient
-from delta_sender.publish.log_destination import LogDestination, log_location
-from delta_sender.publish.session import Committed, Session
-from delta_sender.publish.session_thread import (
-    SessionThread,
-    acknowledge_all,
-    latest_sync,
-    wait_for,
-)
-from delta_sender.publish.state_file import Known, StateFile, StateTracker
-from delta_sender.results import PartialSyncError, SyncReport
-from delta_sender.run import Run
-from engine_ext.delta_log import open_log
-from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.resources import no_full_collections
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-logger = logging.getLogger(__name__)
+from delta_sender.publish.publisher import Connect, Publisher
+from delta_sender.results import SyncReport
+from engine_ext.resources import RateLimit
 
 
-@takes_options(MultiOptions)
 class MultiSender(AbstractContextManager["MultiSender"]):
     """Keep the weights of several engines equal to a trainer's. Not thread-safe.
 
@@ -96,11 +67,12 @@ class MultiSender(AbstractContextManager["MultiSender"]):
     Args:
         urls: The engines' roots, ``http://host:port``, each once.
         base: What every engine holds now, as (name, tensor), or the folder of a checkpoint; copied.
-        connect: Makes the destination of a url.
+        connect: Makes the destination of a url, given the options.
         snapshot_type: Makes the snapshot.
         continues: `run` and `epoch` of an earlier sender, which must be closed, to open its run
             again; not with `state`, which has them.
-        **options: See `MultiOptions`.
+
+    The other keyword arguments are documented in `SenderOptions`.
 
     Raises:
         ValueError: An option has an unknown value, no url is given or one twice, or the state file
@@ -113,94 +85,76 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         urls: Sequence[str],
         base: Base,
         *,
-        connect: Callable[[str, MultiOptions], Destination] = EngineClient,
+        connect: Connect = EngineClient,
         snapshot_type: type[Snapshot] = Snapshot,
         continues: tuple[str, int] | None = None,
-        **options: Unpack[MultiOptions],
+        base_version: int = 0,
+        encoding: str = "deltas_zstd",
+        bucket_bytes: int = 64 << 20,
+        posts_in_flight: int = 4,
+        digest: bool = True,
+        api_key: str | None = None,
+        hmac_key: str | None = None,
+        pause_mode: str = "keep",
+        flush_cache: bool = True,
+        bandwidth_limit: float | RateLimit | None = None,
+        timeout: float = 600.0,
+        client: httpx.Client | None = None,
+        snapshot_on: str = "auto",
+        changes_in_memory: int | None = None,
+        refuse_nonfinite: bool = False,
+        unchanged_warning: int = 3,
+        takeover: bool = False,
+        full: str = "own",
+        adapter: str | None = None,
+        delta_log: str | Path | None = None,
+        log_differences: bool = False,
+        state: str | Path | None = None,
+        quantize: str | None = None,
+        lag_limit: float | None = 60.0,
     ) -> None:
-        self._options = options = with_defaults(options)
-        encoding, delta_log = options["encoding"], options["delta_log"]
-        check_values(options)
-        if options["adapter"] is not None and delta_log is not None:
-            raise ValueError("a delta log has versions of the model's weights, not of adapters")
+        options = SenderOptions(
+            base_version=base_version,
+            encoding=encoding,
+            bucket_bytes=bucket_bytes,
+            posts_in_flight=posts_in_flight,
+            digest=digest,
+            api_key=api_key,
+            hmac_key=hmac_key,
+            pause_mode=pause_mode,
+            flush_cache=flush_cache,
+            bandwidth_limit=bandwidth_limit,
+            timeout=timeout,
+            client=client,
+            snapshot_on=snapshot_on,
+            changes_in_memory=changes_in_memory,
+            refuse_nonfinite=refuse_nonfinite,
+            unchanged_warning=unchanged_warning,
+            takeover=takeover,
+            full=full,
+            adapter=adapter,
+            delta_log=delta_log,
+            log_differences=log_differences,
+            state=state,
+            quantize=quantize,
+            lag_limit=lag_limit,
+        )
         check_urls(urls)
-        if any(log_location(url) is not None for url in urls):
-            raise ValueError("a delta log is no engine; DeltaSender(url, base) publishes in it")
         if connect is EngineClient:  # which does so as well, but only once the base is read
             for url in urls:
+                if log_location(url) is not None:
+                    raise ValueError(
+                        "a delta log is no engine; LogSender(log, base) publishes in it"
+                    )
                 engine_root(url)
-        if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
-            raise ValueError("give every engine's url, each once")
-        self._urls = list(urls)
-        file = None if options["state"] is None else StateFile.locked(Path(options["state"]))
-        sends_differences = EncodingPolicy(encoding).may_send_differences
-        self._digests = options["digest"] or sends_differences or file is not None
-        self._snapshot = snapshot_type(
-            tensors_of(base), sparse_encoding(encoding), options["snapshot_on"]
+        self._publisher = Publisher(
+            urls,
+            base,
+            options,
+            connect=connect,
+            snapshot_type=snapshot_type,
+            continues=continues,
         )
-        dtypes = self._snapshot.dtypes
-        self._watch = Watch(options)
-        self._quantizer: Quantizer | None = None
-        if options["quantize"] is not None:
-            stored = {name: TORCH_DTYPE[dtype] for name, dtype in dtypes.items()}
-            self._quantizer = Quantizer(options["quantize"], stored)
-        warm_up(dtypes.values(), encoding)
-        self._tracker = StateTracker(file, self._snapshot)
-        if file is not None:
-            self._has_sent_before = frozenset(file.state.engines if file.state.run else ())
-            self._run = file.open_run()
-        else:
-            self._has_sent_before = frozenset()
-            self._run = Run.opened(*(continues or ()))
-        has_log = delta_log is not None
-        self._sessions = [
-            self._session(connect(url, options), url, has_log=has_log) for url in urls
-        ]
-        self._log: Session | None = None
-        if delta_log is not None:
-            engines = [session.destination for session in self._sessions]
-            self._log_destination = LogDestination(
-                open_log(delta_log), engines, options["hmac_key"]
-            )
-            self._log = self._session(self._log_destination, None, is_log=True)
-            continues_log = self._log_destination.continues_from(self._log.state.version)
-            if not continues_log:
-                self._log.state.full_reason = "restarted: the log does not lead to the base"
-        self._unfinished: tuple[SyncRound, list[SessionThread]] | None = None
-        # Set while the snapshot and the sessions advance; still set if that was interrupted.
-        self._is_inconsistent = False
-        self._is_released = False
-        self._lagging: dict[Session, SessionThread] = {}
-        self._late_outcomes: dict[str, SyncReport | Exception] = {}
-        self._ended = Condition()
-        release_at_exit(self)
-
-    def _session(
-        self,
-        destination: Destination,
-        url: str | None,
-        *,
-        is_log: bool = False,
-        has_log: bool = False,
-    ) -> Session:
-        version, needs_full = self._options["base_version"], False
-        if self._tracker.file is not None:
-            base = self._tracker.digest.hex()
-            key = None if url is None else self._state_key(url)
-            version, needs_full = self._tracker.file.state.version_of(key, base, version)
-        session = Session(
-            destination,
-            self._snapshot,
-            self._options,
-            version,
-            self._run,
-            is_log=is_log,
-            has_log=has_log,
-        )
-        if needs_full:
-            session.state.full_reason = "restarted: the base is not what the engine took last"
-        session.state.is_known = url is not None and self._state_key(url) in self._has_sent_before
-        return session
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -208,22 +162,22 @@ class MultiSender(AbstractContextManager["MultiSender"]):
     @property
     def run(self) -> str:
         """The run that the sender has opened, or opened again: an id of its lineage of weights."""
-        return self._run.name
+        return self._publisher.run
 
     @property
     def epoch(self) -> int:
         """Which opening of the run this sender is, from 1."""
-        return self._run.epoch
+        return self._publisher.epoch
 
     @property
     def versions(self) -> dict[str, int]:
         """The version that each engine acknowledged last, by url."""
-        return {self._url_of(session): session.state.version for session in self._sessions}
+        return self._publisher.versions
 
     @property
     def lagging(self) -> list[str]:
         """Urls of engines that are still being sent a sync that has returned without them."""
-        return [self._url_of(s) for s, thread in self._lagging.items() if thread.outcome is None]
+        return self._publisher.lagging
 
     @property
     def late_outcomes(self) -> dict[str, SyncReport | Exception]:
@@ -232,7 +186,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         The next sync and `close` note them; an engine's entry is dropped when a later sync of it
         has ended.
         """
-        return dict(self._late_outcomes)
+        return self._publisher.late_outcomes
 
     def close(self) -> None:
         """Release the engines, and close own HTTP clients, the log and the state file.
@@ -240,36 +194,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         Engines that lag are waited for, `lag_limit` seconds each at most. The engines drop
         what they have staged of this sender, and other runs can claim them.
         """
-        for thread in self._lagging.values():
-            thread.join(self._options["lag_limit"])
-        for thread in self._unfinished[1] if self._unfinished is not None else ():
-            if thread.is_log:  # it may still be writing
-                thread.join()
-        self.release()
-        self._end_lagging(wait=False)
-        self._write_state([], "")
-        for session in self._all:
-            session.destination.close()
-        if self._tracker.file is not None:
-            self._tracker.file.close()
-
-    def release(self) -> None:
-        """Stop sending, drop what is staged in the engines, and let other runs claim them.
-
-        Takes a few seconds at most, and raises nothing; part of `close`, and done for senders that
-        are still open when the interpreter ends. The sender cannot be used afterwards.
-        """
-        if self._is_released:
-            return
-        self._is_released = True
-        for session in self._sessions:
-            session.destination.stop()
-        threads = [] if self._unfinished is None else [*self._unfinished[1]]
-        release_all(
-            [session.destination for session in self._sessions if session.is_claimed],
-            self._run,
-            [thread.thread for thread in (*threads, *self._lagging.values())],
-        )
+        self._publisher.close()
 
     def sync(self, tensors: NamedTensors) -> dict[str, SyncReport]:
         """Send what changed since the last sync to every engine.
@@ -287,192 +212,11 @@ class MultiSender(AbstractContextManager["MultiSender"]):
                 finite. No engine commits anything. Nothing was sent if `tensors` is a collection
                 and not an iterator, and `quantize` is not set.
         """
-        return self._sync(tensors, full=False)
+        return self._publisher.sync(tensors, full=False)
 
     def sync_full(self, tensors: NamedTensors) -> dict[str, SyncReport]:
         """Send every tensor dense, whatever the engines hold; a warning says what that is.
 
         Raises what `sync` raises.
         """
-        return self._sync(tensors, full=True)
-
-    @property
-    def _all(self) -> list[Session]:
-        return self._sessions if self._log is None else [*self._sessions, self._log]
-
-    @no_full_collections()
-    def _sync(self, tensors: NamedTensors, *, full: bool) -> dict[str, SyncReport]:
-        self._end_unfinished()
-        started = time.perf_counter()
-        self._end_lagging()
-        sessions = [session for session in self._all if session not in self._lagging]
-        meet_all([s for s in sessions if s is not self._log], self._options["lag_limit"])
-        version, count = self._next_version(full=full), len(sessions)
-        writers = (self._log is not None) + (self._tracker.file is not None)
-        tensors = named_pairs(tensors)
-        if self._quantizer is not None:
-            tensors = self._quantizer(tensors)
-        sync_round = SyncRound(
-            version,
-            self._run,
-            full=full,
-            destinations=count,
-            posts_in_flight=self._options["posts_in_flight"],
-            started=started,
-            writers=writers,
-        )
-        threads = [
-            SessionThread(session, sync_round, self._ended, is_log=session is self._log)
-            for session in sessions
-        ]
-        self._unfinished = sync_round, threads
-        try:
-            for thread in threads:
-                thread.thread.start()
-            limit = self._options["changes_in_memory"]
-            spill = Spill(self._snapshot.nbytes // 4 if limit is None else limit)
-            found = self._snapshot.read(tensors, digests=self._digests, keep=spill.keep)
-            self._watch.read(sync_round, found)
-            self._tracker.begin(sync_round)
-            wait_for(threads, self._ended, self._options["lag_limit"])
-            sync_round.release()
-        except BaseException as error:
-            sync_round.fail(error)
-            if isinstance(error, Exception):  # an interruption does not wait for answers
-                self._end_unfinished()
-            raise
-        return self._finish(sync_round, threads)
-
-    def _end_unfinished(self) -> None:
-        """Take in what came of a sync that was interrupted; wait for its last answers."""
-        if self._unfinished is not None:
-            sync_round, threads = self._unfinished
-            for thread in threads:
-                thread.join()
-                self._lagging.pop(thread.session, None)
-            unknown = [thread.session.state.note_failed(sync_round.changes) for thread in threads]
-            logged = _logged(threads)
-            if logged is not None and not self._is_inconsistent:
-                self._drop_from_log(logged, sync_round, is_unknown=any(unknown))
-            self._unfinished = None
-        if self._is_inconsistent:
-            # The missed changes of an engine are relative to a snapshot that did not come.
-            for session in self._all:
-                session.state.lose_track()
-            self._tracker.recompute_digest()
-            self._is_inconsistent = False
-
-    def _next_version(self, *, full: bool) -> int:
-        """Return a version above all that some engine may be at: a number has one content.
-
-        If no digest proves what a sync led to, it is above all that were posted.
-        """
-        version = max(session.state.highest_version for session in self._all)
-        for session in self._all:
-            if full or session.state.needs_full or not session.state.is_proven:
-                version = max(version, session.destination.highest_posted)
-        if self._log is not None:
-            version = max(version, self._log_destination.writer.last_number)
-        if self._tracker.file is not None:
-            version = max(version, self._tracker.file.state.highest)
-        return version + 1
-
-    def _end_lagging(self, *, wait: bool = True) -> None:
-        """Take in how lagging engines have ended; if all engines lag, wait for one."""
-        with self._ended:
-            while wait and len(self.lagging) == len(self._sessions):
-                self._ended.wait()
-            ended = {s: thread for s, thread in self._lagging.items() if thread.outcome is not None}
-        for session, thread in ended.items():
-            url = self._url_of(session)
-            try:
-                assert thread.outcome is not None
-                self._late_outcomes[url] = session.end_lagging(thread.outcome)
-                logger.info("%s has committed version %d", url, session.state.version)
-            except Exception as failed:
-                self._late_outcomes[url] = failed
-                logger.warning("%s: the sync that it lagged with has failed: %s", url, failed)
-                thread.content = ""  # of a version that is committed nevertheless
-            if thread.has_committed:
-                known = Known(session.state.version, thread.content)
-                self._tracker.known[self._state_key(url)] = known
-            del self._lagging[session]
-        if ended:
-            self._write_state([], "")
-
-    def _finish(
-        self, sync_round: SyncRound, threads: Sequence[SessionThread]
-    ) -> dict[str, SyncReport]:
-        """Let the snapshot and the sessions advance, as far as the engines have."""
-        digest = self._tracker.digest_after(sync_round)
-        late = [thread for thread in threads if thread.outcome is None]
-        done = [thread for thread in threads if thread not in late]
-        advances = any(thread.has_committed for thread in done)
-        # An interruption in here makes the next sync full. No session gets ahead of its engine.
-        self._is_inconsistent = advances
-        for thread in late:
-            thread.content = digest.hex()
-            thread.session.state.note_lagging(sync_round.changes)
-            self._lagging[thread.session] = thread
-            logger.warning("%s lags behind; the others continue", self._url_of(thread.session))
-        failed = [thread for thread in done if not isinstance(thread.outcome, Committed)]
-        unknown = [thread.session.state.note_failed(sync_round.changes) for thread in failed]
-        logged = _logged(done)
-        if advances:
-            for session in set(self._all) - {t.session for t in done if t not in failed}:
-                session.state.note_missed(sync_round.changes)
-            self._snapshot.advance(sync_round.changes)
-            self._tracker.digest = digest
-            for session in self._sessions:
-                session.state.latest = latest_sync(sync_round, done)
-            if self._log is not None and logged is not None:
-                self._log.acknowledge(logged)
-        elif logged is not None:
-            self._drop_from_log(logged, sync_round, is_unknown=any(unknown))
-        engines = {self._url_of(thread.session): thread for thread in done if not thread.is_log}
-        for url in engines:
-            self._late_outcomes.pop(url, None)
-        reports, failures, others = acknowledge_all(engines)
-        self._unfinished = None
-        self._is_inconsistent = False
-        self._write_state(done, digest.hex())
-        if others:
-            raise others[0]
-        if failures:
-            raise PartialSyncError(failures, reports)
-        return reports
-
-    def _drop_from_log(self, logged: Committed, sync_round: SyncRound, *, is_unknown: bool) -> None:
-        """Take back a version of the log that no engine has acknowledged, if none can have it."""
-        assert self._log is not None
-        self._unfinished = None
-        if is_unknown:  # an engine that has it must find it there when it restarts
-            self._is_inconsistent = True  # until both are noted
-            self._log.acknowledge(logged)
-            self._log.state.missed = without_old(sync_round.changes)
-            self._is_inconsistent = False
-        else:
-            self._log_destination.writer.refuse(sync_round.version)
-
-    def _write_state(self, threads: Sequence[SessionThread], content: str) -> None:
-        for thread in threads:
-            state = thread.session.state
-            if thread.has_committed:
-                known = Known(state.version, "" if state.needs_full else content)
-                self._tracker.known[self._state_key(self._url_of(thread.session))] = known
-        unknown = any(session.state.unknown_outcome for session in self._sessions)
-        self._tracker.write(is_unknown=self._unfinished is not None or unknown)
-
-    def _state_key(self, url: str) -> str:
-        """Return what the state file calls an engine, or an adapter in it."""
-        adapter = self._options["adapter"]
-        return url if adapter is None else f"{url}?adapter={adapter}"
-
-    def _url_of(self, session: Session) -> str:
-        return self._urls[self._sessions.index(session)]
-
-
-def _logged(threads: Sequence[SessionThread]) -> Committed | None:
-    """Return what the delta log's thread has ended with, if it has the version."""
-    outcome = next((thread.outcome for thread in threads if thread.is_log), None)
-    return outcome if isinstance(outcome, Committed) else None
+        return self._publisher.sync(tensors, full=True)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final, Union
 
-from delta_sender.options import MultiOptions
+from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.results import SyncError
 
@@ -27,7 +27,7 @@ class Notifier:
         told: By url the version that an engine was at after its last look, or why there was none.
     """
 
-    def __init__(self, urls: Sequence[str], options: MultiOptions) -> None:
+    def __init__(self, urls: Sequence[str], options: SenderOptions) -> None:
         self._clients = {url: EngineClient(url, options) for url in urls}
         self._lock = threading.Condition()
         self._wanted: dict[str, int] = {}

@@ -5,29 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
-from delta_sender.checkpoint import Base
+import httpx
+
+from delta_sender.arguments import Base, engine_root, log_location
 from delta_sender.diff.snapshot import NamedTensors
-from delta_sender.options import (
-    LogOptions,
-    MultiOptions,
-    Options,
-    declared,
-    takes_options,
-    with_defaults,
-)
-from delta_sender.publish.log_destination import log_location
-from delta_sender.publish.log_sender import LogSender
-from delta_sender.publish.multi_sender import MultiSender
+from delta_sender.options import SenderOptions
+from delta_sender.publish.http_client import EngineClient
+from delta_sender.publish.log_sender import log_publisher
 from delta_sender.publish.notify import Told
-from delta_sender.results import SyncReport, raising_as_one
+from delta_sender.publish.publisher import Publisher
+from delta_sender.results import SyncReport
+from engine_ext.resources import RateLimit
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
-
-@takes_options(Options)
 class DeltaSender(AbstractContextManager["DeltaSender"]):
     """Keep the weights of an engine, or of all that follow a delta log, equal to a trainer's.
 
@@ -89,18 +80,20 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
 
     Args:
         url: The engine's root, ``http://host:port``; or a delta log that engines follow: its URL in
-            an object store (``s3://BUCKET/PREFIX``), or its folder as a `Path`, a ``file://`` URL
-            or a path that starts with ``/``, ``./`` or ``../``.
+            an object store (``s3://BUCKET/PREFIX``), or its folder as a `Path` or a ``file://``
+            URL. `LogSender` also takes the folder as a plain path.
         base: What the engine holds now, or what the log's newest version leads to, as (name,
             tensor), a dict of them, or the folder of a checkpoint; copied.
         notify: Roots of engines that are asked to look at the log after each version; see
             `LogSender`.
         continues: See `MultiSender`; not with a log.
-        **options: See `Options`. With a log, those of `LogOptions`.
+
+    The other keyword arguments are documented in `SenderOptions`. With a log, those of `LogSender`.
 
     Raises:
-        ValueError: An option has an unknown value, or is not for this kind of url; or the state
-            file is not one. With a log also: the base is not what it leads to.
+        ValueError: The url names neither an engine nor a log, an option has an unknown value or is
+            not for this kind of url, or the state file is not one. With a log also: the base is
+            not what it leads to.
         BlockingIOError: Another sender writes into the log, or uses the state file.
         LogDamaged, PartUnavailable: The log's newest version cannot be read.
         SyncError: The log has versions, and no engine of `notify` has answered in 30 seconds.
@@ -113,22 +106,72 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         *,
         notify: Sequence[str] = (),
         continues: tuple[str, int] | None = None,
-        **options: Unpack[Options],
+        base_version: int = 0,
+        encoding: str = "deltas_zstd",
+        bucket_bytes: int = 64 << 20,
+        posts_in_flight: int = 4,
+        digest: bool = True,
+        api_key: str | None = None,
+        hmac_key: str | None = None,
+        pause_mode: str = "keep",
+        flush_cache: bool = True,
+        bandwidth_limit: float | RateLimit | None = None,
+        timeout: float = 600.0,
+        client: httpx.Client | None = None,
+        snapshot_on: str = "auto",
+        changes_in_memory: int | None = None,
+        refuse_nonfinite: bool = False,
+        unchanged_warning: int = 3,
+        takeover: bool = False,
+        full: str = "own",
+        adapter: str | None = None,
+        delta_log: str | Path | None = None,
+        log_differences: bool = False,
+        state: str | Path | None = None,
+        quantize: str | None = None,
     ) -> None:
         if not isinstance(url, str | Path):
             raise TypeError(
                 f"DeltaSender takes one url, and not {url!r}; MultiSender takes several"
             )
-        given, log = with_defaults(options, Options), log_location(url)
-        self._sender: LogSender | _EngineSender
+        options = SenderOptions(
+            base_version=base_version,
+            encoding=encoding,
+            bucket_bytes=bucket_bytes,
+            posts_in_flight=posts_in_flight,
+            digest=digest,
+            api_key=api_key,
+            hmac_key=hmac_key,
+            pause_mode=pause_mode,
+            flush_cache=flush_cache,
+            bandwidth_limit=bandwidth_limit,
+            timeout=timeout,
+            client=client,
+            snapshot_on=snapshot_on,
+            changes_in_memory=changes_in_memory,
+            refuse_nonfinite=refuse_nonfinite,
+            unchanged_warning=unchanged_warning,
+            takeover=takeover,
+            full=full,
+            adapter=adapter,
+            delta_log=delta_log,
+            log_differences=log_differences,
+            state=state,
+            quantize=quantize,
+        )
+        log = log_location(url)
         if log is not None:
             if continues is not None:
                 raise ValueError("continues= is for engines; a log's digests show whose it is")
-            self._sender = LogSender(log, base, notify=notify, **_for_log(given))
-        elif notify:
+            options.refuse_engine_options()
+            self._publisher = log_publisher(log, base, options, notify)
+            return
+        if notify:
             raise ValueError("notify= is for engines that follow a delta log; give the log's url")
-        else:
-            self._sender = _EngineSender(str(url), base, continues, given)
+        engine_root(str(url))  # before the base is read
+        self._publisher = Publisher(
+            [str(url)], base, options, connect=EngineClient, continues=continues
+        )
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -136,26 +179,26 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
     @property
     def run(self) -> str:
         """The run that the sender has opened, or opened again: an id of its lineage of weights."""
-        return self._sender.run
+        return self._publisher.run
 
     @property
     def epoch(self) -> int:
         """Which opening of the run this sender is, from 1."""
-        return self._sender.epoch
+        return self._publisher.epoch
 
     @property
     def version(self) -> int:
         """The version that the engine acknowledged last, or the log's newest one."""
-        return self._sender.version
+        return self._publisher.version
 
     @property
     def told(self) -> Mapping[str, Told]:
         """By url of `notify` what the engines have answered; see `LogSender.told`."""
-        return self._sender.told
+        return self._publisher.told
 
     def wait(self, timeout: float | None = None) -> Mapping[str, Told]:
         """Wait until every engine of `notify` has answered, or some seconds; return `told`."""
-        return self._sender.wait(timeout)
+        return self._publisher.wait(timeout)
 
     def close(self) -> None:
         """Release the engine, and close the own HTTP clients, the log and the state file.
@@ -164,7 +207,7 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         `with` block does this, by Ctrl-C or an exception, too; and so does the interpreter when it
         ends. A sender that is killed cannot: its run owns the engine until another takes it over.
         """
-        self._sender.close()
+        self._publisher.close()
 
     def sync(self, tensors: NamedTensors) -> SyncReport:
         """Send what changed since the last sync; if nothing did, one empty part.
@@ -193,68 +236,11 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
                 finite. The engine commits nothing. Nothing was sent if `tensors` is a collection
                 and not an iterator, and `quantize` is not set.
         """
-        return self._sender.sync(tensors)
+        return self._publisher.sync_one(tensors, full=False)
 
     def sync_full(self, tensors: NamedTensors) -> SyncReport:
         """Send every tensor dense, whatever the engine holds; a warning says what that is.
 
         Raises what `sync` raises.
         """
-        return self._sender.sync_full(tensors)
-
-
-def _for_log(options: MultiOptions) -> LogOptions:
-    """Return the options that a log has.
-
-    Raises:
-        ValueError: Another one is not at its default.
-    """
-    known = declared(LogOptions)
-    others = {name: option.default for name, option in declared(Options).items()}.items()
-    wrong = [name for name, default in others if name not in known and options[name] != default]  # type: ignore[literal-required]
-    if wrong:
-        raise ValueError(f"not with a delta log that engines follow: {', '.join(sorted(wrong))}")
-    return cast(LogOptions, {name: options[name] for name in known})  # type: ignore[literal-required]
-
-
-class _EngineSender:
-    """Sends to one engine; the same interface as `LogSender`."""
-
-    def __init__(
-        self, url: str, base: Base, continues: tuple[str, int] | None, options: MultiOptions
-    ) -> None:
-        self._url = url
-        self._sender = MultiSender([url], base, continues=continues, **options)
-
-    @property
-    def run(self) -> str:
-        return self._sender.run
-
-    @property
-    def epoch(self) -> int:
-        return self._sender.epoch
-
-    @property
-    def version(self) -> int:
-        return self._sender.versions[self._url]
-
-    @property
-    def told(self) -> Mapping[str, Told]:
-        return {}
-
-    def wait(self, timeout: float | None = None) -> Mapping[str, Told]:
-        return self.told
-
-    def close(self) -> None:
-        self._sender.close()
-
-    def sync(self, tensors: NamedTensors) -> SyncReport:
-        return self._only(tensors, full=False)
-
-    def sync_full(self, tensors: NamedTensors) -> SyncReport:
-        return self._only(tensors, full=True)
-
-    def _only(self, tensors: NamedTensors, *, full: bool) -> SyncReport:
-        sync = self._sender.sync_full if full else self._sender.sync
-        with raising_as_one(1):
-            return sync(tensors)[self._url]
+        return self._publisher.sync_one(tensors, full=True)

@@ -18,7 +18,7 @@ from delta_sender.encode.acked_state import AckedState, PostedSync
 from delta_sender.encode.encoding_policy import AUTO, EncodingPolicy
 from delta_sender.encode.part_builder import PartBuilder
 from delta_sender.encode.sync_round import Attempt, SyncRound
-from delta_sender.options import MultiOptions
+from delta_sender.options import SenderOptions
 from delta_sender.publish.destination import Destination
 from delta_sender.publish.full_sync import FullSyncGuard
 from delta_sender.publish.post_queue import PostQueue
@@ -60,7 +60,7 @@ class Session:
         self,
         destination: Destination,
         snapshot: Snapshot,
-        options: MultiOptions,
+        options: SenderOptions,
         version: int,
         run: Run,
         *,
@@ -71,10 +71,11 @@ class Session:
         self.destination = destination
         self.state = AckedState(snapshot, version) if state is None else state
         self.run = run
-        self._options, self._is_log, self._has_log = options, is_log, has_log
+        self.is_log = is_log
+        self._options, self._has_log = options, has_log
         self._guard: FullSyncGuard | None = None
         if not is_log:
-            allow = options["full"] == "allow"
+            allow = options.full == "allow"
             self._guard = FullSyncGuard(destination, self.state, run, allow=allow)
         self._unserved: set[str] = set()  # changed tensors that it ignores, as was said
         self._asking = Lock()
@@ -84,8 +85,8 @@ class Session:
         self.is_claimed = False  # the destination is, or may be, the run's
         self.is_met = is_log  # nothing is left to be found out before the first sync
         # Without differences once they were refused.
-        self._policy = EncodingPolicy(options["encoding"])
-        if is_log and self._policy.may_send_differences and not options["log_differences"]:
+        self._policy = EncodingPolicy(options.encoding)
+        if is_log and self._policy.may_send_differences and not options.log_differences:
             self._policy = self._policy.values_only()
 
     def ask(self) -> None:
@@ -112,7 +113,7 @@ class Session:
     def _ask(self) -> _Contact:
         destination, self.is_claimed = self.destination, True
         try:
-            claimed = destination.claim(self.run, takeover=self._options["takeover"])
+            claimed = destination.claim(self.run, takeover=self._options.takeover)
         except SyncError as failed:
             self.is_claimed = not failed.error  # without the engine's own answer it may be
             raise
@@ -142,7 +143,7 @@ class Session:
         if contact is None or not contact.status:
             return
         state = self.state
-        state.read_plan(contact.plan, keep_digest=self._options["digest"], full=False)
+        state.read_plan(contact.plan, keep_digest=self._options.digest, full=False)
         state.find_base(contact.status, self.run.name)
         # Numbers of a run are not used twice, and the engine's does not go back.
         numbers = (contact.claimed.get("highest"), contact.status.get("version"))
@@ -218,11 +219,11 @@ class Session:
         reads_plan = attempt.full or not state.plan_is_current
         plan = destination.plan() if reads_plan else None
         destination.announce(attempt.reason)
-        queue = PostQueue(destination, sync_round, waits=not self._is_log)
+        queue = PostQueue(destination, sync_round, waits=not self.is_log)
         try:
             with sync_round.reading(), queue.encoding():
                 if reads_plan:
-                    state.read_plan(plan, keep_digest=self._options["digest"], full=attempt.full)
+                    state.read_plan(plan, keep_digest=self._options.digest, full=attempt.full)
                 parts, digest = self._post(sync_round, attempt, queue)
             answer = queue.finish()
         except BaseException as raised:
@@ -265,12 +266,12 @@ class Session:
             sync_round,
             attempt,
             self.state,
-            bucket_bytes=self._options["bucket_bytes"],
+            bucket_bytes=self._options.bucket_bytes,
             speed=self.destination.speed,
         )
         for part in builder:
             sync_round.check()
-            if part.last and not self._is_log:
+            if part.last and not self.is_log:
                 self.state.posted = PostedSync(
                     attempt.version, sync_round.sync_ids(), builder.digest, self.state.is_proven
                 )

@@ -15,13 +15,13 @@ from delta_sender.results import SyncError, SyncReport
 class SessionThread:
     """A thread in which a session sends one round, to be started by the caller.
 
-    It notifies `ended` at its end. If it is the delta log's, engines wait for it.
+    It notifies `ended` at its end. If it `is_writer`, engines wait for it before they commit.
     """
 
     def __init__(
-        self, session: Session, sync_round: SyncRound, ended: Condition, *, is_log: bool
+        self, session: Session, sync_round: SyncRound, ended: Condition, *, is_writer: bool
     ) -> None:
-        self.session, self.is_log = session, is_log
+        self.session, self.is_writer = session, is_writer
         session.state.posted = None
         self.outcome: Committed | BaseException | None = None  # None until it has ended
         self.content = ""  # hex digest of what the round leads to, if that is remembered
@@ -30,8 +30,8 @@ class SessionThread:
 
     @property
     def has_committed(self) -> bool:
-        """Whether it has ended, and its destination is an engine that has committed."""
-        return isinstance(self.outcome, Committed) and not self.is_log
+        """Whether it has ended with a commit that the snapshot follows."""
+        return isinstance(self.outcome, Committed) and not self.is_writer
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until it has ended, if it was started."""
@@ -42,11 +42,11 @@ class SessionThread:
         outcome: Committed | BaseException
         try:
             outcome = self.session.sync(self._round)
-            if self.is_log:
+            if self.is_writer:
                 self._round.note_written()
         except BaseException as error:
             outcome = error
-            if self.is_log:
+            if self.is_writer:
                 # The error of the engines' sessions, which do not get the version either.
                 not_logged = SyncError(f"not sent, as writing the delta log failed: {error}")
                 self._round.fail(error if isinstance(error, SyncError) else not_logged)
@@ -67,7 +67,7 @@ def wait_for(threads: Sequence[SessionThread], ended: Condition, lag_limit: floa
             if deadline is None and any(thread.has_committed for thread in threads):
                 deadline = None if lag_limit is None else time.monotonic() + lag_limit
             left = None if deadline is None else deadline - time.monotonic()
-            is_writing = any(thread.is_log for thread in late)
+            is_writing = any(thread.is_writer for thread in late)
             if left is not None and left <= 0 and not is_writing:
                 return
             ended.wait(None if is_writing else left)

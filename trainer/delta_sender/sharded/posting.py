@@ -10,7 +10,7 @@ import numpy as np
 
 from delta_sender.diff.loop import Bits
 from delta_sender.encode.sync_round import Attempt, SyncRound
-from delta_sender.options import MultiOptions
+from delta_sender.options import SenderOptions
 from delta_sender.publish.destination import Part
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.post_queue import PostQueue
@@ -35,7 +35,7 @@ class Posting:
     def __init__(
         self,
         client: EngineClient,
-        options: MultiOptions,
+        options: SenderOptions,
         owned: OwnedShards,
         ranks: Ranks,
         sync_round: SyncRound,
@@ -59,7 +59,7 @@ class Posting:
         plan, first = self._planned(state)
         self._sent = [Sent() for _ in plan.buckets]
         failure: Exception | None = None
-        self._client.at_once = self._options["posts_in_flight"]
+        self._client.at_once = self._options.posts_in_flight
         try:
             with self._queue.encoding():
                 self._put_all(plan, first)
@@ -83,7 +83,7 @@ class Posting:
                 state,
                 self._attempt,
                 self._round.changes,
-                bucket_bytes=self._options["bucket_bytes"],
+                bucket_bytes=self._options.bucket_bytes,
                 speed=self._client.speed.bytes_per_s,
             )
         except Exception as error:

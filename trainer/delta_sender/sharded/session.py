@@ -14,7 +14,7 @@ from typing import Any
 from delta_sender.diff.snapshot import Snapshot
 from delta_sender.encode.acked_state import PostedSync
 from delta_sender.encode.sync_round import Attempt, SyncRound
-from delta_sender.options import MultiOptions
+from delta_sender.options import SenderOptions
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
 from delta_sender.publish.http_client import EngineClient
@@ -100,12 +100,12 @@ class ShardedSession(Session):
         self,
         engine: SharedEngine,
         snapshot: Snapshot,
-        options: MultiOptions,
+        options: SenderOptions,
         run: Run,
         owned: OwnedShards,
         ranks: Ranks,
     ) -> None:
-        version = options["base_version"]
+        version = options.base_version
         self._state = ShardedState(snapshot, version, owned, ranks)
         super().__init__(engine, snapshot, options, version, run, state=self._state)
         self._engine, self._owned, self._ranks = engine, owned, ranks
@@ -115,7 +115,7 @@ class ShardedSession(Session):
         state = self.state
         if attempt.full or not state.plan_is_current:
             plan = self._engine.plan()
-            state.read_plan(plan, keep_digest=self._options["digest"], full=attempt.full)
+            state.read_plan(plan, keep_digest=self._options.digest, full=attempt.full)
         self._engine.announce(attempt.reason)
         try:
             return self._commit(sync_round, attempt)

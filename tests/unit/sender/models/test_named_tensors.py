@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from delta_sender import named_tensors
-from delta_sender.checkpoint import read_checkpoint
+from engine_ext.files import read_checkpoint
 from tests.support.trainer_models import KINDS, assert_same, change, make_model, save, saved
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, checkpoint_names, named_tensors, sync_model
-from delta_sender.checkpoint import read_checkpoint
 from delta_sender.diff.quantize import FORMS
+from engine_ext.files import read_checkpoint
 from tests.support.fake_engine import Engine
 from tests.support.quantised_models import quantised, save_quantised
 from tests.support.trainer_models import assert_same, change, make_model, saved
