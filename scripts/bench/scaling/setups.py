@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from delta_sender.encode.part_sizes import most_bytes
+from delta_sender.encode.part_builder import most_bytes
 
 _STREAM_BYTES: Final = 1  # of a gap in a part, before compression
 

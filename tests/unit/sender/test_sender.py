@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender
-from delta_sender.encode import part_sizes
+from delta_sender.encode import part_builder
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.positions import ENCODINGS
 from engine_ext.format.zstd_frames import ZSTD_MAGIC
@@ -113,7 +113,7 @@ def test_parts_are_capped_and_of_one_dtype() -> None:
 
 def test_the_first_parts_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may have twice as much as the one before, up to `bucket_bytes`."""
-    monkeypatch.setattr(part_sizes, "_FIRST", 100)
+    monkeypatch.setattr(part_builder, "_FIRST", 100)
     model = model_of(tensors=70, numel=9)
     engine = Engine.of(model)
     options = {"bucket_bytes": 350, "encoding": "deltas", "posts_in_flight": 1}

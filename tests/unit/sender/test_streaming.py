@@ -74,7 +74,7 @@ def test_a_part_is_encoded_while_the_one_before_is_posted(
     engine = Engine.of(model)
     sender = sender_of(engine, model)
     encoded = [threading.Event() for _ in range(4)]
-    encode, numbers = part_builder._encode, iter(range(4))
+    encode, numbers = part_builder.ChangedTensors.encode, iter(range(4))
 
     def tells(*pieces: object, **metadata: object) -> bytes:
         body = encode(*pieces, **metadata)
@@ -88,7 +88,7 @@ def test_a_part_is_encoded_while_the_one_before_is_posted(
 
         return wait
 
-    monkeypatch.setattr(part_builder, "_encode", tells)
+    monkeypatch.setattr(part_builder.ChangedTensors, "encode", tells)
     engine.faults = {number: lingers(number) for number in range(3)}
     train(model)
     report = sender.sync(model.items())

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.run import Run
-
-
-class Part(NamedTuple):
-    """A part: the body to post once encoded, version, number from 0, whether it is the last."""
-
-    body: Future[bytes]
-    version: int
-    number: int
-    last: bool
 
 
 class Destination(Protocol):

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import Any
 
+from delta_sender.encode.part_builder import EncodedPart
 from delta_sender.encode.sync_round import SyncRound
-from delta_sender.publish.destination import Destination, Part
+from delta_sender.publish.destination import Destination
 from delta_sender.results import SyncError
 
 _POLL_S = 0.05
@@ -28,7 +29,7 @@ class _Failure:
     """An error, and the post that it is the end of; no body if the part was not posted."""
 
     error: BaseException
-    part: Part
+    part: EncodedPart
     started: float = 0.0
     body: bytes | None = None
 
@@ -53,7 +54,7 @@ class PostQueue:
         self.wire_bytes = 0  # of the bodies that were taken
         self._destination, self._round, self._waits = destination, sync_round, waits
         self._room = sync_round.encoders + destination.at_once
-        self._queue: deque[Part] = deque()
+        self._queue: deque[EncodedPart] = deque()
         self._changed = Condition()
         self._threads: list[Thread] = []
         self._failures: list[_Failure] = []
@@ -74,7 +75,7 @@ class PostQueue:
                 while self._unencoded:
                     self._changed.wait()
 
-    def put(self, part: Part) -> None:
+    def put(self, part: EncodedPart) -> None:
         """Queue a part that is being encoded; return when there is room for another one.
 
         Raises the error that a post has failed with.
@@ -210,7 +211,7 @@ class PostQueue:
             self._changed.notify_all()
         return True
 
-    def _next(self) -> Part | None:
+    def _next(self) -> EncodedPart | None:
         """Wait for a part to post; None if none is left. The last one waits for all others."""
         with self._changed:
             self._idle += 1
@@ -227,7 +228,7 @@ class PostQueue:
             finally:
                 self._idle -= 1
 
-    def _begin(self, part: Part) -> bool:
+    def _begin(self, part: EncodedPart) -> bool:
         """Note that a part is about to be posted; return False if nothing more may be."""
         with self._changed:
             if self._failures or self._abandoned:

@@ -16,7 +16,7 @@ from typing import Any
 from delta_sender.diff.snapshot import Snapshot
 from delta_sender.encode.acked_state import AckedState, PostedSync
 from delta_sender.encode.encoding_policy import AUTO, EncodingPolicy
-from delta_sender.encode.part_builder import PartBuilder
+from delta_sender.encode.part_builder import ChangedTensors, PartBuilder
 from delta_sender.encode.sync_round import Attempt, SyncRound
 from delta_sender.options import SenderOptions
 from delta_sender.publish.destination import Destination
@@ -262,21 +262,22 @@ class Session:
         self, sync_round: SyncRound, attempt: Attempt, queue: PostQueue
     ) -> tuple[Mapping[str, Any], Digest | None]:
         """Queue every part; return what a report says of them, and the digest they lead to."""
+        source = ChangedTensors(sync_round, attempt, self.state, self.destination.speed)
         builder = PartBuilder(
             sync_round,
             attempt,
-            self.state,
+            source,
+            base_version=self.state.version,
             bucket_bytes=self._options.bucket_bytes,
-            speed=self.destination.speed,
         )
         for part in builder:
             sync_round.check()
             if part.last and not self.is_log:
                 self.state.posted = PostedSync(
-                    attempt.version, sync_round.sync_ids(), builder.digest, self.state.is_proven
+                    attempt.version, sync_round.sync_ids(), source.digest, self.state.is_proven
                 )
             queue.put(part)
-        return builder.report(), builder.digest
+        return source.report(), source.digest
 
     def _lost_changes(self, sync_round: SyncRound) -> list[str]:
         """Return tensors that have changed, which the destination ignores and no warning named."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from delta_sender import FullSyncRefused, RankError, Shard, ShardedSender, SyncError
-from delta_sender.encode import part_sizes
+from delta_sender.encode import part_builder
 from tests.support.fake_engine import (
     Engine,
     Model,
@@ -90,7 +90,7 @@ def test_syncs_of_sparse_dense_and_no_changes(encoding: str) -> None:
 
 
 def test_the_first_parts_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_sizes, "_FIRST", 100)
+    monkeypatch.setattr(part_builder, "_FIRST", 100)
     model = model_of(tensors=70, numel=9)
     engine = Engine.of(model)
     options = {"bucket_bytes": 350, "encoding": "deltas", "posts_in_flight": 1}
