@@ -180,7 +180,7 @@ class AdapterNotLoaded(NotUpdatable):
 
 
 class TooManyUploads(DeltaError):
-    """``--delta-max-uploads`` updates are in progress; retry in ``retry_after`` seconds."""
+    """``--delta-tuning max-uploads`` updates are in progress; retry in ``retry_after`` seconds."""
 
     status = 429
 

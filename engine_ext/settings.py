@@ -1,6 +1,7 @@
 """The ``--delta-*`` flags, the same for every engine.
 
-The engine's own parser parses them in the API server's process. The workers receive the result in
+Twelve flags in groups are what users choose; ``--delta-tuning KEY=VALUE`` has the rest. The
+engine's own parser parses them in the API server's process. The workers receive the result in
 one environment variable, which reaches every process that an engine spawns without touching the
 engine's own configuration.
 """
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import logging
 import os
 import re
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -20,11 +23,13 @@ from engine_ext.object_store import is_store_url, store_url
 ENVIRONMENT = "DELTA_UPDATES_SETTINGS"
 API_KEY_ENVIRONMENT = "DELTA_API_KEY"
 
+logger = logging.getLogger(__name__)
+
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The values of the flags, in bytes and seconds; `add_arguments` describes them."""
+    """The values of the flags and of the tuning, in bytes and seconds; `FLAGS`, `TUNING`."""
 
     chunk_bytes: int = 512 << 20
     read_workers: int = 4
@@ -40,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     stage_timeout: float = 60.0
     allow_from: tuple[str, ...] = ()
     base_version: int = 0
-    apply: Literal["auto", "scatter", "masked"] = "auto"
+    apply: Literal["scatter", "masked"] = "scatter"
     undo_bytes: int = 4 << 30
     shadow_bytes: int = 16 << 30
     keep_plain: bool = False
@@ -77,28 +82,45 @@ def from_environment() -> Settings | None:
 def from_namespace(args: argparse.Namespace) -> Settings | None:
     """Return the settings in parsed arguments, or None without ``--enable-delta-updates``.
 
-    ValueError is raised if another delta flag is given without it.
+    ValueError is raised if another delta flag is given without it, or a value is given twice.
     """
-    given = {
-        field: value
-        for field in Settings.__struct_fields__
-        if (value := getattr(args, _dest(field), None)) is not None
-    }
-    if getattr(args, "enable_delta_updates", False):
-        if "log" not in given and "follow" in given:
-            raise ValueError("--delta-follow needs --delta-log")
-        if "follow" not in given and (more := {"follow_interval", "follow_hold"} & given.keys()):
-            flags = ", ".join("--" + _dest(field).replace("_", "-") for field in sorted(more))
-            raise ValueError(f"{flags} needs --delta-follow")
-        return msgspec.convert(given, Settings)
-    if given:
-        flags = ", ".join("--" + _dest(field).replace("_", "-") for field in given)
-        raise ValueError(f"{flags} needs --enable-delta-updates")
-    return None
+    given: dict[str, tuple[str, Any]] = {}
+    for flags in FLAGS.values():
+        given |= {one.field: (one.name, getattr(args, _dest(one.name), None)) for one in flags}
+    for key in TUNING:
+        old = getattr(args, _dest(f"--delta-{key}"), None)
+        given[_field(key)] = (f"--delta-{key}", old)
+        if old is not None:
+            logger.warning(
+                "delta updates: --delta-%s is now --delta-tuning %s=VALUE; the next release "
+                "does not accept the old form",
+                *(key, key),
+            )
+    for key, value in getattr(args, "delta_tuning", None) or ():
+        before = given[_field(key)][1]
+        if before is not None:
+            raise ValueError(f"--delta-tuning {key} is given twice")
+        given[_field(key)] = (f"--delta-tuning {key}", value)
+    given = {field: pair for field, pair in given.items() if pair[1] is not None}
+    if not getattr(args, "enable_delta_updates", False):
+        if given:
+            flags_given = ", ".join(flag for flag, _ in given.values())
+            raise ValueError(f"{flags_given} needs --enable-delta-updates")
+        return None
+    if "log" not in given and "follow" in given:
+        raise ValueError("--delta-follow needs --delta-log")
+    if "follow" not in given and (more := {"follow_interval", "follow_hold"} & given.keys()):
+        flags_given = ", ".join(given[field][0] for field in sorted(more))
+        raise ValueError(f"{flags_given} needs --delta-follow")
+    return msgspec.convert({field: value for field, (_, value) in given.items()}, Settings)
 
 
-def _dest(field: str) -> str:
-    return "delta_root" if field == "roots" else f"delta_{field}"
+def _dest(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _field(key: str) -> str:
+    return key.replace("-", "_")
 
 
 def parse_size(text: str) -> int:
@@ -166,187 +188,286 @@ class _StoreInEnvironment(argparse.Action):
         os.environ[API_KEY_ENVIRONMENT] = str(values)
 
 
+def _parse_apply(text: str) -> str:
+    if text == "auto":  # the default's name before
+        return "scatter"
+    if text not in ("scatter", "masked"):
+        raise argparse.ArgumentTypeError(f"not scatter or masked: {text!r}")
+    return text
+
+
+class Flag(NamedTuple):
+    """One flag: field of `Settings`, name, name of its value ("" for a switch), parser, help."""
+
+    field: str
+    name: str
+    value: str
+    parse: Callable[[str], Any] | None
+    help: str
+    repeatable: bool = False
+
+
+class Tuned(NamedTuple):
+    """One key of ``--delta-tuning``: name of its value, parser, help."""
+
+    value: str
+    parse: Callable[[str], Any]
+    help: str
+
+
+_DEFAULTS: Final = Settings()
+
+FLAGS: Final[dict[str, list[Flag]]] = {
+    "DeltaUpdates": [
+        Flag(
+            "base_version",
+            "--delta-base-version",
+            "N",
+            _parse_version,
+            f"Version of the loaded weights (default: {_DEFAULTS.base_version}).",
+        ),
+        Flag(
+            "keep_plain",
+            "--delta-keep-plain",
+            "",
+            None,
+            "On CPU, keep linear weights in the checkpoint's layout, where vLLM would pack them "
+            "for a faster kernel. A sync is then written in place and faster, generation slower.",
+        ),
+    ],
+    "DeltaUpdates: sources": [
+        Flag(
+            "roots",
+            "--delta-root",
+            "DIR",
+            _parse_location,
+            "A folder, or a URL in an object store (s3://BUCKET/PREFIX), that disk requests can "
+            "read from; repeatable. Without any, disk requests are refused.",
+            repeatable=True,
+        ),
+        Flag(
+            "log",
+            "--delta-log",
+            "LOG",
+            _parse_location,
+            "A folder, or a URL in an object store (s3://BUCKET/PREFIX; also gs:// and az://), "
+            "that a sender writes its versions into (its --delta-log). Versions newer than the "
+            "loaded weights are replayed before the engine serves, each verified as if it came by "
+            "HTTP, and later by POST /delta_catch_up. If one is damaged or missing, the engine "
+            "stays on the last good version and reports it.",
+        ),
+        Flag(
+            "follow",
+            "--delta-follow",
+            "",
+            None,
+            "Follow the delta log: look for new versions, stage them while generating and commit "
+            "them. Versions that queue up are merged into one commit. The engine then takes "
+            "versions from the log alone: updates by requests are refused.",
+        ),
+    ],
+    "DeltaUpdates: access": [
+        Flag(
+            "allow_from",
+            "--delta-allow-from",
+            "CIDR",
+            _parse_network,
+            "A network (10.0.4.0/24) whose clients can use the delta endpoints without a token, "
+            "as those on this host can; repeatable. Whoever can send from there can replace the "
+            "weights. Without effect if a token is set (default: none).",
+            repeatable=True,
+        ),
+    ],
+    "DeltaUpdates: checks and memory": [
+        Flag(
+            "scrub_interval",
+            "--delta-scrub-interval",
+            "SECONDS",
+            _parse_seconds,
+            "Compare every tensor in live memory with the tracked digest once per so many "
+            "seconds, in the background and with at most a twentieth of one core per rank, which "
+            "can take longer. Differences are counted, logged and shown in the status "
+            "(default: off).",
+        ),
+        Flag(
+            "max_pause",
+            "--delta-max-pause",
+            "SECONDS",
+            _parse_seconds,
+            "Resume generation that a caller has paused for longer, such as a trainer that died "
+            "before it resumed. It must be longer than any pause that a trainer needs: weights "
+            "that something else than a delta is writing would be served half-written "
+            "(default: off).",
+        ),
+        Flag(
+            "undo_bytes",
+            "--delta-undo-bytes",
+            "BYTES",
+            parse_size,
+            "Host memory per rank for the old values of the last version, which undo a failed "
+            "write and allow a rollback. A sync that would need more must be full "
+            f"(default: {_DEFAULTS.undo_bytes >> 30}G).",
+        ),
+        Flag(
+            "shadow_bytes",
+            "--delta-shadow-bytes",
+            "BYTES",
+            parse_size,
+            "Host memory per rank for weights as they are before post-load processing, of the "
+            "modules that the engine quantises or packs: a sync rebuilds these from it. A module "
+            f"that does not fit is not updated (default: {_DEFAULTS.shadow_bytes >> 30}G).",
+        ),
+    ],
+}
+"""The flags by the title of their group, without --enable-delta-updates and the token."""
+
+TUNING: Final[dict[str, Tuned]] = {
+    "max-body-bytes": Tuned(
+        "BYTES",
+        parse_size,
+        "Largest part that is accepted, decompressed "
+        f"(default: {_DEFAULTS.max_body_bytes >> 30}G).",
+    ),
+    "max-uploads": Tuned(
+        "N",
+        _parse_positive,
+        "Updates that one HTTP process accepts at once; more are answered 429 "
+        f"(default: {_DEFAULTS.max_uploads}).",
+    ),
+    "min-upload-rate": Tuned(
+        "BYTES",
+        parse_size,
+        "Minimum bytes per second over a whole body "
+        f"(default: {_DEFAULTS.min_upload_rate >> 10}K).",
+    ),
+    "stage-timeout": Tuned(
+        "SECONDS",
+        _parse_seconds,
+        "Seconds after its last part for which an unfinished sync keeps other senders out, and "
+        f"for which a body can stall (default: {_DEFAULTS.stage_timeout:g}).",
+    ),
+    "read-workers": Tuned(
+        "N",
+        _parse_positive,
+        "Parts that a rank stages at once, and that are begun at once of a request that names "
+        f"several files (default: {_DEFAULTS.read_workers}).",
+    ),
+    "spool-dir": Tuned(
+        "DIR",
+        _parse_directory,
+        "Folder for request bodies while they are staged (default: /dev/shm, or the temporary "
+        "folder if that is too small).",
+    ),
+    "follow-interval": Tuned(
+        "SECONDS",
+        _parse_seconds,
+        "Seconds between two looks at the log, with a fifth of jitter; POST /delta_catch_up is "
+        f"one at once (default: {_DEFAULTS.follow_interval:g}).",
+    ),
+    "follow-hold": Tuned(
+        "N",
+        _parse_version,
+        f"Stay so many versions behind the log's newest (default: {_DEFAULTS.follow_hold}).",
+    ),
+    "part-port": Tuned(
+        "PORT",
+        _parse_port,
+        "For an engine on several hosts: TCP port of the first host at which the others fetch "
+        f"parts (default: {_DEFAULTS.part_port}, any free one).",
+    ),
+    "cache-dir": Tuned(
+        "DIR",
+        _parse_directory,
+        "For an engine on several hosts, or a log in an object store: a folder that only this "
+        "user can write into, where a host keeps the parts that it has fetched, once for all of "
+        "its engines and ranks (default: one in the temporary folder).",
+    ),
+    "cache-bytes": Tuned(
+        "BYTES",
+        parse_size,
+        f"Bytes of parts that are kept in this folder (default: {_DEFAULTS.cache_bytes >> 30}G).",
+    ),
+    "streams": Tuned(
+        "N",
+        _parse_positive,
+        "Requests at once for one part in an object store, each for a range of it "
+        f"(default: {_DEFAULTS.streams}).",
+    ),
+    "fetch-rate": Tuned(
+        "BYTES",
+        parse_size,
+        "Most bytes per second that this engine fetches from an object store, for links that are "
+        "shared (default: no limit).",
+    ),
+    "apply": Tuned(
+        "scatter|masked",
+        _parse_apply,
+        "How certified tensors are written: directly (scatter), or through the model's own loader "
+        f"(masked), which exists to compare with (default: {_DEFAULTS.apply}).",
+    ),
+    "chunk-bytes": Tuned(
+        "BYTES",
+        parse_size,
+        "Most bytes of full-shape tensors in one call of the model's loader with apply=masked "
+        f"(default: {_DEFAULTS.chunk_bytes >> 20}M).",
+    ),
+}
+"""The keys of ``--delta-tuning``. Each was a flag of its own, ``--delta-KEY``."""
+
+
+def _parse_tuning(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or key not in TUNING:
+        raise argparse.ArgumentTypeError(
+            f"not KEY=VALUE with a known key: {text!r} (keys: {', '.join(TUNING)})"
+        )
+    try:
+        return key, TUNING[key].parse(value)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{key}: {error}") from None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to an engine's own parser, as one group."""
-    defaults = Settings()
-    group = parser.add_argument_group(
-        "DeltaUpdates",
+    """Add the flags to an engine's own parser, in groups, and their old forms without help."""
+    groups = {title: parser.add_argument_group(title) for title in FLAGS}
+    main = groups["DeltaUpdates"]
+    main.description = (
         "Sparse weight updates by HTTP or from a shared folder, applied bit-exactly to the "
-        "running model or refused with the engine unchanged.",
+        "running model or refused with the engine unchanged."
     )
-
-    def add(usage: str, help: str, **options: Any) -> None:
-        flag, _, value = usage.partition(" ")
-        if value:
-            options["metavar"] = value
-        group.add_argument(flag, help=help, default=argparse.SUPPRESS, **options)
-
-    group.add_argument(
+    main.add_argument(
         "--enable-delta-updates",
         action="store_true",
         default=False,
         help="Accept sparse weight updates at POST /update_weights_delta.",
     )
-    add(
-        "--delta-chunk-bytes BYTES",
-        "Most bytes of full-shape tensors in one call of the model's loader (masked apply) "
-        f"(default: {defaults.chunk_bytes >> 20}M).",
-        type=parse_size,
-    )
-    add(
-        "--delta-read-workers N",
-        "Parts that a rank stages at once, and that are begun at once of a request that names "
-        f"several files (default: {defaults.read_workers}).",
-        type=_parse_positive,
-    )
-    add(
-        "--delta-root DIR",
-        "A folder, or a URL in an object store (s3://BUCKET/PREFIX), below which disk requests may "
-        "read; repeatable. Without any, disk requests are refused.",
-        type=_parse_location,
-        action="append",
-    )
-    add(
-        "--delta-log LOG",
-        "A folder, or a URL in an object store (s3://BUCKET/PREFIX; also gs:// and az://), that a "
-        "sender writes its versions into (its --delta-log). Versions newer "
-        "than the loaded weights are replayed before the engine serves, each verified as if it "
-        "came by HTTP, and later by POST /delta_catch_up. If one is damaged or missing, the engine "
-        "stays on the last good version and reports it.",
-        type=_parse_location,
-    )
-    add(
-        "--delta-follow",
-        "Follow the delta log: look for new versions, stage them beside generation and commit "
-        "them; several that wait are applied as one. The engine takes versions from the log alone "
-        "then: updates by requests are refused.",
-        action="store_true",
-    )
-    add(
-        "--delta-follow-interval SECONDS",
-        "Seconds between two looks at the log, with a fifth of jitter; POST /delta_catch_up is one "
-        f"at once (default: {defaults.follow_interval:g}).",
-        type=_parse_seconds,
-    )
-    add(
-        "--delta-follow-hold N",
-        f"Stay so many versions behind the log's newest (default: {defaults.follow_hold}).",
-        type=_parse_version,
-    )
-    add(
-        "--delta-spool-dir DIR",
-        "Folder for request bodies while they are staged (default: /dev/shm, or the temporary "
-        "folder if that is too small).",
-        type=_parse_directory,
-    )
-    add(
-        "--delta-max-body-bytes BYTES",
-        f"Largest part that is accepted, decompressed (default: {defaults.max_body_bytes >> 30}G).",
-        type=parse_size,
-    )
-    add(
-        "--delta-max-uploads N",
-        "Updates that one HTTP process accepts at once; more are answered 429 "
-        f"(default: {defaults.max_uploads}).",
-        type=_parse_positive,
-    )
-    add(
-        "--delta-min-upload-rate BYTES",
-        f"Minimum bytes per second over a whole body (default: {defaults.min_upload_rate >> 10}K).",
-        type=parse_size,
-    )
-    add(
-        "--delta-stage-timeout SECONDS",
-        "Seconds after its last part for which an unfinished sync keeps other senders out, "
-        f"and for which a body may stall (default: {defaults.stage_timeout:g}).",
-        type=_parse_seconds,
-    )
-    add(
-        "--delta-base-version N",
-        f"Version of the loaded weights (default: {defaults.base_version}).",
-        type=_parse_version,
-    )
-    add(
-        "--delta-apply",
-        "How certified tensors are written: directly (scatter), or through the model's own "
-        f"loader (masked). auto is scatter (default: {defaults.apply}).",
-        choices=("auto", "scatter", "masked"),
-    )
-    add(
-        "--delta-undo-bytes BYTES",
-        "Host memory per rank for the old values of the last version, which undo a failed "
-        "write and allow a rollback. A sync that would need more must be full "
-        f"(default: {defaults.undo_bytes >> 30}G).",
-        type=parse_size,
-    )
-    add(
-        "--delta-shadow-bytes BYTES",
-        "Host memory per rank for weights as they are before post-load processing, of the modules "
-        "that the engine quantises or packs: a sync rebuilds these from it. A module that does not "
-        f"fit is not updated (default: {defaults.shadow_bytes >> 30}G).",
-        type=parse_size,
-    )
-    add(
-        "--delta-keep-plain",
-        "On CPU, keep linear weights in the checkpoint's layout, where vLLM would pack them for a "
-        "faster kernel. A sync is then written in place and faster, generation slower.",
-        action="store_true",
-    )
-    add(
-        "--delta-scrub-interval SECONDS",
-        "Compare every tensor in live memory with the tracked digest once per so many seconds, in "
-        "the background and with at most a twentieth of one core per rank, which may take longer. "
-        "What differs is counted, logged and in the status (default: off).",
-        type=_parse_seconds,
-    )
-    add(
-        "--delta-max-pause SECONDS",
-        "Resume generation that a caller has paused for longer, such as a trainer that died before "
-        "it resumed. It must be longer than any pause that a trainer needs: weights that something "
-        "else than a delta is writing would be served half-written (default: off).",
-        type=_parse_seconds,
-    )
-    add(
-        "--delta-part-port PORT",
-        "For an engine on several hosts: TCP port of the first host at which the others fetch "
-        f"parts (default: {defaults.part_port}, any free one).",
-        type=_parse_port,
-    )
-    add(
-        "--delta-cache-dir DIR",
-        "For an engine on several hosts, or a log in an object store: a folder that only this user "
-        "can write into, where a host keeps the parts that it has fetched, once for all of its "
-        "engines and ranks (default: one in the temporary folder).",
-        type=_parse_directory,
-    )
-    add(
-        "--delta-cache-bytes BYTES",
-        f"Bytes of parts that are kept in this folder (default: {defaults.cache_bytes >> 30}G).",
-        type=parse_size,
-    )
-    add(
-        "--delta-streams N",
-        "Requests at once for one part in an object store, each for a range of it "
-        f"(default: {defaults.streams}).",
-        type=_parse_positive,
-    )
-    add(
-        "--delta-fetch-rate BYTES",
-        "Most bytes per second that this engine fetches from an object store, for links that are "
-        "shared (default: no limit).",
-        type=parse_size,
-    )
-    add(
-        "--delta-allow-from CIDR",
-        "A network (10.0.4.0/24) whose clients may use the delta endpoints without a token, as "
-        "those on this host may; repeatable. Whoever can send from there can replace the weights. "
-        "Without effect if a token is set (default: none).",
-        type=_parse_network,
-        action="append",
-    )
-    add(
-        "--delta-api-key TOKEN",
-        "Bearer token of the delta endpoints; without one they answer only to clients on this "
-        f"host (default: {API_KEY_ENVIRONMENT}).",
+    for title, flags in FLAGS.items():
+        for one in flags:
+            options: dict[str, Any] = {"action": "store_true"}
+            if one.parse is not None:
+                action = "append" if one.repeatable else "store"
+                options = {"metavar": one.value, "type": one.parse, "action": action}
+            groups[title].add_argument(
+                one.name, help=one.help, default=argparse.SUPPRESS, **options
+            )
+    groups["DeltaUpdates: access"].add_argument(
+        "--delta-api-key",
+        metavar="TOKEN",
+        help="Bearer token of the delta endpoints; without one they answer only to clients on "
+        f"this host (default: {API_KEY_ENVIRONMENT}).",
+        default=argparse.SUPPRESS,
         action=_StoreInEnvironment,
     )
+    main.add_argument(
+        "--delta-tuning",
+        metavar="KEY=VALUE",
+        help="A limit or a size that rarely needs a change; repeatable. "
+        f"Keys: {', '.join(TUNING)}.",
+        default=argparse.SUPPRESS,
+        type=_parse_tuning,
+        action="append",
+    )
+    for key, tuned in TUNING.items():
+        main.add_argument(
+            f"--delta-{key}", help=argparse.SUPPRESS, default=argparse.SUPPRESS, type=tuned.parse
+        )

@@ -12,8 +12,8 @@ import xxhash
 
 from engine_ext.delta_log.catalog import Entry, folder_name, open_regular
 from engine_ext.delta_log.interface import CannotFold, DeltaLog
-from engine_ext.delta_log.merged import MergedDelta, add_delta
 from engine_ext.delta_log.records import Digests, declared_digests
+from engine_ext.delta_log.spilled import SpilledDeltas
 from engine_ext.delta_log.values import ModelValues
 from engine_ext.errors import ChecksumMismatch, DeltaError
 from engine_ext.format import (
@@ -136,21 +136,35 @@ def fold_versions(
                 "changes are of old bytes, which are not in the log"
             )
     values = None if checkpoint is None else ModelValues(checkpoint)
-    folded: dict[str, MergedDelta] = {}
+    earlier = [] if values is None else [*before]
     first = last = Digests(None, None)
     sender: dict[str, Any] = {}
-    earlier = [] if values is None else [*before]
-    for number, entry in enumerate(progress([*earlier, *entries])):
-        with (source or log).fetched(entry):
-            parts = read_version(entry)
-        is_folded = number >= len(earlier)
-        if is_folded:
-            last, sender = digests_of(parts), _sender_of(parts)
-            first = last if number == len(earlier) else first
-        for part in parts:
-            for delta in _deltas(part, values):
-                if is_folded:
-                    add_delta(folded, delta)
+    with SpilledDeltas() as folded:
+        for number, entry in enumerate(progress([*earlier, *entries])):
+            is_folded = number >= len(earlier)
+            manifests = []
+            with (source or log).fetched(entry):
+                for part in _read_parts(entry):  # one in memory
+                    manifests.append(part.manifest)
+                    deltas = _deltas(part, values)
+                    if is_folded:
+                        folded.add(deltas)
+                _check_together(entry, manifests)
+            if is_folded:
+                last, sender = declared_digests(manifests), _sender_of(manifests[0])
+                first = last if number == len(earlier) else first
+        return _write(log, folded, entries, base_version, first.before, last.after, sender)
+
+
+def _write(
+    log: DeltaLog,
+    folded: SpilledDeltas,
+    entries: Sequence[Entry],
+    base_version: int,
+    digest_before: str | None,
+    digest_after: str | None,
+    sender: Mapping[str, Any],
+) -> Path:
     target, full, sync_id = entries[-1].version, entries[0].full, uuid.uuid4().hex
     groups = list(_groups(folded))
     key = signing_key()
@@ -160,7 +174,7 @@ def fold_versions(
             # The old values are not known here, so a part has no digest; the digests of the model
             # prove as much once the last part is staged.
             body = encode_part(
-                [folded.pop(name).result() for name in group],
+                [folded.result(name) for name in group],
                 encoding=_ENCODING,
                 current_version=target,
                 base_version=None if full else base_version,
@@ -168,8 +182,8 @@ def fold_versions(
                 part=number,
                 num_parts=len(groups),
                 full=full,
-                digest_before=None if full else first.before,
-                digest_after=last.after if number == len(groups) - 1 else None,
+                digest_before=None if full else digest_before,
+                digest_after=digest_after if number == len(groups) - 1 else None,
                 **sender,
             )
             draft.add(body, None if key is None else sign(key, body))
@@ -179,14 +193,13 @@ def fold_versions(
         raise
 
 
-def _sender_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """Return what the parts of one version say about the run that it is of."""
-    manifest = parts[0].manifest
+def _sender_of(manifest: Manifest) -> dict[str, Any]:
+    """Return what a part says about the run that its version is of."""
     names = ("run", "run_epoch", "run_owner")
     return {name: getattr(manifest, name) for name in names}
 
 
-def _deltas(part: Part, values: ModelValues | None) -> Sequence[ParamDelta]:
+def _deltas(part: Part, values: ModelValues | None) -> list[ParamDelta]:
     """Return the deltas of a part with values; CannotFold if these are not known."""
     if values is not None:
         return values.take(part)
@@ -197,7 +210,7 @@ def _deltas(part: Part, values: ModelValues | None) -> Sequence[ParamDelta]:
                 "the values they are added to are not in the log; name the checkpoint that it "
                 "starts from (--base)"
             )
-    return part.deltas
+    return [*part.deltas]
 
 
 def _read_parts(entry: Entry) -> Iterator[Part]:
@@ -248,17 +261,16 @@ def _check_together(entry: Entry, manifests: Sequence[Manifest]) -> None:
         raise entry.damaged(f"it has the parts {sorted(numbered)} of {sorted(map(str, counts))}")
 
 
-def _groups(folded: Mapping[str, MergedDelta]) -> Iterator[list[str]]:
+def _groups(folded: SpilledDeltas) -> Iterator[list[str]]:
     """Yield the tensors of each part: of one dtype and about `BUCKET_BYTES`; at least one part."""
     groups: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
-    for name, delta in folded.items():
-        size = delta.payload_bytes
-        group = groups.setdefault(delta.dtype, [])
-        if group and sizes[delta.dtype] + size > BUCKET_BYTES:
+    for name, dtype, size in folded.sizes():
+        group = groups.setdefault(dtype, [])
+        if group and sizes[dtype] + size > BUCKET_BYTES:
             yield group
-            group = groups[delta.dtype] = []
-            sizes[delta.dtype] = 0
+            group = groups[dtype] = []
+            sizes[dtype] = 0
         group.append(name)
-        sizes[delta.dtype] = sizes.get(delta.dtype, 0) + size
+        sizes[dtype] = sizes.get(dtype, 0) + size
     yield from groups.values() or [[]]

@@ -90,20 +90,11 @@ class MergedDelta:
         return replace(self._like, indices=indices, values=self._values[indices])
 
     @property
-    def dtype(self) -> str:
-        """By its manifest name."""
-        return self._like.dtype
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of the result's positions and values at most, before compression."""
+    def nbytes(self) -> int:
+        """Bytes of memory."""
         if self._values is None:
-            count = sum(indices.size for indices, _ in self._sorted)
-        elif self._changed is None:
-            return self._values.nbytes
-        else:
-            count = int(np.count_nonzero(self._changed))
-        return count * (_POSITION_BYTES + self._like.values.itemsize)
+            return sum(indices.nbytes + values.nbytes for indices, values in self._sorted)
+        return self._values.nbytes + (0 if self._changed is None else self._changed.nbytes)
 
     def _sort(self) -> None:
         """Make one of the sorted deltas, or keep the values in place if that takes less memory."""
@@ -122,6 +113,11 @@ class MergedDelta:
             self._values, self._changed = np.zeros(numel, values.dtype), np.zeros(numel, np.bool_)
             self._values[indices], self._changed[indices] = values, True
             self._sorted = []
+
+
+def payload_bytes(like: ParamDelta, count: int) -> int:
+    """Return the bytes of a delta's positions and values at most, before compression."""
+    return count * (_POSITION_BYTES + like.values.itemsize)
 
 
 def add_delta(deltas: dict[str, MergedDelta], delta: ParamDelta) -> None:

@@ -4,7 +4,8 @@ Some models keep a copy (in another dtype, merged, transposed) from their first 
 a number that was an element of a tensor. The search at start-up cannot find it, and no sync would
 reach it. So the model is searched again once the engine has generated. A tensor that was not there
 before might be computed from weights. A buffer that was there before any weight was loaded, and
-still has its memory, is the engine's working memory, whatever it holds by now.
+still has its memory, is the engine's working memory, whatever it holds by now. One that has grown
+(a table of position embeddings, after a larger image) is the table it was if that is its beginning.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final
 import torch
 
 from engine_ext.derived.find import NOTHING, Derived, find_derived, refuse_derived, weights_around
-from engine_ext.model import Known, location
+from engine_ext.model import Known, hash_tensor, is_constant, location
 from engine_ext.placement import Placement, uncertified
 
 # Numbers that no kernel takes from a weight, and those of a switch that is on or off.
@@ -40,6 +41,12 @@ class LaterCopies:
         self._model, self._known = model, known
         self._numbers = dict(_numbers(model))
         self._before: dict[str, tuple[object, ...]] = {}
+        self._tables: dict[str, _Table] = {}
+        self._not_persistent = {
+            f"{path}.{name}".lstrip(".")
+            for path, module in model.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
         self._found: set[str] = set()
         self._rebuilt: Mapping[str, frozenset[str]] = NOTHING
 
@@ -48,6 +55,8 @@ class LaterCopies:
         if not self._known(path, tensor):
             return False
         self._before[path] = location(tensor)
+        if path in self._not_persistent and not is_constant(path, tensor):
+            self._tables[path] = _Table(tensor)
         return True
 
     def remember(
@@ -83,7 +92,10 @@ class LaterCopies:
         return {n: why for n, why in uncertified(placement).items() if n not in before}
 
     def _is_known(self, path: str, tensor: torch.Tensor) -> bool:
-        return self._before.get(path) == location(tensor) or self._known(path, tensor)
+        if self._before.get(path) == location(tensor) or self._known(path, tensor):
+            return True
+        table = self._tables.get(path)
+        return table is not None and table.has_grown_to(tensor)
 
     def _new_numbers(self, placement: Placement) -> list[Derived]:
         """List the floats of modules that are new, or others than at start-up.
@@ -105,6 +117,25 @@ class LaterCopies:
             for path, name in new
             if (weights := around(path))
         ]
+
+
+class _Table:
+    """A buffer that no checkpoint has, which an engine makes anew when it needs more of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+        # A placeholder's values say nothing.
+        is_filled = bool((tensor == tensor.flatten()[0]).all())
+        self._digest = None if is_filled else hash_tensor(tensor)
+
+    def has_grown_to(self, tensor: torch.Tensor) -> bool:
+        """Return whether another tensor begins with all that this one had."""
+        if self._digest is None or tensor.dtype != self._dtype or tensor.dim() != len(self._shape):
+            return False
+        if any(now < before for now, before in zip(tensor.shape, self._shape, strict=True)):
+            return False
+        begin = tensor[tuple(slice(size) for size in self._shape)]
+        return hash_tensor(begin.contiguous()) == self._digest
 
 
 def _is_element(value: float, module: torch.nn.Module) -> bool:

@@ -73,7 +73,7 @@ class PartCache:
         if not mine or found.st_mode & 0o022:
             raise PermissionError(
                 f"{self.folder} is not a folder that only this user can write into; "
-                "name another one with --delta-cache-dir"
+                "name another one with --delta-tuning cache-dir=DIR"
             )
 
     def get(self, content: str, size: int, fetch: Fetch) -> Path:
@@ -134,8 +134,8 @@ class PartCache:
 
     def _full(self) -> SpoolFull:
         return SpoolFull(
-            f"{self.folder} has no room for a part; raise --delta-cache-bytes, or "
-            "name a folder with more room with --delta-cache-dir"
+            f"{self.folder} has no room for a part; raise --delta-tuning cache-bytes=BYTES, or "
+            "name a folder with more room with --delta-tuning cache-dir=DIR"
         )
 
 

@@ -8,6 +8,7 @@ cannot both be in that memory.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,15 +21,17 @@ from engine_ext.tracing.trace import LoadWeights, drops
 
 # The head's name in nearly all checkpoints, whatever the engine calls it.
 _HEAD = "lm_head.weight"
+_NUMBER = re.compile(r"[0-9]+")
 
 
 def dropped_aliases(
     model: torch.nn.Module, load_weights: LoadWeights, placement: Placement, index: StorageIndex
 ) -> dict[str, TensorSpec]:
-    """Return the other names of the largest tied tensor that the loader drops, with its own spec.
+    """Return the other names of tied tensors that the loader drops, with the tensors' own specs.
 
-    That is the embedding. Engines also keep small ones under names that no trainer sends, such as a
-    router's gate, and each name is traced with the whole checkpoint.
+    Engines keep not only the head under several names, but also small tensors of each layer, such
+    as a router's gate. The names that differ in numbers alone are tried together, as each try runs
+    the loader with the whole checkpoint; the loader drops all of them or none counts.
 
     Args:
         placement: traced with the same model and loader.
@@ -37,13 +40,17 @@ def dropped_aliases(
     Raises:
         TracingError: see `engine_ext.tracing.trace.rehearse`.
     """
-    return {
-        name: placement[tied].spec
-        for names, tied in _tied(placement, index)[:1]
-        for name in names
-        if name not in placement
-        and drops(model, load_weights, replace(placement[tied].spec, name=name), placement, index)
-    }
+    alike: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
+    for names, tied in _tied(placement, index):
+        for name in names:
+            if name not in placement:
+                alike[_NUMBER.sub("N", name)][name] = placement[tied].spec
+    found: dict[str, TensorSpec] = {}
+    for specs in alike.values():
+        more = [replace(spec, name=name) for name, spec in specs.items()]
+        if drops(model, load_weights, more, placement, index):
+            found |= specs
+    return found
 
 
 def place_tied(

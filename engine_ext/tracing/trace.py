@@ -160,29 +160,33 @@ def written_alone(
 def drops(
     model: torch.nn.Module,
     load_weights: LoadWeights,
-    spec: TensorSpec,
+    more: Sequence[TensorSpec],
     placement: Placement,
     index: StorageIndex,
 ) -> bool:
-    """Return whether the loader takes one more tensor and makes nothing of it.
+    """Return whether the loader takes more tensors and makes nothing of any.
 
-    It does if it neither copies nor reads it, before and after all those in `placement` (traced
-    with the same model), and then treats these as without it.
+    It does if it neither copies nor reads one, before and after all those in `placement` (traced
+    with the same model), and then treats these as without them.
 
     Raises:
         TracingError: see `rehearse`.
     """
     others = [placed.spec for placed in placement.values()]
-    for specs in ([spec, *others], [*others, spec]):
+    for specs in ([*more, *others], [*others, *more]):
         trial = {one.name: Placed(one) for one in specs}
-        own = trial[spec.name]
         with _dry_run(model, bits=False) as guard:
             failure, _ = _run(guard, load_weights, specs, index, trial)
-        if failure is not None or own.status is not Status.UNJUDGED or own.segments or own.used:
+        own = [trial[spec.name] for spec in more]
+        if failure is not None or not all(_is_untouched(placed) for placed in own):
             return False
         if any(trial[name].segments != placed.segments for name, placed in placement.items()):
             return False
     return True
+
+
+def _is_untouched(placed: Placed) -> bool:
+    return placed.status is Status.UNJUDGED and not placed.segments and not placed.used
 
 
 @contextmanager

@@ -20,6 +20,7 @@ _REGION: Final = re.compile(
 )
 FAST: Final[dict[str, Callable[[], str]]] = {
     "flags": reference.flags,
+    "tuning": reference.tuning,
     "delta-send": reference.sender_options,
     "errors": reference.errors,
     "routes": reference.route_table,

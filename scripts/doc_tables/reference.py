@@ -49,33 +49,47 @@ def summary(documented: object) -> str:
 
 
 def flags() -> str:
-    """Return the flags that an engine's command line gets."""
+    """Return the flags that an engine's command line gets, by group."""
     parser = argparse.ArgumentParser(add_help=False)
     settings.add_arguments(parser)
-    return _options(parser)
+    groups = [group for group in parser._action_groups if group.title in settings.FLAGS]
+    return "\n\n".join(f"**{group.title}**\n\n{_options(group._group_actions)}" for group in groups)
+
+
+def tuning() -> str:
+    """Return the keys of ``--delta-tuning``."""
+    rows = (
+        [f"`{key}={tuned.value}`", *_default_and_meaning(tuned.help)]
+        for key, tuned in settings.TUNING.items()
+    )
+    return table(["key", "default", "meaning"], rows)
 
 
 def sender_options() -> str:
     """Return the options of ``delta-send``."""
     from delta_sender.cli import make_parser
 
-    return _options(make_parser())
+    return _options(make_parser()._actions)
 
 
-def _options(parser: argparse.ArgumentParser) -> str:
+def _options(actions: Iterable[argparse.Action]) -> str:
     rows = []
-    for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
+    for action in actions:
+        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
             continue
-        text = " ".join((action.help or "").split())
-        text = text.replace("%(default)s", str(action.default))
-        found = _DEFAULT.search(text)
+        text = (action.help or "").replace("%(default)s", str(action.default))
         choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
         flag = f"{action.option_strings[0]} {action.metavar or choices}".strip()
-        meaning = _DEFAULT.sub("", text).replace("%%", "%").removesuffix(".")
-        default = found["default"] if found else ""
-        rows.append([f"`{flag}`", *(t.replace("<", "&lt;") for t in (default, meaning))])
+        rows.append([f"`{flag}`", *_default_and_meaning(text)])
     return table(["flag", "default", "meaning"], rows)
+
+
+def _default_and_meaning(text: str) -> tuple[str, str]:
+    text = " ".join(text.split())
+    found = _DEFAULT.search(text)
+    meaning = _DEFAULT.sub("", text).replace("%%", "%").removesuffix(".")
+    default = found["default"] if found else ""
+    return default.replace("<", "&lt;"), meaning.replace("<", "&lt;")
 
 
 def errors() -> str:

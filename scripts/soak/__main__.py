@@ -150,7 +150,7 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
     arguments = ARGUMENTS[options.engine]
     start = partial(kind, enable_delta=True, extra_env=ENVIRONMENT)
     console.print(f"starting {kind.name}")
-    log, spooling = folder / "live-engine.log", ["--delta-spool-dir", str(spool)]
+    log, spooling = folder / "live-engine.log", ["--delta-tuning", f"spool-dir={spool}"]
     with start(base, extra_args=[*arguments, *spooling], log_path=log) as engine:
         before = fingerprint(engine)
         console.print(f"{options.quiet_seconds} s of load alone, then {options.syncs:,} syncs")

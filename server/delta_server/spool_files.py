@@ -285,7 +285,7 @@ def is_full(error: OSError) -> bool:
 def spool_error(error: OSError) -> Exception:
     """Return what to raise for an error of the spool's file system."""
     if is_full(error):
-        advice = "set --delta-spool-dir to one with more room, or send smaller parts"
+        advice = "set --delta-tuning spool-dir=DIR to one with more room, or send smaller parts"
         return SpoolFull(f"the spool folder is full; {advice}")
     return error
 

@@ -45,10 +45,10 @@ class Refused(Exception):
 
 
 class Project:
-    """One way to apply, through the receivers of all ranks."""
+    """One way to apply, through the receivers of all ranks; parts come in one encoding."""
 
-    def __init__(self, name: Literal["scatter", "masked"]) -> None:
-        self.name = name
+    def __init__(self, name: Literal["scatter", "masked"], encoding: str = "deltas") -> None:
+        self.name, self._encoding = name, encoding
         self._receivers: list[Receiver] = []
 
     def serve(self, ranks: Sequence[Rank]) -> None:
@@ -59,7 +59,7 @@ class Project:
 
     def apply(self, deltas: Sequence[Delta]) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            bodies = _bodies(deltas)
+            bodies = _bodies(deltas, self._encoding)
             for number, body in enumerate(bodies):
                 path = Path(folder, f"{number}.part")
                 path.write_bytes(body)
@@ -165,14 +165,14 @@ def _recomputes(model: nn.Module) -> bool:
     return hasattr(model, "recompute")
 
 
-def _bodies(deltas: Sequence[Delta]) -> list[bytes]:
+def _bodies(deltas: Sequence[Delta], encoding: str) -> list[bytes]:
     """The parts of one sync, each of one dtype; an empty one where nothing is sent."""
     params = [_param(delta) for delta in deltas]
     dtypes = sorted({param.dtype for param in params}) or [""]
     return [
         encode_part(
             [param for param in params if param.dtype == dtype],
-            encoding="deltas",
+            encoding=encoding,
             current_version=1,
             base_version=0,
             sync_id=_SYNC_ID,

@@ -96,8 +96,9 @@ class FollowHarness(ObservedEngine):
             },
             extra_args=[
                 *("--delta-log", url, "--delta-follow"),
-                *("--delta-follow-interval", str(INTERVAL_S)),
-                *("--delta-cache-dir", str(self._cache), "--delta-cache-bytes", str(CACHE_BYTES)),
+                *("--delta-tuning", f"follow-interval={INTERVAL_S}"),
+                *("--delta-tuning", f"cache-dir={self._cache}"),
+                *("--delta-tuning", f"cache-bytes={CACHE_BYTES}"),
                 *("--delta-base-version", str(FIRST)),
             ],
             command_prefix=[

@@ -267,8 +267,8 @@ def launch(
         python_path=[PLUGIN, *chosen.python_path],
         extra_env={"DELTA_FAULTS": str(folder), **chosen.environment},
         extra_args=[
-            *("--delta-spool-dir", str(spool)),
-            *("--delta-stage-timeout", str(STAGE_TIMEOUT)),
+            *("--delta-tuning", f"spool-dir={spool}"),
+            *("--delta-tuning", f"stage-timeout={STAGE_TIMEOUT}"),
             *("--delta-base-version", str(FIRST)),
             *chosen.arguments,
             *arguments,

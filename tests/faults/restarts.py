@@ -76,8 +76,8 @@ class RestartHarness(Harness):
                 **(environment or {}),
             },
             extra_args=[
-                *("--delta-spool-dir", str(spool)),
-                *("--delta-stage-timeout", str(STAGE_TIMEOUT)),
+                *("--delta-tuning", f"spool-dir={spool}"),
+                *("--delta-tuning", f"stage-timeout={STAGE_TIMEOUT}"),
                 *("--delta-base-version", str(FIRST)),
                 *("--delta-log", str(self.log)),
                 *chosen.arguments,

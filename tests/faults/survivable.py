@@ -355,7 +355,7 @@ FAULTS = [
     ),
     *rows(
         "part missing",
-        "`staged`; others get in after `--delta-stage-timeout`",
+        "`staged`; others get in after `--delta-tuning stage-timeout`",
         "old",
         ("missing", missing),
     ),

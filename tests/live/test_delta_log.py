@@ -158,7 +158,7 @@ def test_an_engine_follows_the_log(
     log, base = tmp_path / "log", checkpoint("qwen3")
     trainer = Trainer(tiny_models.load_tensors(base))
     write_log(log, trainer, 1)
-    follow = ["--delta-log", str(log), "--delta-follow", "--delta-follow-interval", "0.2"]
+    follow = ["--delta-log", str(log), "--delta-follow", "--delta-tuning", "follow-interval=0.2"]
     metrics = ["--enable-metrics"] if kind == "sglang" else []
     engine = start(kind, base, tp=tp, extra_args=[*follow, *metrics])
     assert engine.delta_status()["version"] == 1  # before it serves
@@ -241,7 +241,7 @@ def test_a_trainer_that_posts_to_no_engine(
     log, base = tmp_path / "log", checkpoint("qwen3_moe")
     log.mkdir()
     trainer = Trainer(tiny_models.load_tensors(base))
-    follow = ["--delta-log", str(log), "--delta-follow", "--delta-follow-interval", "600"]
+    follow = ["--delta-log", str(log), "--delta-follow", "--delta-tuning", "follow-interval=600"]
     engine = start("vllm", base, extra_args=follow)
     urls = [engine.url, "http://127.0.0.1:9"]  # the second is down
     with DeltaSender(f"file://{log}", base, notify=urls, encoding="gap8_ulp") as sender:

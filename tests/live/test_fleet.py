@@ -107,8 +107,14 @@ def test_a_fleet_follows_one_trainer(
     rng = random.Random(7)
 
     def launch(kind: str, host: str) -> EngineProcess:
-        arguments = ["--delta-log", store_url, "--delta-follow", "--delta-follow-interval", "1"]
-        arguments += ["--delta-cache-dir", str(hosts[host].cache)]
+        arguments = [
+            "--delta-log",
+            store_url,
+            "--delta-follow",
+            "--delta-tuning",
+            "follow-interval=1",
+        ]
+        arguments += ["--delta-tuning", f"cache-dir={hosts[host].cache}"]
         environment = hosts[host].proxy.server.environment
         return start(kind, base, extra_args=arguments, extra_env=environment)
 

@@ -43,7 +43,7 @@ def log(tmp_path: Path, trainer: Trainer) -> Path:
 
 
 def follow(log: Path) -> list[str]:
-    return ["--delta-log", str(log), "--delta-follow", "--delta-follow-interval", "0.5"]
+    return ["--delta-log", str(log), "--delta-follow", "--delta-tuning", "follow-interval=0.5"]
 
 
 def vllm(base: Path, log: Path, folder: Path) -> VllmServe:

@@ -90,7 +90,7 @@ class Cluster:
         types = (VllmServe, VllmWorkers) if kind == "vllm" else (SglangProcess, SglangWorkers)
         for process, host, cache in zip(types, hosts, self.cached, strict=True):
             cache.mkdir()
-            arguments = ["--nnodes", "2", *common, "--delta-cache-dir", str(cache), *layout]
+            arguments = ["--nnodes", "2", *common, "--delta-tuning", f"cache-dir={cache}", *layout]
             processes.append(
                 process(
                     base,

@@ -50,7 +50,7 @@ def test_files_are_written_again(base: Path, spool: Path, tmp_path: Path) -> Non
         tp=2,
         enable_delta=True,
         python_path=path,
-        extra_args=["--api-server-count", str(PROCESSES), "--delta-spool-dir", str(spool)],
+        extra_args=["--api-server-count", str(PROCESSES), "--delta-tuning", f"spool-dir={spool}"],
         log_path=tmp_path / "engine.log",
     )
     files, stop = set[int](), threading.Event()

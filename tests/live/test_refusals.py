@@ -78,9 +78,9 @@ def server(
         base,
         extra_args=[
             *("--delta-root", str(root)),
-            *("--delta-spool-dir", str(spool)),
-            *("--delta-max-body-bytes", str(MAX_BODY)),
-            *("--delta-stage-timeout", str(STAGE_TIMEOUT)),
+            *("--delta-tuning", f"spool-dir={spool}"),
+            *("--delta-tuning", f"max-body-bytes={MAX_BODY}"),
+            *("--delta-tuning", f"stage-timeout={STAGE_TIMEOUT}"),
         ],
         # The server gets a spool folder that is really too small, in a mount namespace of its own.
         command_prefix=[

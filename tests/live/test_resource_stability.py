@@ -125,7 +125,7 @@ def server(
         base,
         python_path=[SHIM],
         extra_env={"DELTA_FAULTS": str(faults)},
-        extra_args=["--delta-spool-dir", str(faults / "spool"), *ARGUMENTS[request.param]],
+        extra_args=["--delta-tuning", f"spool-dir={faults / 'spool'}", *ARGUMENTS[request.param]],
     )
     yield Server(request.param, engine, base, faults)
     engine.stop()

@@ -89,7 +89,10 @@ def test_it_is_killed_and_goes_on(
     tmp_path: Path,
 ) -> None:
     """It resumes without a version on its command line and without a full sync."""
-    timeout = ["--delta-stage-timeout", "2"]  # until what a killed sender has staged is dropped
+    timeout = [
+        "--delta-tuning",
+        "stage-timeout=2",
+    ]  # until what a killed sender has staged is dropped
     engine = start(kind, checkpoint("qwen3"), extra_args=timeout)
     with LossyProxy(engine.port) as proxy:
         program = Program(engine, proxy, checkpoint("qwen3"), tmp_path)

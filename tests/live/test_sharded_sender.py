@@ -119,7 +119,7 @@ def test_an_engine_follows_every_rank(
     tmp_path: Path,
 ) -> None:
     base = tiny_models.build(model, tmp_path / "base")
-    flags = ["--delta-stage-timeout", str(SECONDS)]
+    flags = ["--delta-tuning", f"stage-timeout={SECONDS}"]
     engine = start(kind, base, tp=tp, extra_args=flags)
     arguments = str(base), how, engine.url
     if fault == "death":

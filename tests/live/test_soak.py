@@ -27,7 +27,7 @@ def test_syncs_under_load(
     checkpoint: Callable[[str], Path], start: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:
     base = checkpoint("qwen3")
-    arguments = [*soak.ARGUMENTS["vllm"], "--delta-spool-dir", str(tmp_path)]
+    arguments = [*soak.ARGUMENTS["vllm"], "--delta-tuning", f"spool-dir={tmp_path}"]
     engine = start("vllm", base, extra_args=arguments, extra_env=soak.ENVIRONMENT)
     trainer = Trainer(tiny_models.load_tensors(base), seed=0)
     found = soak.soak(engine, trainer, tmp_path, syncs=30, quiet_s=1.0)

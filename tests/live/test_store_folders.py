@@ -71,7 +71,7 @@ def test_an_engine_takes_a_trainers_versions_from_a_store(
 ) -> None:
     base, store = checkpoint("qwen3"), ObjectStore(store_url)
     (tmp_path / "cache").mkdir(mode=0o700)
-    arguments = ["--delta-root", store_url, "--delta-cache-dir", str(tmp_path / "cache")]
+    arguments = ["--delta-root", store_url, "--delta-tuning", f"cache-dir={tmp_path / 'cache'}"]
     engine = start(kind, base, tp=tp, extra_args=arguments)
     run = Published(engine, base, store, tmp_path / "drafts")
 

@@ -91,7 +91,7 @@ def run(
     kind, model, tp, apply = request.param
     root = tmp_path_factory.mktemp("deltas")
     base = checkpoint(model)
-    arguments = ["--delta-root", str(root), "--delta-apply", apply]
+    arguments = ["--delta-root", str(root), "--delta-tuning", f"apply={apply}"]
     engine = start(kind, base, tp=tp, extra_args=arguments)
     for prompt in PROMPTS:
         # What the prefix cache keeps now must not answer for later weights.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -59,19 +60,19 @@ def test_every_flag(tmp_path: Path) -> None:
     two.mkdir()
     assert parse(
         "--enable-delta-updates",
-        "--delta-chunk-bytes=1M",
-        "--delta-read-workers=2",
+        "--delta-tuning=chunk-bytes=1M",
+        "--delta-tuning=read-workers=2",
         f"--delta-root={one}",
         f"--delta-root={two}",
         f"--delta-log={one}",
         "--delta-follow",
-        "--delta-follow-interval=0.5",
-        "--delta-follow-hold=2",
-        f"--delta-spool-dir={tmp_path}",
-        "--delta-max-body-bytes=2GiB",
-        "--delta-max-uploads=3",
-        "--delta-min-upload-rate=1M",
-        "--delta-stage-timeout=1.5",
+        "--delta-tuning=follow-interval=0.5",
+        "--delta-tuning=follow-hold=2",
+        f"--delta-tuning=spool-dir={tmp_path}",
+        "--delta-tuning=max-body-bytes=2GiB",
+        "--delta-tuning=max-uploads=3",
+        "--delta-tuning=min-upload-rate=1M",
+        "--delta-tuning=stage-timeout=1.5",
         "--delta-base-version=9223372036854775807",
         "--delta-shadow-bytes=1G",
         "--delta-keep-plain",
@@ -107,20 +108,58 @@ def test_roots_are_real_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["--delta-chunk-bytes=1M", "--delta-base-version=0", "--delta-stage-timeout=60"]
+    "flag",
+    ["--delta-tuning=chunk-bytes=1M", "--delta-base-version=0", "--delta-tuning=stage-timeout=60"],
 )
 def test_a_companion_flag_alone_is_refused(flag: str) -> None:
     """Even with the default's value: the user expects an effect."""
-    with pytest.raises(ValueError, match=flag.partition("=")[0]):
+    name = " ".join(flag.split("=")[:-1])
+    with pytest.raises(ValueError, match=f"{name} needs --enable-delta-updates"):
         parse(flag)
+
+
+def test_twelve_flags_and_the_tuning_are_shown(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    shown = set(re.findall(r"--[a-z-]+", parser.format_help())) - {"--help"}
+    assert len(shown - {"--delta-tuning"}) == 12
+    text = re.sub(r"\s+", "", parser.format_help())  # keys are wrapped at hyphens
+    assert [key for key in settings.TUNING if key not in text] == []
+
+
+def test_an_old_flag_warns_and_works(caplog: pytest.LogCaptureFixture) -> None:
+    assert parse("--enable-delta-updates", "--delta-max-uploads=3") == Settings(max_uploads=3)
+    assert "--delta-tuning max-uploads=VALUE" in caplog.text
+    caplog.clear()
+    assert parse("--enable-delta-updates", "--delta-apply=auto") == Settings()
+    assert parse("--enable-delta-updates", "--delta-tuning=max-uploads=3") == Settings(
+        max_uploads=3
+    )
+
+
+@pytest.mark.parametrize("first", ["--delta-streams=2", "--delta-tuning=streams=2"])
+def test_a_value_is_given_once(first: str) -> None:
+    with pytest.raises(ValueError, match="streams is given twice"):
+        parse("--enable-delta-updates", first, "--delta-tuning=streams=3")
+
+
+@pytest.mark.parametrize("text", ["streams", "streams=0", "uploads=3", "=3", "apply=loader"])
+def test_tuning_names_what_is_wrong(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--enable-delta-updates", "--delta-tuning", text])
+    shown = capsys.readouterr().err
+    assert "--delta-tuning" in shown
+    assert text.rpartition("=")[2] in shown
 
 
 @pytest.mark.parametrize(
     ("flags", "needed"),
     [
         (["--delta-follow"], "--delta-log"),
-        (["--delta-log=/", "--delta-follow-hold=0"], "--delta-follow"),
-        (["--delta-log=/", "--delta-follow-interval=5"], "--delta-follow"),
+        (["--delta-log=/", "--delta-tuning=follow-hold=0"], "--delta-follow"),
+        (["--delta-log=/", "--delta-tuning=follow-interval=5"], "--delta-follow"),
     ],
 )
 def test_following_needs_a_log(flags: list[str], needed: str) -> None:
@@ -131,25 +170,25 @@ def test_following_needs_a_log(flags: list[str], needed: str) -> None:
 @pytest.mark.parametrize(
     "flag",
     [
-        "--delta-chunk-bytes=0",
-        "--delta-chunk-bytes=-1",
-        "--delta-chunk-bytes=1T",
-        "--delta-chunk-bytes=",
-        "--delta-max-body-bytes=1.5G",
-        "--delta-read-workers=0",
-        "--delta-read-workers=x",
-        "--delta-stage-timeout=0",
-        "--delta-stage-timeout=-1",
-        "--delta-stage-timeout=inf",
-        "--delta-stage-timeout=nan",
-        "--delta-stage-timeout=soon",
+        "--delta-tuning=chunk-bytes=0",
+        "--delta-tuning=chunk-bytes=-1",
+        "--delta-tuning=chunk-bytes=1T",
+        "--delta-tuning=chunk-bytes=",
+        "--delta-tuning=max-body-bytes=1.5G",
+        "--delta-tuning=read-workers=0",
+        "--delta-tuning=read-workers=x",
+        "--delta-tuning=stage-timeout=0",
+        "--delta-tuning=stage-timeout=-1",
+        "--delta-tuning=stage-timeout=inf",
+        "--delta-tuning=stage-timeout=nan",
+        "--delta-tuning=stage-timeout=soon",
         "--delta-scrub-interval=0",
         "--delta-base-version=-1",
         "--delta-base-version=9223372036854775808",
         "--delta-base-version=1.0",
         "--delta-base-version=\uff11",  # a digit, but not an ASCII one
         "--delta-root=/does/not/exist",
-        "--delta-spool-dir=/does/not/exist",
+        "--delta-tuning=spool-dir=/does/not/exist",
     ],
 )
 def test_bad_values_are_refused_by_the_parser(flag: str) -> None:

@@ -52,7 +52,7 @@ class SenderOptions:
         flush_cache: Drop KV entries of the old weights.
         bandwidth_limit: Most bytes per second to all engines together, for links that are shared;
             or a `RateLimit` that several senders share. None: no limit. Engines refuse uploads that
-            are slower than their --delta-min-upload-rate.
+            are slower than `min-upload-rate`.
         timeout: Seconds for one request, and for waiting until another sync is out of the way.
             Connecting is given 10 seconds at most.
         client: HTTP client to use; it is not closed with the sender.

@@ -215,9 +215,6 @@ def _refuse_here(updater: Any, writes: bool) -> None:
     for reason in filter(None, map(in_place_refusal, runners)):
         raise NotUpdatable(reason)
     scheduler = updater.scheduler
-    if getattr(scheduler, "enable_hicache_storage", False):
-        cache = "the attached storage of SGLang's hierarchical cache"
-        raise NotUpdatable(f"{cache} keeps KV of old weights; detach it")
     if writes:
         if not scheduler._engine_paused and not scheduler.is_fully_idle():
             raise Conflict("generation was resumed during the commit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.delta_log import CannotFold, digests_of, fold_versions, read_version
+from engine_ext.delta_log import CannotFold, digests_of, fold_versions, read_version, spilled
 from engine_ext.delta_log import fold as delta_log_fold
 from engine_ext.delta_log.catalog import DONE, folder_name, list_log, route
 from engine_ext.delta_log.folder_log import FolderLog
@@ -164,6 +165,29 @@ def test_large_folds_have_several_parts(tmp_path: Path, monkeypatch: pytest.Monk
     one = folded(tmp_path, 0)
     assert len(list(one.glob("*.safetensors"))) == 3
     assert same(apply(model(), tmp_path, [one]), apply(model(), tmp_path, folders))
+
+
+def test_a_fold_keeps_a_window_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many versions there are, and elements that these change."""
+    window, versions, count = 1 << 20, 40, 100_000
+    monkeypatch.setattr(spilled, "WINDOW_BYTES", window)
+    monkeypatch.setattr(delta_log_fold, "BUCKET_BYTES", window)
+    for version in range(1, versions + 1):
+        places = np.arange(version - 1, count * versions, versions)
+        values = np.full(count, version, np.uint16)
+        one = ParamDelta(f"w{version}", "bfloat16", (count * versions,), places, values)
+        write(tmp_path, version, [one])
+    entries = list_log(tmp_path).entries
+    read_version(entries[0])  # what decodes is compiled
+    tracemalloc.start()
+    try:
+        target = fold_versions(FolderLog(tmp_path), entries, 0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    result = [delta for part in read_version(entry_of(tmp_path, target)) for delta in part.deltas]
+    assert sum(delta.nnz for delta in result) == count * versions
+    assert peak < 10 * window, peak  # all of them have 24 MB
 
 
 def test_differences_cannot_be_folded(tmp_path: Path) -> None:

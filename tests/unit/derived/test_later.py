@@ -46,6 +46,13 @@ class Generating(Model):
         self.first.backend = SimpleNamespace(scale=1.0, softcap=30.0)
         self.first.config = CacheConfig()
         self.first.register_buffer("room", torch.full((4,), 7.0))
+        self.first.register_buffer("sized", torch.full((1, 1), 7.0), persistent=False)
+        self.first.register_buffer("places", places(2, 3), persistent=False)
+
+
+def places(height: int, width: int) -> torch.Tensor:
+    """A table of position embeddings, which an engine makes anew for a larger image."""
+    return torch.sin(torch.outer(torch.arange(1.0, height + 1), torch.arange(1.0, width + 1)))
 
 
 def single(first: Any) -> None:
@@ -65,6 +72,14 @@ def in_other_room(first: Any) -> None:
     first.room = first.bias[:4].float()
 
 
+def in_a_table(first: Any) -> None:
+    first.places = first.weight.float()
+
+
+def in_a_placeholder(first: Any) -> None:
+    first.sized = first.weight.float()
+
+
 def number(first: Any) -> None:
     first.largest = float(first.weight.abs().max())
 
@@ -78,6 +93,8 @@ MADE = {
     "first.merged": merged,
     "first.backend.cache['wide'][0]": in_a_dict,
     "first.room": in_other_room,
+    "first.places": in_a_table,
+    "first.sized": in_a_placeholder,
     "first.largest": number,
     "first.backend.scale": number_inside,
 }
@@ -128,6 +145,7 @@ def what_is_no_copy(model: Any) -> None:
     first.view = first.weight.view(-1)
     first.table += 3
     first.room.copy_(torch.rand(4))
+    first.register_buffer("places", places(4, 5), persistent=False)
     first.positions = torch.arange(4)
     first.steps = 12
     first.config.concurrency = 3.7

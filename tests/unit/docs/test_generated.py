@@ -57,10 +57,12 @@ def test_an_unknown_table_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_defaults_leave_the_meaning() -> None:
-    rows = reference.flags().splitlines()
-    [row] = [row for row in rows if row.startswith("| `--delta-stage-timeout SECONDS` |")]
+    rows = reference.tuning().splitlines()
+    [row] = [row for row in rows if row.startswith("| `stage-timeout=SECONDS` |")]
     assert row.split(" | ")[1] == "60"
     assert "default" not in row
+    [row] = [row for row in reference.flags().splitlines() if "--delta-base-version" in row]
+    assert row.split(" | ")[1] == "0"
     assert any(row.startswith("| `--base-version N` | 0 |") for row in sender_rows())
 
 

@@ -137,6 +137,14 @@ def test_a_name_that_comes_twice_is_judged_once() -> None:
     tensor = placed(torch.zeros(3, 4), source)
     judged(tensor, ("w", source), ("w", torch.zeros(3, 4)))
     assert tensor.status is Status.UNCERTIFIED
+    assert "several of the files" in tensor.reason
+
+
+def test_a_name_that_comes_twice_alike_is_exact() -> None:
+    source = torch.ones(3, 4)
+    tensor = placed(source.clone(), source)
+    judged(tensor, ("w", source), ("w", source))
+    assert tensor.status is Status.EXACT
 
 
 def test_the_first_reason_stands() -> None:

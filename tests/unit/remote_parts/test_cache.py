@@ -136,7 +136,7 @@ def test_a_mapped_part_stays(cache: PartCache) -> None:
     path = first.get(cache)
     mapped = map_part(str(path))  # which counts as reading
     age(path, 100)
-    with pytest.raises(SpoolFull, match="--delta-cache-bytes"):
+    with pytest.raises(SpoolFull, match="--delta-tuning cache-bytes"):
         second.get(cache)
     mapped.close()
     assert second.get(cache)
@@ -214,7 +214,7 @@ def test_a_full_disk_is_named(cache: PartCache) -> None:
     def fill(file: BinaryIO) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
-    with pytest.raises(SpoolFull, match="--delta-cache-dir"):
+    with pytest.raises(SpoolFull, match="--delta-tuning cache-dir"):
         cache.get("0" * 32, 100, fill)
 
 
@@ -231,7 +231,7 @@ def test_a_folder_that_others_can_write_into_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to(tmp_path)
     for name in ("open", "link"):
-        with pytest.raises(PermissionError, match="--delta-cache-dir"):
+        with pytest.raises(PermissionError, match="--delta-tuning cache-dir"):
             PartCache(str(tmp_path / name), LIMIT)
 
 

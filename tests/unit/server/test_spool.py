@@ -217,7 +217,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 @pytest.mark.parametrize("full_disk", [errno.ENOSPC, errno.EDQUOT], indirect=True)
 @pytest.mark.usefixtures("full_disk")
 def test_a_full_spool_is_said_so(spool: Spool, tmp_path: Path) -> None:
-    with pytest.raises(SpoolFull, match="--delta-spool-dir"):
+    with pytest.raises(SpoolFull, match="--delta-tuning spool-dir"):
         receive(spool, pieces(PLAIN, 1 << 20))
     source = tmp_path / "part.safetensors"
     source.write_bytes(PLAIN)

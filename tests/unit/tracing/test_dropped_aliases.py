@@ -88,16 +88,34 @@ def test_what_the_engine_would_use_is_refused() -> None:
     assert torch.equal(model.embed.data.cpu(), BASE["embed"])
 
 
-class TiedGate(toy_models.TiedHeadSkipped):
-    """A router's gate has another name, too, which no trainer sends."""
+class TiedGates(toy_models.TiedHeadSkipped):
+    """Each layer's gate has another name, too, which no trainer sends."""
 
-    shapes: ClassVar = {"gate": (2, 4), "embed": (5, 4)}
+    shapes: ClassVar = {"gates.0.weight": (2, 4), "gates.1.weight": (2, 4), "embed": (5, 4)}
+    routers: ClassVar = "dropped"
 
     def build(self) -> None:
-        self.gate = parameter(2, 4)
-        self.router = self.gate
         super().build()
+        self.gates = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+        for gate in self.gates:
+            gate.weight = gate.router = parameter(2, 4)
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        if not name.startswith("gates"):
+            super().load_one(name, weight)
+        elif name.endswith("weight") or self.routers == "used":
+            self.get_parameter(name).copy_(weight)
 
 
-def test_only_the_largest_tied_tensor_has_other_names() -> None:
-    assert dropped(TiedGate()) == {"head"}
+class UsedRouters(TiedGates):
+    """The loader takes these names as well."""
+
+    routers: ClassVar = "used"
+
+
+def test_every_tied_tensor_has_its_other_names() -> None:
+    assert dropped(TiedGates()) == {"head", "gates.0.router", "gates.1.router"}
+
+
+def test_names_that_the_loader_uses_are_not_dropped() -> None:
+    assert dropped(UsedRouters()) == {"head"}
