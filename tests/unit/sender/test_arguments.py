@@ -75,9 +75,9 @@ def test_other_tensors_are_a_plain_type_error(kind: str) -> None:
     [
         (
             "localhost:8000",
-            "'localhost:8000' names neither an engine nor a delta log. An engine is",
+            "n engine is given by the root of its server, http://host:port",
         ),
-        ("engine", "'engine' names neither an engine nor a delta log"),
+        ("engine", "n engine is given by the root"),
         ("http://", "'http://': an engine is given by"),
         ("http://engine:port", "'http://engine:port': Invalid port"),
         ("http://engine/v1", "http://host:port, without the path of the OpenAI API"),
