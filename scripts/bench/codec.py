@@ -51,7 +51,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from delta_sender.diff.host import compare
+from delta_sender.diff.compare import compare
 from engine_ext.format import ENCODINGS, FrameReader, ParamDelta, Part, decode_part, encode_part
 from engine_ext.kernels import gather_scatter
 from engine_ext.resources import usable_cores

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from delta_sender import quantize_weight
-from delta_sender.diff.host import compare
+from delta_sender.diff.compare import compare
 from delta_sender.diff.quantize import FORMS
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.format import ENCODINGS, ParamDelta, encode_part

@@ -42,9 +42,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from delta_sender.diff.compare import Comparisons, Difference
 from delta_sender.diff.device import SNAPSHOT_ON
-from delta_sender.diff.host import Comparisons
-from delta_sender.diff.loop import Difference
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
 from delta_sender.publish.multi_sender import MultiSender

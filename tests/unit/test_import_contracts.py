@@ -19,6 +19,7 @@ BREAKS = [
     ("from engine_ext.derived import find", "engine_ext/tracing/trace.py", "layers"),
     ("import engine_ext.settings", "engine_ext/errors.py", "layers"),
     ("from engine_ext.sync import scatter", "server/delta_server/service.py", "contract-only"),
+    ("import delta_sender.publish", "trainer/delta_sender/encode/sync_round.py", "sender-layers"),
     ("import engine_ext.model", "trainer/delta_sender/diff/snapshot.py", "contract-only"),
     ("import delta_server.service", "trainer/delta_sender/publish/sender.py", "apart"),
     ("import delta_sender", "server/delta_server/routes.py", "apart"),

@@ -169,8 +169,8 @@ def make_parser() -> argparse.ArgumentParser:
             _add_flag(group, name, default, FLAGS[name])
         elif name == "full":
             allow_help = "send all of --target if the engine holds something else than --base"
-            flag = {"action": "store_const", "const": "allow", "default": default}
-            group.add_argument("--allow-full", dest=name, help=allow_help, **flag)
+            flag: dict[str, Any] = {"action": "store_const", "const": "allow"}
+            group.add_argument("--allow-full", dest=name, default=default, help=allow_help, **flag)
     return parser
 
 
@@ -180,7 +180,8 @@ def _add_flag(group: Any, name: str, default: Any, keywords: Mapping[str, Any]) 
         group.add_argument(f"--no-{flag}", dest=name, action="store_false", **keywords)
         return
     help_text = keywords["help"] + ("" if default is None else " (default: %(default)s)")
-    group.add_argument(f"--{flag}", default=default, **{**keywords, "help": help_text})
+    shown: dict[str, Any] = {**keywords, "help": help_text}
+    group.add_argument(f"--{flag}", default=default, **shown)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender.diff import host as diff_host
+from delta_sender.diff import compare as diff_host
 from delta_sender.diff import snapshot
 from delta_sender.diff.snapshot import Changes, Snapshot
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError
-from delta_sender.diff import host as diff_host
+from delta_sender.diff import compare as diff_host
 from delta_sender.diff import snapshot as sender_snapshot
 from delta_sender.encode import part_builder
 from delta_sender.publish import session_thread

@@ -5,25 +5,102 @@ Tensors in host memory are compared with `diff_host`, those on an accelerator wi
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from delta_sender.diff.compare import Bits, Change, Comparisons, Difference, compare
 from delta_sender.diff.device import DeviceSide, is_on_device
-from delta_sender.diff.host import Change, Comparisons, compare
-from delta_sender.diff.loop import Bits, Difference
 from delta_sender.diff.refills import Stable, Unchanged, Yielded
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.format import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes, tensor_digest
 from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.resources import usable_cores
+
+_WINDOW: Final = 64 << 20  # bytes of a file; many small changes share one
+
+
+class Spill:
+    """The changes of one sync; their memory and files are freed with them.
+
+    At most `limit` bytes of them stay in memory. Beyond that, all but what the snapshot holds is
+    written to an unnamed temporary file below ``TMPDIR`` and mapped from there; unless that is a
+    tmpfs, the system may drop it from memory when memory is short.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.spilled = 0  # bytes that were written
+        self._left = limit
+        self._window: Any = b""
+        self._at = 0
+
+    def keep(self, change: Change) -> Change:
+        """Return the same change, in memory or in a file.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        size = change.own_nbytes
+        fits = size <= self._left
+        if fits:
+            self._left -= size
+            if not self.spilled:
+                return change
+        own: dict[str, Any] = {"new": change.new}
+        if change.indices is not None:
+            own |= {"indices": change.indices, "old": change.old}
+        if change.stream is not None:
+            own["stream"] = change.stream
+        if fits:
+            # Small tensors that were compared together have common arrays, which one of them would
+            # keep in memory when the others are in a file. Only those of the first spill are.
+            return replace(change, **{name: array.copy() for name, array in own.items()})
+        mapped: dict[str, Any] = dict(zip(own, self._mapped([*own.values()]), strict=True))
+        return replace(change, **mapped)
+
+    def _mapped(self, arrays: list[Bits]) -> list[Bits]:
+        """Return the same arrays in a file, which is freed with the last change in it."""
+        size = sum(_padded(array.nbytes) for array in arrays)
+        if self._at + size > len(self._window):
+            self._window, self._at = _new_window(max(size, _WINDOW)), 0
+        mapped = []
+        for array in arrays:
+            copy = np.frombuffer(self._window, array.dtype, array.size, self._at)
+            copy[:] = array
+            mapped.append(copy)
+            self._at += _padded(array.nbytes)
+        self.spilled += size
+        return mapped
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 8) * 8
+
+
+def _new_window(size: int) -> mmap.mmap:
+    """Return a mapped, unnamed temporary file; it holds a file descriptor until it is freed."""
+    folder = tempfile.gettempdir()
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix="delta-changes-") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # fails now if there is no room
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: the changes of a sync exceed `changes_in_memory`, and the rest "
+            f"cannot be written to {folder} (TMPDIR)",
+        ) from error
+
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Changes = dict[str, Change]  # by name in the snapshot
@@ -101,7 +178,11 @@ class Snapshot:
         return self.tied.get(name, name)
 
     def read(
-        self, tensors: NamedTensors, *, digests: bool = True, keep: Keep = lambda change: change
+        self,
+        tensors: NamedTensors,
+        *,
+        digests: bool = True,
+        changes_in_memory: int | None = None,
     ) -> Iterator[tuple[str, Change | None]]:
         """Compare tensors with the snapshot, in threads, some tensors ahead.
 
@@ -109,7 +190,8 @@ class Snapshot:
             tensors: Iterated in the caller's thread. Those of a collection and of a `Stable`
                 iterator must not change until the end; what comes from any other can be refilled
                 when the next is taken, see `refills`.
-            keep: Puts a change somewhere else, see `Spill.keep`.
+            changes_in_memory: Most bytes of changes that stay in memory, see `Spill`; None: a
+                quarter of the snapshot.
 
         Yields:
             For every tensor of the snapshot its key, and its change, if any.
@@ -119,6 +201,8 @@ class Snapshot:
                 `tensors` is a collection, names, shapes and dtypes are checked first. Or a tensor
                 has changed while it was compared.
         """
+        limit = self.nbytes // 4 if changes_in_memory is None else changes_in_memory
+        keep = Spill(limit).keep
         yielded = None if isinstance(tensors, (*_HOLDING, Stable)) else Yielded()
         given: Iterable[_Given] = self._given(tensors)
         if isinstance(tensors, Collection):

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import numpy as np
 
-from delta_sender.diff.loop import Bits
+from delta_sender.diff.compare import Bits
 from delta_sender.diff.snapshot import Changes, Snapshot
 from delta_sender.results import SyncError
 from engine_ext.format import Digest, tensor_digest

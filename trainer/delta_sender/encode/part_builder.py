@@ -17,8 +17,7 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from delta_sender.diff.host import Change
-from delta_sender.diff.loop import Bits
+from delta_sender.diff.compare import Bits, Change
 from delta_sender.encode.acked_state import AckedState, digest_of
 from delta_sender.encode.encoding_policy import EncodingChoice, ParamStats, escaped_share
 from delta_sender.encode.sync_round import Attempt, SyncRound
@@ -84,7 +83,7 @@ class ParamSource(Protocol[_ParamT]):
         """Return what destinations have in common that are sent the same bytes for these."""
         ...
 
-    def encode(self, params: Sequence[_ParamT], **metadata: Any) -> bytes:
+    def encode(self, params: Sequence[_ParamT], *, encoding: str, **metadata: Any) -> bytes:
         """Return a part's bytes; called in a thread of the round."""
         ...
 

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from delta_sender.diff.batch import compare_batch
-from delta_sender.diff.host import compare
+from delta_sender.diff.compare import compare, compare_batch
 from delta_sender.encode.encoding_policy import AUTO
 from engine_ext.dtypes import bits_dtype
 from engine_ext.format import DIFFERENCES, ParamDelta, encode_part, tensor_digest

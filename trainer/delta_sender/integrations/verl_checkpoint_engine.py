@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from delta_sender.diff.observations import UNCHANGED
+from delta_sender.diff.observations import count as count_rounded
 from delta_sender.diff.quantize import Quantizer
-from delta_sender.diff.rounding import count as count_rounded
 from delta_sender.models import empty_model
 from delta_sender.models.model_state import live_buffers
 from delta_sender.models.model_sync import on_all_ranks

@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from delta_sender.diff.observations import cast
 from delta_sender.diff.quantize import Quantizer
-from delta_sender.diff.rounding import cast
 from delta_sender.models.adapters import AdaptedModule
 from delta_sender.models.checkpoint_class import class_hint, quantised_form
 from delta_sender.models.model_state import ModelState

@@ -18,6 +18,7 @@ from tenacity.wait import wait_random_exponential
 from delta_sender.arguments import engine_root
 from delta_sender.options import SenderOptions
 from delta_sender.publish.bandwidth import LinkSpeed
+from delta_sender.publish.destination import Destination
 from delta_sender.results import SyncError
 from delta_sender.run import Run, clock, owner_in_words
 from engine_ext.format import SIGNATURE_HEADER, sign
@@ -51,8 +52,8 @@ def _log_retry(state: RetryCallState) -> None:
     logger.warning(message, state.attempt_number, _TRIES, sleep, failed)
 
 
-class EngineClient:
-    """The delta endpoints of one engine, a `Destination`; `client` is the HTTP client."""
+class EngineClient(Destination):
+    """The delta endpoints of one engine; `client` is the HTTP client."""
 
     def __init__(self, url: str, options: SenderOptions) -> None:
         self.name = self._url = engine_root(url)

@@ -17,7 +17,6 @@ from delta_sender.arguments import Base, named_pairs, tensors_of
 from delta_sender.diff.observations import Watch
 from delta_sender.diff.quantize import Quantizer
 from delta_sender.diff.snapshot import NamedTensors, Snapshot
-from delta_sender.diff.spill import Spill
 from delta_sender.encode.acked_state import without_old
 from delta_sender.encode.encoding_policy import EncodingPolicy, sparse_encoding
 from delta_sender.encode.sync_round import SyncRound
@@ -299,9 +298,11 @@ class Publisher:
         try:
             for thread in threads:
                 thread.thread.start()
-            limit = self.options.changes_in_memory
-            spill = Spill(self.snapshot.nbytes // 4 if limit is None else limit)
-            found = self.snapshot.read(tensors, digests=self._digests, keep=spill.keep)
+            found = self.snapshot.read(
+                tensors,
+                digests=self._digests,
+                changes_in_memory=self.options.changes_in_memory,
+            )
             self._watch.read(sync_round, found)
             self._tracker.begin(sync_round)
             wait_for(threads, self._ended, self.lag_limit)

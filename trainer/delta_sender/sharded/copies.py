@@ -12,8 +12,7 @@ from typing import Final
 import torch
 
 from delta_sender.diff.snapshot import host_bits
-from delta_sender.sharded.box import Box
-from delta_sender.sharded.digests import box_digest
+from delta_sender.sharded.box import Box, box_digest
 from delta_sender.sharded.ownership import Tensor
 from engine_ext.dtypes import TORCH_DTYPE
 

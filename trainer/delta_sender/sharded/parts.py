@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from delta_sender.diff.host import Change
-from delta_sender.diff.loop import Bits
+from delta_sender.diff.compare import Bits, Change
 from delta_sender.encode.encoding_policy import EncodingChoice, ParamStats, escaped_share
 from delta_sender.encode.part_builder import Bucket
 from delta_sender.encode.sync_round import Attempt, SyncRound

@@ -12,7 +12,6 @@ import msgspec
 from delta_sender.diff.observations import Observed, Watch
 from delta_sender.diff.refills import StableGenerator
 from delta_sender.diff.snapshot import Snapshot
-from delta_sender.diff.spill import Spill
 from delta_sender.encode.sync_round import SyncRound
 from delta_sender.encode.warm_up import warm_up
 from delta_sender.models import Checkpoint, read_base
@@ -249,8 +248,6 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     ) -> SyncRound:
         """Compare this rank's shards with its snapshot; agree that every rank has."""
         state, failure = self._session.state, None
-        limit = self._options.changes_in_memory
-        spill = Spill(self._snapshot.nbytes // 4 if limit is None else limit)
         sync_round = SyncRound(
             max(state.highest_version, self._session.destination.highest_posted) + 1,
             self._session.run,
@@ -264,7 +261,9 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         try:
             of_rank = self._owned.of(shards, self._owned.copies.following(), digests)
             tensors = StableGenerator(of_rank) if isinstance(shards, (list, tuple)) else of_rank
-            found = self._snapshot.read(tensors, digests=False, keep=spill.keep)
+            found = self._snapshot.read(
+                tensors, digests=False, changes_in_memory=self._options.changes_in_memory
+            )
             self._watch.read(sync_round, found, is_share=True)
         except Exception as error:
             failure = error

@@ -1,8 +1,14 @@
 """Find how two tensors in host memory differ, by their bits: the first step of a sparse sync.
 
 Large tensors are compared by several threads, on chunks whose results stay in a core's cache until
-they are digested and their gaps are written: memory is read once. Of small ones a thread takes some
-at a time (`delta_sender.diff.batch`).
+they are digested and their gaps are written: memory is read once. Small ones are compared many at a
+time, in one compiled call that goes through a table of addresses: a call for each tensor gives up
+the interpreter lock and waits for it again, which takes longer than a small tensor.
+
+The compiled loop makes a mask of one cache line of both tensors at a time. At a density of some
+percent a line has zero, one or two elements that differ, which no branch predictor foresees; so two
+are written for every line, and the wrong ones are overwritten. It runs without the interpreter
+lock.
 """
 
 from __future__ import annotations
@@ -11,17 +17,227 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from delta_sender.diff.batch import Pair, compare_batch
-from delta_sender.diff.loop import Bits, Difference, loop_of
-from engine_ext.format import Digest, ParamDelta, byte_stream, change_digest, join_streams
-from engine_ext.kernels import bits_of, host_bits
+from engine_ext.format import Digest, ParamDelta, byte_stream, change_digest, join_streams, loops
+from engine_ext.kernels import (
+    LINE,
+    array,
+    bits_of,
+    compile_loop,
+    differing_mask,
+    host_bits,
+    made_with_numba,
+    memory_at,
+    popcount,
+    prefetch,
+    register_intrinsics,
+    trailing_zeros,
+)
+
+Bits = NDArray[Any]  # unsigned ints [n]
+
+_AHEAD: Final = 64  # lines to prefetch; the hardware's own prefetch is shorter
+
+
+class Difference(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The elements that differ.
+
+    Attributes:
+        indices: Their flat indices, ascending; int32 [nnz], int64 for 2**31 elements or more.
+        old, new: Their bits, unsigned ints [nnz], copies. Small tensors may have views of arrays
+            that they share, also of indices and streams.
+        change: What they add to the tensor's digest; None if no name was given.
+        stream: The gap stream of the indices, in bytes; None if it was not asked for, or may not be
+            the smallest.
+    """
+
+    indices: NDArray[Any]
+    old: Bits
+    new: Bits
+    change: Digest | None
+    stream: NDArray[np.uint8] | None
+
+
+def find_differing(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> Any:
+    """Write what differs, and return how many; compiled by numba. Writes two per line at least."""
+    count: Any = 0
+    elements = LINE // old.itemsize
+    whole = old.size // elements * elements
+    for first in range(0, whole, elements):
+        prefetch(old, first + _AHEAD * elements)
+        prefetch(new, first + _AHEAD * elements)
+        mask = differing_mask(old, new, first)
+        following = mask & (mask - np.uint64(1))
+        number = popcount(mask)
+        for at, rest in ((count, mask), (count + 1, following)):
+            k = first + (trailing_zeros(rest) & (elements - 1))
+            found[at], was[at], now[at] = start + k, old[k], new[k]
+        if number > 2:
+            at = count + 2
+            rest = following & (following - np.uint64(1))
+            while rest != 0:
+                k = first + trailing_zeros(rest)
+                found[at], was[at], now[at] = start + k, old[k], new[k]
+                at += 1
+                rest &= rest - np.uint64(1)
+        count += number
+    for k in range(whole, old.size):
+        if old[k] != new[k]:
+            found[count], was[count], now[count] = start + k, old[k], new[k]
+            count += 1
+    return count
+
+
+@made_with_numba
+def loop_of(types: Any, width: int) -> Callable[..., int]:
+    """Return the loop for elements of `width` bytes; None without numba."""
+    register_intrinsics()
+    bits = array(types, f"uint{8 * width}")
+    indices = array(types, "int64", readonly=False)
+    out = array(types, f"uint{8 * width}", readonly=False)
+    arguments = bits, bits, types.int64, indices, out, out
+    return compile_loop(find_differing, types.int64(*arguments))
+
+
+# Compiled loops know global functions by plain names.
+_digest_sums, _write_gaps, _SKIP = loops.digest_sums, loops.write_gaps, loops.BYTE_SKIP
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor, str | None]  # old, new, name
+
+
+class _BatchScratch(threading.local):
+    """Memory of a thread for a batch's results; it is touched only as far as needed."""
+
+    def __init__(self) -> None:
+        self.size = -1
+        self.fit(0)
+
+    def fit(self, elements: int) -> None:
+        if elements > self.size:
+            self.size = elements
+            most = elements + 2  # the loop writes two elements ahead
+            self.indices = np.empty(most, np.int64)
+            self.old, self.new = np.empty(most, np.uint64), np.empty(most, np.uint64)
+            self.symbols = np.empty(2 * most, np.uint8)  # at most one skip for each element
+
+
+_batch_scratch: Final = _BatchScratch()
+
+
+def compare_batch(pairs: Sequence[Pair], *, streams: bool) -> list[Difference] | None:
+    """Compare pairs of small tensors; see `Comparisons`.
+
+    Args:
+        pairs: Contiguous tensors in host memory, the two of a pair of one size, all of one element
+            size. Their addresses are all that is taken from them, as making an array of each
+            takes longer than to compare it.
+
+    Returns:
+        What `compare` returns for each, but views of common arrays; None if
+        it must be asked: without numba, and for memory that is not aligned.
+    """
+    width = pairs[0][0].element_size()
+    loop = batch_loop_of(width)
+    addresses = np.array([(old.data_ptr(), new.data_ptr()) for old, new, _ in pairs], np.uint64)
+    sizes = np.array([old.numel() for old, _, _ in pairs], np.int64)
+    if not addresses[sizes > 0].all():
+        raise ValueError("a tensor's memory has been freed")
+    if loop is None or (addresses % width).any():
+        return None
+    bits = np.dtype(f"u{width}")
+    seeds = np.array(
+        [(0, 0) if name is None else loops.digest_seeds(name) for *_, name in pairs], np.uint64
+    )
+    _batch_scratch.fit(int(sizes.sum()))
+    counts, ends = np.empty((2, sizes.size), np.int64)
+    lanes = np.empty((sizes.size, 2), np.uint64)
+    places = _batch_scratch.indices
+    old, new = _batch_scratch.old.view(bits), _batch_scratch.new.view(bits)
+    symbols = _batch_scratch.symbols if streams else _batch_scratch.symbols[:0]
+    found, written = loop(
+        *(addresses, sizes, seeds, loops.DIGEST_FACTORS, np.empty(0, bits)),
+        *(places, old, new, symbols, counts, ends, lanes),
+    )
+    indices, was, now = places[:found].astype(np.int32), old[:found].copy(), new[:found].copy()
+    stream = symbols[:written].copy()
+    differences = []
+    start = at = 0
+    for (*_, name), size, count, end, sums in zip(
+        pairs, sizes.tolist(), counts.tolist(), ends.tolist(), lanes.tolist(), strict=True
+    ):
+        own = slice(start, start + count)
+        gaps = None
+        if end >= 0 and size:
+            gaps, at = stream[at:end], end
+        change = None if name is None else Digest(*sums)
+        differences.append(Difference(indices[own], was[own], now[own], change, gaps))
+        start += count
+    return differences
+
+
+def compare_table(
+    addresses: Any,
+    sizes: Any,
+    seeds: Any,
+    factors: Any,
+    like: Any,
+    places: Any,
+    old: Any,
+    new: Any,
+    symbols: Any,
+    counts: Any,
+    ends: Any,
+    lanes: Any,
+) -> Any:
+    """Compiled: compare each pair, one after another; return the elements and symbols in all.
+
+    An end is that of the tensor's symbols; -1 if they are not wanted, or may not be the smallest.
+    """
+    start = end = np.int64(0)
+    for k in range(sizes.size):
+        before = memory_at(addresses[k, 0], sizes[k], like)
+        after = memory_at(addresses[k, 1], sizes[k], like)
+        count = find_differing(before, after, 0, places[start:], old[start:], new[start:])
+        found = places[start : start + count]
+        was, now = old[start : start + count], new[start : start + count]
+        lanes[k, 0], lanes[k, 1] = _digest_sums(seeds[k, 0], seeds[k, 1], factors, found, now, was)
+        counts[k], ends[k] = count, -1
+        if symbols.size:
+            gaps = found[count - 1] + 1 - count if count else 0
+            if gaps // _SKIP <= count:
+                end += _write_gaps(found, np.uint64(0), np.uint64(_SKIP), symbols[end:])
+                ends[k] = end
+        start += count
+    return start, end
+
+
+@made_with_numba
+def batch_loop_of(types: Any, width: int) -> Callable[..., tuple[int, int]]:
+    """Return the loop for elements of `width` bytes; None without numba."""
+    from numba.extending import register_jitable
+
+    register_intrinsics()
+    loops.register()
+    register_jitable(find_differing)
+    bits, word = f"uint{8 * width}", types.int64
+    out = array(types, bits, readonly=False)
+    words, symbols = array(types, "int64", readonly=False), array(types, "uint8", readonly=False)
+
+    def table(dtype: Any) -> Any:
+        return types.Array(dtype, 2, "C")
+
+    arguments = (
+        *(table(types.uint64), words, table(types.uint64), array(types, "uint64")),
+        *(array(types, bits), words, out, out, symbols, words, words, table(types.uint64)),
+    )
+    return compile_loop(compare_table, types.UniTuple(word, 2)(*arguments))
+
 
 _CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple of any line's
 
@@ -231,7 +447,7 @@ def _joined(found: Sequence[Difference], dtype: np.dtype[Any], name: str | None)
     )
 
 
-class _Scratch(threading.local):
+class _ChunkScratch(threading.local):
     """Memory of a thread that fits a chunk's results; it is touched only as far as needed."""
 
     def __init__(self) -> None:
@@ -240,7 +456,7 @@ class _Scratch(threading.local):
         self.old, self.new = np.empty(most, np.uint64), np.empty(most, np.uint64)
 
 
-_scratch: Final = _Scratch()
+_chunk_scratch: Final = _ChunkScratch()
 
 
 def _compare_chunk(old: Bits, new: Bits, start: int, name: str | None, streams: bool) -> Difference:
@@ -253,9 +469,9 @@ def _compare_chunk(old: Bits, new: Bits, start: int, name: str | None, streams: 
         indices += start
     else:
         before, after = np.ascontiguousarray(before), np.ascontiguousarray(after)
-        out = _scratch.old.view(old.dtype), _scratch.new.view(new.dtype)
-        count = loop(before, after, start, _scratch.indices, *out)
-        indices = _scratch.indices[:count]
+        out = _chunk_scratch.old.view(old.dtype), _chunk_scratch.new.view(new.dtype)
+        count = loop(before, after, start, _chunk_scratch.indices, *out)
+        indices = _chunk_scratch.indices[:count]
         was, now = out[0][:count].copy(), out[1][:count].copy()
     change = None if name is None else change_digest(name, indices, was, now)
     following = int(indices[0]) + 1 if indices.size else 0
