@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from delta_sender import DeltaSender, LogSender, MultiSender, SyncError
 from delta_sender.arguments import log_location, log_of
 from delta_sender.publish import log_destination
-from engine_ext.delta_log import list_log
 from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.unit.sender.test_log_destination import chain, replayed
 
@@ -189,36 +187,6 @@ def test_a_restart_goes_on_where_the_log_ends(tmp_path: Path, known: bool) -> No
         report = sender.sync(model.items())
     assert (report.version, report.full) == (2, not known)
     assert replayed(tmp_path, base).holds(model)
-
-
-def test_a_version_that_cannot_be_written_moves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = model_of()
-    base = {name: tensor.clone() for name, tensor in model.items()}
-    with sender_of(tmp_path, model, bucket_bytes=1) as sender:
-        train(model)
-        with monkeypatch.context() as patched:
-            patched.setattr("engine_ext.delta_log.writer.FolderDraft.finish", full_disk)
-            with pytest.raises(OSError, match="full"):
-                sender.sync(model.items())
-        assert (sender.version, list_log(tmp_path).entries) == (0, [])
-        train(model, 2)
-        report = sender.sync(model.items())
-    assert (report.version, report.full) == (1, False)
-    assert replayed(tmp_path, base).holds(model)
-    assert chain(tmp_path) == [(0, 1)]
-
-
-def full_disk(*_: Any) -> Callable[..., None]:
-    raise OSError("the disk is full")
-
-
-def test_one_sender_at_a_time(tmp_path: Path) -> None:
-    model = model_of()
-    with sender_of(tmp_path, model), pytest.raises(BlockingIOError):
-        sender_of(tmp_path, model)
-    sender_of(tmp_path, model).close()
 
 
 # By DeltaSender ------------------------------------------------------------------------------

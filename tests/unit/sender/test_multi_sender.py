@@ -156,22 +156,6 @@ def test_a_snapshot_interrupted_while_one_engine_is_behind(
     assert not any(report.full for report in sender.sync(model.items()).values())
 
 
-def test_where_nobody_commits_nothing_moves() -> None:
-    model = model_of(tensors=3)
-    a, b = two(model)
-    sender = sender_of(a, b, model)
-    a.faults[0] = b.faults[0] = refuse()
-    train(model)
-    with pytest.raises(PartialSyncError) as caught:
-        sender.sync(model.items())
-    assert (list(caught.value.failures), caught.value.reports) == ([A, B], {})
-    assert sender.versions == {A: 0, B: 0}
-    reports = sender.sync(model.items())
-    assert {report.full for report in reports.values()} == {False}
-    assert a.holds(model)
-    assert b.holds(model)
-
-
 def test_one_whose_answer_was_lost_is_set_right(naps: list[float]) -> None:
     model = model_of(tensors=2)
     a, b = two(model)
