@@ -205,24 +205,9 @@ class EngineClient(Destination):
         Args:
             fields: A body in JSON, in place of `body`.
         """
+        self.check_open()
         if fields is not None:
             body, headers = json.dumps(fields).encode(), {"Content-Type": "application/json"}
-        try:
-            return self._try(method, path, query, body, headers)
-        except _Unreachable as lost:
-            if unanswered is not None:
-                unanswered.append(lost)
-            raise
-
-    def _try(
-        self,
-        method: str,
-        path: str,
-        query: dict[str, str],
-        body: bytes | None,
-        headers: dict[str, str] | None,
-    ) -> dict[str, Any]:
-        self.check_open()
         url, headers = self._url + path, {**self._headers, **(headers or {})}
         content = None
         if body is not None:
@@ -236,16 +221,21 @@ class EngineClient(Destination):
                 )
             except httpx.TransportError as error:
                 kind = SyncError if _stays(error) else _Unreachable
-                raise kind(f"{url}: {type(error).__name__}: {error}") from error
+                lost = kind(f"{url}: {type(error).__name__}: {error}")
+                if unanswered is not None and kind is _Unreachable:
+                    unanswered.append(lost)
+                raise lost from error
             if answer.status_code != 200:
                 refusal = _refusal(answer)
                 if refusal.error.get("type") == "TooManyUploads":
                     self.at_once = max(1, self.at_once - 1)
+                if unanswered is not None and isinstance(refusal, _Unreachable):
+                    unanswered.append(refusal)
                 raise refusal
-            fields = _json_object(answer)
+            said = _json_object(answer)
             ended = time.perf_counter()
-            self.speed.note(len(body or b""), ended - start, fields, ended)
-        return fields
+            self.speed.note(len(body or b""), ended - start, said, ended)
+        return said
 
     def _patient(self) -> Callable[[_Send], _Send]:
         """Return what makes a function that sends wait while the engine is busy."""

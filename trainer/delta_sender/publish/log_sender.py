@@ -16,7 +16,7 @@ from delta_sender.options import SenderOptions
 from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.notify import Notifier, Told
 from delta_sender.publish.publisher import Publisher
-from delta_sender.results import SyncReport
+from delta_sender.results import SyncReport, raising_as_one
 from engine_ext.delta_log import digests_of, open_log, read_version
 from engine_ext.errors import LogDamaged
 from engine_ext.resources import RateLimit
@@ -157,11 +157,15 @@ class LogSender(AbstractContextManager["LogSender"]):
             ValueError: Names, shapes or dtypes are not the base's. Likewise.
             SyncError: No engine of `notify` has ever answered. Likewise.
         """
-        return self._publisher.sync_one(tensors, full=False)
+        with raising_as_one(1):
+            [report] = self._publisher.sync(tensors, full=False).values()
+        return report
 
     def sync_full(self, tensors: NamedTensors) -> SyncReport:
         """Publish every tensor whole, from which an engine may start. Raises what `sync` raises."""
-        return self._publisher.sync_one(tensors, full=True)
+        with raising_as_one(1):
+            [report] = self._publisher.sync(tensors, full=True).values()
+        return report
 
 
 def log_publisher(

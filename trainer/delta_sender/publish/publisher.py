@@ -34,7 +34,7 @@ from delta_sender.publish.session_thread import (
     wait_for,
 )
 from delta_sender.publish.state_file import Known, StateFile, StateTracker
-from delta_sender.results import PartialSyncError, SyncReport, raising_as_one
+from delta_sender.results import PartialSyncError, SyncReport
 from delta_sender.run import Run
 from engine_ext.delta_log import open_log
 from engine_ext.dtypes import TORCH_DTYPE
@@ -248,17 +248,6 @@ class Publisher:
     @property
     def _all(self) -> list[Session]:
         return self.sessions if self._log is None else [*self.sessions, self._log]
-
-    def sync_one(self, tensors: NamedTensors, *, full: bool) -> SyncReport:
-        """Bring the only destination to the weights' next version.
-
-        Raises:
-            SyncError: It has not committed.
-            ValueError, OSError: See `sync`.
-        """
-        with raising_as_one(1):
-            [report] = self.sync(tensors, full=full).values()
-        return report
 
     @no_full_collections()
     def sync(self, tensors: NamedTensors, *, full: bool) -> dict[str, SyncReport]:

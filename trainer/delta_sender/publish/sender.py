@@ -15,7 +15,7 @@ from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.log_sender import log_publisher
 from delta_sender.publish.notify import Told
 from delta_sender.publish.publisher import Publisher
-from delta_sender.results import SyncReport
+from delta_sender.results import SyncReport, raising_as_one
 from engine_ext.resources import RateLimit
 
 
@@ -236,11 +236,15 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
                 finite. The engine commits nothing. Nothing was sent if `tensors` is a collection
                 and not an iterator, and `quantize` is not set.
         """
-        return self._publisher.sync_one(tensors, full=False)
+        with raising_as_one(1):
+            [report] = self._publisher.sync(tensors, full=False).values()
+        return report
 
     def sync_full(self, tensors: NamedTensors) -> SyncReport:
         """Send every tensor dense, whatever the engine holds; a warning says what that is.
 
         Raises what `sync` raises.
         """
-        return self._publisher.sync_one(tensors, full=True)
+        with raising_as_one(1):
+            [report] = self._publisher.sync(tensors, full=True).values()
+        return report
