@@ -51,7 +51,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from delta_sender.diff_host import compare
+from delta_sender.diff.compare import compare
 from engine_ext.format import (
     ENCODINGS,
     DecodedPart,

@@ -319,7 +319,7 @@ def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
 
 
 def snapshot_is(sender: DeltaSender, engine: Engine) -> bool:
-    snapshot = sender._sender._sender._snapshot
+    snapshot = sender._publisher.snapshot
     return all(
         np.array_equal(held, engine.weights[name].view(held.dtype))
         for name in snapshot
