@@ -7,7 +7,7 @@
     CACHE/3f…a0.fetch           locked by the rank that fetches it, or removes it
 
 A part gets its name once it is whole and verified. The first rank of a host that finds it in
-another delivery verifies it again: the folder may have been damaged meanwhile.
+another delivery verifies it again: the folder might have been damaged meanwhile.
 A rank maps the file within `_GRACE_S` and keeps it locked while it does, so no other rank removes
 it meanwhile. The folder can outlive the engine, and several engines can share it.
 """
