@@ -3,7 +3,7 @@
 Endpoints (`routes`), the spool of bodies (`spool`), staging and committing on all ranks (`service`,
 `staging`, `commit`), replay of a delta log (`log_replay`); an engine adapter implements `Engine`.
 
-Imports: `engine_ext.format`, `engine_ext.delta_log` and the ground floor; never the receiver, an
+Imports: `engine_ext.format`, `engine_ext.log` and the ground floor; never the receiver, an
 adapter, or `delta_sender`.
 """
 

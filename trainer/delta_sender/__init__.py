@@ -36,8 +36,8 @@ Rooms, in the order in which the data passes:
 - `options`, `results`, `arguments`, `run`, `cli`: what the senders take, return and raise.
 
 The package needs no engine. It can import `engine_ext.format`, `engine_ext.kernels`,
-`engine_ext.delta_log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.files`,
-`engine_ext.object_store` and `engine_ext.resources`.
+`engine_ext.log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.files`,
+`engine_ext.store_urls` and `engine_ext.resources`.
 """
 
 from __future__ import annotations

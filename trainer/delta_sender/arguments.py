@@ -17,7 +17,7 @@ from torch import nn
 from delta_sender.diff.refills import Stable
 from delta_sender.diff.snapshot import NamedTensors
 from engine_ext.files import read_checkpoint
-from engine_ext.object_store import is_store_url
+from engine_ext.store_urls import is_store_url
 
 # Tensors, also by name, or the folder of a checkpoint.
 Base = NamedTensors | Mapping[str, torch.Tensor] | str | os.PathLike[str]

@@ -27,9 +27,9 @@ from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.notify import Notifier
 from delta_sender.publish.publisher import Publisher
 from delta_sender.results import PartialSyncError, SyncError, SyncReport
-from engine_ext.delta_log import open_log
 from engine_ext.files import checkpoint_entries, read_entries
 from engine_ext.format import HMAC_KEY_ENVIRONMENT
+from engine_ext.log import open_log
 
 _DESCRIPTION = """\
 Send the difference between two Hugging Face checkpoints (safetensors) to engines that hold the

@@ -22,7 +22,7 @@ from delta_sender import cli
 from delta_sender.publish.publisher import Publisher
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, tensor_digest
-from engine_ext.format.part import Part, decode_part
+from engine_ext.format.part import DecodedPart, decode_part
 from engine_ext.format.zstd_frames import FrameReader
 
 URL = "http://engine:8000"
@@ -62,14 +62,14 @@ def target(tmp_path: Path) -> Path:
     return folder
 
 
-def decoded(body: bytes) -> Part:
+def decoded(body: bytes) -> DecodedPart:
     reader = FrameReader(1 << 20)
     part = decode_part(b"".join(reader.feed(body)))
     reader.finish()
     return part
 
 
-def changes_of(parts: list[Part]) -> set[tuple[str, int, float]]:
+def changes_of(parts: list[DecodedPart]) -> set[tuple[str, int, float]]:
     found = set()
     for delta in (delta for part in parts for delta in part.deltas):
         assert delta.indices is not None

@@ -21,7 +21,7 @@ from delta_sender import (
     SyncReport,
 )
 from delta_sender.publish.log_destination import LogDestination
-from engine_ext.delta_log import open_log, route
+from engine_ext.log import open_log, route
 from tests.support.fake_engine import Engine, Model, error, loses, model_of, sends, train
 
 URLS = ["http://one", "http://two"]

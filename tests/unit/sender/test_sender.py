@@ -10,7 +10,7 @@ import torch
 
 from delta_sender import DeltaSender
 from delta_sender.encode import part_builder
-from engine_ext.dtypes import torch_bits_dtype
+from engine_ext.dtypes import itemsize, torch_bits_dtype
 from engine_ext.format.positions import ENCODINGS
 from engine_ext.format.zstd_frames import ZSTD_MAGIC
 from tests.support.fake_engine import Engine, breaks, digest_of, model_of, sender_of, train
@@ -99,11 +99,8 @@ def test_parts_are_capped_and_of_one_dtype() -> None:
     sender = sender_of(engine, model, bucket_bytes=600, encoding="deltas")
     train(model, density=0.1)
     sender.sync(model.items())
-    sizes = [p.header.positions.end - p.header.positions.begin for p in engine.log]
-    sizes = [
-        s + p.header.values.end - p.header.values.begin
-        for s, p in zip(sizes, engine.log, strict=True)
-    ]
+    ends = [part.manifest.params[-1] for part in engine.log]
+    sizes = [last.pos_end + last.val_end * itemsize(last.dtype) for last in ends]
     for size, part in zip(sizes, engine.log, strict=True):
         assert len({delta.dtype for delta in part.deltas}) == 1
         assert size <= 600 or [delta.name for delta in part.deltas] == ["large"]

@@ -13,7 +13,6 @@ from typing import Any, Final
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
 from delta_sender.results import SyncError
-from engine_ext.delta_log import DeltaLog, Draft
 from engine_ext.format import sign
 
 _PLAN_S: Final = 30.0  # to wait for a plan

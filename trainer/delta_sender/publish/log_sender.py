@@ -17,8 +17,8 @@ from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.notify import Notifier, Told
 from delta_sender.publish.publisher import Publisher
 from delta_sender.results import SyncReport, raising_as_one
-from engine_ext.delta_log import digests_of, open_log, read_version
 from engine_ext.errors import LogDamaged
+from engine_ext.log import digests_of, open_log, read_version
 from engine_ext.resources import RateLimit
 
 logger = logging.getLogger(__name__)

@@ -36,8 +36,8 @@ from delta_sender.publish.session_thread import (
 from delta_sender.publish.state_file import Known, StateFile, StateTracker
 from delta_sender.results import PartialSyncError, SyncReport
 from delta_sender.run import Run
-from engine_ext.delta_log import open_log
 from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.log import open_log
 from engine_ext.resources import no_full_collections
 
 logger = logging.getLogger(__name__)
