@@ -14,6 +14,7 @@ from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
 from delta_sender.results import SyncError
 from engine_ext.format import sign
+from engine_ext.log import DeltaLog, Draft
 
 _PLAN_S: Final = 30.0  # to wait for a plan
 _NEXT_S: Final = 2.0  # until one more engine is asked for it
