@@ -34,7 +34,7 @@ from engine_ext.format.digest_on_device import device_digest
 from engine_ext.format.gap_streams import byte_stream, join_streams
 from engine_ext.format.gathered_change import gather_change
 from engine_ext.format.gathered_change import warm_up as warm_up_gathering
-from engine_ext.format.identity import Origin, PartId, RunSender, part_identity
+from engine_ext.format.identity import Origin, PartId, RunSender, Unproven, part_identity
 from engine_ext.format.manifest import (
     ANONYMOUS,
     BIT_CHANGES,
@@ -93,6 +93,7 @@ __all__ = [
     "RunSender",
     "Span",
     "StateHash",
+    "Unproven",
     "VerifiedContents",
     "Verifier",
     "byte_stream",
