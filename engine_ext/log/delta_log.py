@@ -253,4 +253,5 @@ class DeltaLog:
 
 def _versions(store: Store) -> dict[str, Files]:
     """Return the files of each version, by its folder's name."""
-    return {name: files for name, files in store.list().items() if version_of(name) is not None}
+    found = store.list()
+    return {name: found[name] for name in sorted(found) if version_of(name) is not None}

@@ -47,9 +47,9 @@ class FolderStore:
     def list(self, folder: str | None = None) -> dict[str, Files]:
         """Return the folders; each is read when its names are asked for."""
         if folder is None:
-            return {name: FolderFiles(self.local / name) for name in sorted(os.listdir(self.local))}
-        path = self.local / folder
-        return {folder: FolderFiles(path)} if path.is_dir() else {}
+            return {name: FolderFiles(self.local, name) for name in os.listdir(self.local)}
+        found = FolderFiles(self.local, folder)
+        return {folder: found} if os.path.isdir(found.path) else {}
 
     def read(self, name: str, most: int) -> bytes:
         """Return the content of a regular file."""
@@ -109,14 +109,19 @@ class FolderStore:
 class FolderFiles:
     """The files in a folder, read when they are asked for; see `engine_ext.log.store.Files`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, log: Path, name: str) -> None:
+        self._log, self._name = log, name
+
+    @property
+    def path(self) -> str:
+        """The folder's path."""
+        return os.path.join(self._log, self._name)
 
     @cached_property
     def names(self) -> frozenset[str]:
         """The names in the folder."""
         with _damages("it cannot be read"):
-            return frozenset(os.listdir(self._path))
+            return frozenset(os.listdir(self.path))
 
     def size(self, name: str) -> int:
         """Return a file's length."""
@@ -131,12 +136,12 @@ class FolderFiles:
 
     def _stat(self, name: str) -> os.stat_result:
         with _damages(f"its {name} cannot be read"):
-            return (self._path / name).stat()
+            return os.stat(os.path.join(self.path, name))
 
     def published_at(self, mark: str) -> float:
         """Return when the last file was added to the folder, or was replaced."""
         with _damages("it cannot be read"):
-            return self._path.stat().st_mtime
+            return os.stat(self.path).st_mtime
 
 
 class FolderDraft:

@@ -124,7 +124,7 @@ class Store(Protocol):
         ...
 
     def list(self, folder: str | None = None) -> Mapping[str, Files]:
-        """Return all folders, or the one of this name if it is there; by name.
+        """Return all folders, or the one of this name if it is there, by their names.
 
         Raises:
             OSError: the store cannot be read.
