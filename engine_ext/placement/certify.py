@@ -54,11 +54,16 @@ def certify_placement(
     certified: Certified = {}
     waiting: deque[tuple[Placed, torch.Tensor, _Compared]] = deque()
     left = _AHEAD
+    seen: set[str] = set()
+    twice: set[str] = set()
     with ThreadPoolExecutor(threads) as pool:
         for name, tensor in checkpoint:
             placed = placement.get(name)
+            if name in seen:
+                twice.add(name)
             if placed is None or placed.status is not Status.UNJUDGED:
                 continue
+            seen.add(name)
             if not _is_of(placed, tensor, moves_known):
                 continue
             source = tensor.detach().contiguous()
@@ -69,6 +74,12 @@ def certify_placement(
                 _judge(*waiting.popleft(), certified)
         for one in waiting:
             _judge(*one, certified)
+    for name in twice:
+        if placement[name].status is Status.UNCERTIFIED:
+            placement[name].reason = (
+                "several of the files that the engine reads have it, and the engine does not hold "
+                "the bytes of the first; leave one set of files in the folder"
+            )
     for placed in placement.values():
         if placed.status is Status.UNJUDGED:
             placed.refuse("its bytes were not among the checkpoint's")

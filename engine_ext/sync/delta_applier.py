@@ -16,18 +16,18 @@ import msgspec
 import numpy as np
 import torch
 
-from engine_ext.derived import LaterCopies, Recomputed
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import Digest, ParamDelta, Part, change_digest, warm_up_gathering
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Certified, Placed, Plan, WholeBox, summary, uncertified
 from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.startup import LaterCopies, Recomputed
 from engine_ext.sync import checks, consensus
 from engine_ext.sync.moved_tensors import MovedTensors, TraceAgain
 from engine_ext.sync.new_states import GatheredProof
 from engine_ext.sync.param_batch import Batcher
-from engine_ext.sync.rebuilds import Rebuilds
+from engine_ext.sync.rebuild_plan import RebuildPlan
 from engine_ext.sync.staged import CHANGED, StagedParam, StagedPart, UndoLog
 from engine_ext.sync.stager import stage_part
 from engine_ext.sync.thread_pool import ThreadPool
@@ -81,7 +81,7 @@ class DeltaApplier:
         undo_bytes: host memory that the old values of one sync may take.
         threads: how many pieces of live tensors are staged or written at once.
         recomputed: derived tensors that are proven to be recomputed correctly.
-        rebuilds: the modules that are computed from what is written to a twin, if `model` is one.
+        rebuilds: the modules that are computed from unprocessed weights, if `model` has some.
         certified: the digests that the certification gave.
         ranks: of the engine, this one among them.
         checks_first: whether all old values are compared before anything is written, as they are
@@ -102,7 +102,7 @@ class DeltaApplier:
         undo_bytes: int,
         threads: int,
         recomputed: Sequence[Recomputed] = (),
-        rebuilds: Rebuilds | None = None,
+        rebuilds: RebuildPlan | None = None,
         certified: Certified | None = None,
         ranks: Ranks | None = None,
         checks_first: bool = False,

@@ -25,6 +25,7 @@ class _Known:
     """What is known of a run."""
 
     epoch: int = 0  # the latest
+    released: bool = False  # by this epoch, which has not claimed since
     highest: int | None = None  # number of a version
 
 
@@ -56,18 +57,33 @@ class Runs:
         is_run = sender is not None and sender.run == owner.run
         if sender is not None and is_run and not is_twin(sender, owner):
             return
-        copied = " of the same state, of which both have a copy" if is_run else ""
+        copied = ", which has a copy of the same state" if is_run else ""
         raise RunConflict(
             f"{describe(owner)} has owned these weights since {clock(owner.since)}; close that "
             f"trainer{copied}, or take over with takeover=True (--takeover)",
             owner=msgspec.to_builtins(owner),
         )
 
+    def check_not_released(self, sender: RunSender) -> None:
+        """Refuse a part that was on its way when its sender released the weights.
+
+        Raises:
+            RunFenced: the sender has released them, and not claimed them since.
+        """
+        known = self._known.get(sender.run)
+        if known is None or not known.released or sender.epoch > known.epoch:
+            return
+        raise RunFenced(
+            f"epoch {sender.epoch} of run {sender.run} has released these weights, so that its "
+            "parts are not taken any more; claim them again, or end this trainer",
+            owner=None if self.owner is None else msgspec.to_builtins(self.owner),
+        )
+
     def own(self, sender: RunSender, at: float) -> None:
         """Make a sender the owner, which `check` has passed; another run is fenced."""
         before = self.owner
         known = self._touch(sender.run)
-        known.epoch = sender.epoch
+        known.epoch, known.released = sender.epoch, False
         is_same = before is not None and (before.run, before.epoch) == (sender.run, sender.epoch)
         if before is not None and is_same and not is_twin(sender, before):
             return
@@ -85,6 +101,8 @@ class Runs:
         if is_twin(sender, owner):
             return False
         self.owner = None
+        known = self._touch(sender.run)
+        known.epoch, known.released = sender.epoch, True
         return True
 
     def highest(self, run: str | None) -> int | None:

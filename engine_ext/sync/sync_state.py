@@ -143,7 +143,8 @@ class SyncState:
     def admit(self, part: PartId, now: float, at: float = 0.0) -> Admission:
         """Decide what to do with a part that has arrived at `now`, in seconds.
 
-        The sender of a part that is staged, and that names a run, owns the weights from then on.
+        The sender of a part that is staged, and that names a run, owns the weights from then on,
+        unless it has released them: a part that comes late does not take them again.
         Nobody is asked for the parts of a delta log: its writers fence each other.
 
         Args:
@@ -172,6 +173,8 @@ class SyncState:
         run = None if part.sender is None else part.sender.run
         if self.seen(part.version, part.identity, run) and not self._is_of(self.sync, part):
             return "already_applied"
+        if part.origin == "sender" and part.sender is not None:
+            self.runs.check_not_released(part.sender)
         self.check_writable(full=part.full)
         if self.sync is not None and not self._gives_way(self.sync, part, now):
             return self._join(self.sync, part, now, at)

@@ -19,7 +19,6 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
-    Mapping,
     Sequence,
 )
 from dataclasses import dataclass
@@ -396,12 +395,3 @@ def serialize_with_commits(
 def total_digest(shares: Iterable[str]) -> str:
     """Return the model's digest from the shares that the ranks count, in hex."""
     return Digest.total(map(Digest.parse, shares)).hex()
-
-
-def sum_by_name(shares: Iterable[Mapping[str, str]]) -> dict[str, Digest]:
-    """Return each tensor's digest from the shares that the ranks count."""
-    total: dict[str, Digest] = {}
-    for share in shares:
-        for name, digest in share.items():
-            total[name] = total.get(name, Digest.ZERO) + Digest.parse(digest)
-    return total

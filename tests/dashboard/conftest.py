@@ -1,6 +1,6 @@
 """Chromium, and a server with the real routes whose status a test decides.
 
-They run in .venv-dashboard only, which has the browser's driver.
+They run in .venv-trainers only, which has the browser's driver.
 """
 
 from __future__ import annotations

@@ -7,14 +7,24 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from delta_sender.checkpoint import read_checkpoint
+from engine_ext.ranks import SingleRank
+from engine_ext.settings import Settings
+from engine_ext.startup import LoadedModel
+from engine_ext.sync import make_receiver
 from scripts.live_engine import tiny_models
 from tests.live.programs import python
+from tests.support.plain_trainer import model_digest
+from tests.support.rank_engine import Engine, errors_of, part_id
+from tests.support.served_models import base_checkpoint, delta_between, load, memory, one_part
+from tests.support.toy_models import UNTOUCHED, ToyModel
 
 COLLECTIVE = ["fastsafetensors", "instanttensor"]
 
@@ -27,7 +37,7 @@ def test_vllm_reads_the_files_of_collective_formats_alone(
     from vllm.config import LoadConfig
     from vllm.model_executor.model_loader import default_loader
 
-    from engine_ext.adapters.vllm.worker import checkpoint as read
+    from engine_ext.adapters.vllm.checkpoint import checkpoint as read
 
     def together(*args: Any, **kwargs: Any) -> Iterable[tuple[str, torch.Tensor]]:
         raise AssertionError("a rank alone waits for the others")
@@ -39,6 +49,78 @@ def test_vllm_reads_the_files_of_collective_formats_alone(
         model_config=SimpleNamespace(model=str(folder), revision=None),
     )
     assert_same(dict(read(nn.Linear(1, 1), config)), folder)
+
+
+class Pair(ToyModel):
+    shapes: ClassVar = {"a": (4, 8), "b": (8,), "c": (8,)}
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+@pytest.mark.parametrize(
+    "load_format", ["auto", "mistral", "hf", "safetensors", "fastsafetensors", "instanttensor"]
+)
+def test_vllm_certifies_the_files_that_it_has_loaded(
+    load_format: str, is_indexed: bool, tmp_path: Path
+) -> None:
+    """Of a folder that has other values under the same names in Mistral's file."""
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    from engine_ext.adapters.vllm.checkpoint import checkpoint as read
+
+    model = base_checkpoint(Pair)
+    consolidated = {**base_checkpoint(Pair, seed=9), "c": model["c"]}
+    save_file(model, tmp_path / "model.safetensors")
+    save_file(consolidated, tmp_path / "consolidated.safetensors")
+    if is_indexed:
+        index = {"weight_map": dict.fromkeys(model, "model.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    load_config = LoadConfig(load_format=load_format)
+    config = SimpleNamespace(
+        load_config=load_config,
+        model_config=SimpleNamespace(model=str(tmp_path), revision=None),
+    )
+    loader: Any = get_model_loader(load_config)
+    files = sorted(loader._prepare_weights(str(tmp_path), None, None, True, None)[1])
+    loaded = {name: value for file in files for name, value in load_file(file).items()}
+    live = load(Pair, loaded)
+    before = memory(live)
+    receiver = make_receiver(
+        LoadedModel(
+            model=live,
+            load_weights=live.load_weights,
+            checkpoint=lambda: read(nn.Linear(1, 1), config),
+            reload=live.load_weights,
+            ranks=SingleRank(),
+            constants=lambda path, tensor: path == UNTOUCHED,
+        ),
+        Settings(),
+    )
+    engine = Engine([], tmp_path)
+    engine.receivers = [receiver]
+    [status] = engine.status()
+    base = dict(read_checkpoint(tmp_path))
+    assert base.keys() == model.keys()
+    assert all(torch.equal(base[name], model[name]) for name in base)
+    body = one_part(
+        [delta_between("a", base["a"], base["a"] + 1)], digest_before=model_digest(base).hex()
+    )
+    if load_format not in ("auto", "mistral") and not is_indexed:
+        assert len(files) == 2
+        assert status["uncertified"].keys() == {"a", "b"}
+        assert "several of the files that the engine reads" in status["uncertified"]["a"]
+        [error] = errors_of(engine.stage(part_id(body), body))
+        assert (error["type"], error["tensor"]) == ("NotUpdatable", "a")
+    elif load_format not in ("auto", "mistral"):
+        assert status["digest"] == model_digest(model).hex()
+        errors_of(engine.apply(part_id(body), body), none=True)
+        assert live.a.equal(model["a"] + 1)
+        return
+    else:
+        assert status["digest"] == model_digest(consolidated).hex()
+        [error] = errors_of(engine.stage(part_id(body), body))
+        assert error["type"] == "BaseMismatch"
+    assert memory(live) == before
 
 
 def assert_same(found: dict[str, torch.Tensor], folder: Path) -> None:
@@ -58,7 +140,7 @@ from torch import nn
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_loader import loader
 from sglang.srt.runtime_context import get_context
-from engine_ext.adapters.sglang.loading import checkpoint
+from engine_ext.adapters.sglang.checkpoint import checkpoint
 
 def together(*args, **kwargs):
     raise AssertionError("its tensors are gone after the reading")

@@ -255,9 +255,13 @@ SGLANG_REFUSES = {
         "--dp-size and --tokenizer-worker-num",
     ),
     "prefill": ([ENABLE, "--disaggregation-mode", "prefill"], "--disaggregation-mode (prefill)"),
-    "storage": (
-        [ENABLE, "--enable-hierarchical-cache", "--hicache-storage-backend", "file"],
-        "--hicache-storage-backend (file)",
+    "hierarchical": ([ENABLE, "--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
+    "alias": ([ENABLE, "--enable-hicache"], "--enable-hierarchical-cache"),
+    "storage": ([ENABLE, "--hicache-storage-backend", "file"], "--hicache-storage-backend (file)"),
+    "sparse": ([ENABLE, "--enable-hisparse"], "--enable-hisparse"),
+    "linker": (
+        [ENABLE, "--enable-unified-cache-external-linker"],
+        "--enable-unified-cache-external-linker",
     ),
     "lmcache": ([ENABLE, "--enable-lmcache"], "--enable-lmcache"),
     "offloading": ([ENABLE, "--offload-group-size", "2"], "--offload-group-size"),
@@ -291,6 +295,7 @@ def test_sglang_refuses_arguments() -> None:
 
 # What an override for a model's architecture sets, which no command line shows.
 SGLANG_RESOLVED = """
+import sys
 from sglang.srt.runtime_context import get_context
 from engine_ext.adapters.refusals import first
 from engine_ext.adapters.sglang.hooks import resolved_settings
@@ -298,18 +303,56 @@ from engine_ext.adapters.sglang.refusals import RESOLVED
 with get_context().override_server_args():
     names = {one.name for refusal in RESOLVED for one in refusal.conditions}
     print(sorted(names - vars(resolved_settings()).keys()))
-for settings in ({}, {"enable_multi_layer_eagle": True}, {"enable_lmcache": True}):
-    with get_context().override_server_args(**settings):
+for setting in sys.argv[1:]:
+    with get_context().override_server_args(**{setting: True}):
         found = first(resolved_settings(), RESOLVED)
     print("taken" if found is None else found.what.split(",")[0])
 """
+SGLANG_DERIVES = {
+    "skip_server_warmup": "taken",
+    "enable_multi_layer_eagle": "--enable-multi-layer-eagle",
+    "enable_hierarchical_cache": "--enable-hierarchical-cache",
+    "enable_hisparse": "--enable-hisparse",
+    "enable_lmcache": "--enable-lmcache",
+    "enable_flexkv": "--enable-flexkv",
+    "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
+}
 
 
 def test_sglang_refuses_what_it_derives() -> None:
-    run = python("sglang", "-c", SGLANG_RESOLVED)
+    run = python("sglang", "-c", SGLANG_RESOLVED, *SGLANG_DERIVES)
     assert run.returncode == 0, run.stderr[-2000:]
-    expected = ["[]", "taken", "--enable-multi-layer-eagle", "--enable-lmcache"]
-    assert run.stdout.splitlines()[-4:] == expected
+    assert run.stdout.splitlines()[-1 - len(SGLANG_DERIVES) :] == ["[]", *SGLANG_DERIVES.values()]
+
+
+SGLANG_CACHES = """
+from sglang.srt.runtime_context import get_context, get_memory
+with get_context().override_server_args():
+    print(*(name for name in vars(get_memory()) if not name.startswith("_")))
+"""
+# Each is refused, needs one that is refused, or only says how the pool of the engine is used.
+SGLANG_REFUSED = {
+    "enable_flexkv", "enable_hierarchical_cache", "enable_hisparse", "enable_lmcache",
+    "enable_unified_cache_external_linker", "hicache_storage_backend", "radix_cache_backend",
+}  # fmt: skip
+SGLANG_NEED_THEM = (
+    "flexkv_", "hicache_", "hisparse_", "lmcache_", "unified_cache_external_linker_",
+    "enable_linker_mla_dedup",
+)  # fmt: skip
+SGLANG_POOL = {
+    "disable_radix_cache", "enable_page_major_kv_layout", "enable_session_radix_cache",
+    "enable_unified_memory", "radix_eviction_policy", "radix_eviction_policy_config",
+}  # fmt: skip
+
+
+def test_every_setting_of_sglangs_caches_is_known() -> None:
+    """One that a release adds might keep KV where a flush of the cache does not reach it."""
+    run = python("sglang", "-c", SGLANG_CACHES)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = set(run.stdout.splitlines()[-1].split())
+    assert found >= SGLANG_REFUSED
+    known = SGLANG_REFUSED | SGLANG_POOL
+    assert {name for name in found - known if not name.startswith(SGLANG_NEED_THEM)} == set()
 
 
 def test_sglang_serve_takes_the_flags_too() -> None:

@@ -152,7 +152,8 @@ class Engine:
         if owner is not None and owner["run"] == name and owner["epoch"] > run["epoch"]:
             return error(409, "RunFenced", owner=owner)
         if owner is not None and owner["run"] != name and not takeover:
-            return error(409, "RunConflict", owner=owner)
+            message = "run {run} of pid {pid} on {host} owns it".format(**owner)
+            return error(409, "RunConflict", owner=owner, message=message)
         if owner is None or (owner["run"], owner["epoch"]) != (name, run["epoch"]):
             self.owner = {**run, "since": 1.0}
             self.staging, self.staged = None, {}

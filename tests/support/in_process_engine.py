@@ -20,6 +20,7 @@ from engine_ext.settings import Settings
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from tests.support.delta_bodies import SHAPES, Weights, fresh_weights
+from tests.support.thread_group import HANGS_AFTER_S
 
 RANKS = 2
 
@@ -43,9 +44,9 @@ class Rank:
         if self.votes_until_silence == 0:
             raise ConnectionError("the other ranks are gone")
         self._values[self.rank] = value
-        self._barrier.wait(timeout=5)
+        self._barrier.wait(timeout=HANGS_AFTER_S)
         gathered = list(self._values)
-        self._barrier.wait(timeout=5)
+        self._barrier.wait(timeout=HANGS_AFTER_S)
         return gathered
 
 

@@ -15,7 +15,7 @@ from engine_ext.format.digest import Digest
 from engine_ext.format.identity import PartId, part_identity
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
-from tests.support.thread_group import Group, ThreadRanks
+from tests.support.thread_group import HANGS_AFTER_S, Group, ThreadRanks
 
 
 class RecordingApplier:
@@ -153,7 +153,7 @@ class Engine:
 
     def poll(self, part: PartId) -> list[dict[str, Any]]:
         """The answers once no rank is still staging."""
-        give_up = time.monotonic() + 5
+        give_up = time.monotonic() + HANGS_AFTER_S
         while True:
             answers = self.call("poll", part=msgspec.to_builtins(part))
             if all("error" in a or a["ok"]["done"] for a in answers):

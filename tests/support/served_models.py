@@ -23,12 +23,12 @@ from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.plan import Plan, make_plan
 from engine_ext.placement.segments import Placed, Placement
 from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.startup import LoaderDryRun
 from engine_ext.sync.delta_applier import DeltaApplier, Writer
 from engine_ext.sync.masked import MaskedWriter
 from engine_ext.sync.param_batch import Batcher
 from engine_ext.sync.scatter import ScatterWriter
 from engine_ext.sync.staged import StagedPart
-from engine_ext.tracing.trace import trace_placement
 from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel
 
@@ -215,7 +215,7 @@ def placed(model: type[ToyModel], base: Checkpoint) -> tuple[ToyModel, StorageIn
     """Load, trace and certify."""
     live = load(model, base)
     index = StorageIndex(live)
-    placement = trace_placement(live, live.load_weights, model.specs(), index)
+    placement = LoaderDryRun(live, live.load_weights, index).trace(model.specs())
     certify_placement(placement, base.items())
     return live, index, placement
 
@@ -233,13 +233,8 @@ def make_applier(
 ) -> DeltaApplier:
     writer: Writer = ScatterWriter()
     if apply == "masked":
-        writer = MaskedWriter(
-            live,
-            index,
-            plan.placement,
-            load_weights=live.load_weights,
-            chunk_bytes=chunk_bytes,
-        )
+        dry_run = LoaderDryRun(live, live.load_weights, index)
+        writer = MaskedWriter(dry_run, plan.placement, chunk_bytes=chunk_bytes)
     return DeltaApplier(
         live, index, plan, writer, undo_bytes=undo_bytes, threads=threads, ranks=ranks
     )

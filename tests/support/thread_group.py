@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+# Only a rank that hangs, or never comes, takes so long: the others fail then. Compiling kernels on
+# a busy machine takes seconds.
+HANGS_AFTER_S: Final = 60
 
 
 class Group:
     """An all-gather over threads, as the ranks of an engine have over processes."""
 
-    def __init__(self, size: int, timeout_s: float = 5) -> None:
+    def __init__(self, size: int, timeout_s: float = HANGS_AFTER_S) -> None:
         self._barrier = threading.Barrier(size, timeout=timeout_s)
         self._values: list[Any] = [None] * size
 

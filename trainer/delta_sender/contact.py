@@ -57,8 +57,7 @@ def meet_all(sessions: Sequence[Session], lag_limit: float | None) -> None:
 def release_all(destinations: Sequence[Destination], run: Run, posting: Iterable[Thread]) -> None:
     """Release destinations, at the same time, once the threads that post to them have ended.
 
-    Either takes two seconds at most: a part that arrives later would claim its engine again, but
-    ends with this process.
+    Either takes two seconds at most: an engine refuses parts of a released run that arrive later.
     """
     _join(posting)
     threads = []

@@ -43,7 +43,9 @@ class Destination(Protocol):
         return None
 
     def claim(self, run: Run, *, takeover: bool) -> dict[str, Any]:
-        """Make a run the receiver's owner; called before the first sync, once.
+        """Make a run the receiver's owner; called before the first sync, and before full ones.
+
+        The run may own it already.
 
         Args:
             takeover: Whether the run that owns it is fenced for good, if it is another one.

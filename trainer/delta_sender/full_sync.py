@@ -43,9 +43,22 @@ class FullSyncGuard:
             Its reason, and the engine's version, if it says it.
 
         Raises:
-            SyncError: The engine could not be asked.
+            SyncError: As `status`.
         """
-        return self._warn(REQUESTED, self._destination.status())
+        return self._warn(REQUESTED, self.status())
+
+    def status(self) -> dict[str, Any]:
+        """Claim the engine, and return its status, which only this run can change from then on.
+
+        An engine that was restarted has no owner: without the claim others could come in after the
+        status, and be replaced unseen.
+
+        Raises:
+            RunConflict: Another run owns it.
+            SyncError: It could not be asked.
+        """
+        self._destination.claim(self._run, takeover=False)
+        return self._destination.status()
 
     def check(
         self, reason: str, status: Mapping[str, Any], cause: SyncError | None = None
@@ -54,7 +67,7 @@ class FullSyncGuard:
 
         Args:
             reason: Why no delta fits.
-            status: The engine's, as it is now.
+            status: The engine's, of `status`.
             cause: The refusal that led here.
 
         Returns:

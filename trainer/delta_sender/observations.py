@@ -31,6 +31,11 @@ _EXPONENT: Final = {
     "float8_e5m2": 0x7C,
     "float8_e8m0fnu": 0xFF,
 }
+UNCHANGED: Final = (
+    "no value has changed in %d syncs in a row. Usual causes: an optimizer that steps copies of "
+    "the tensors given here; an adapter that is not merged into them; only the base's tensors are "
+    "given; steps too small for the checkpoint's dtype, or a learning rate of 0"
+)
 _AT_ONCE: Final = 1 << 16  # elements; intermediate results stay in a core's cache
 _TOGETHER: Final = 256  # changes, at most
 
@@ -152,13 +157,7 @@ class Watch:
         self._unchanged = 0 if observed.changed else self._unchanged + 1
         if logs:
             if self._unchanged and self._unchanged == self._warns_after:
-                logger.warning(
-                    "no value has changed in %d syncs in a row. Usual causes: an optimizer that "
-                    "steps copies of the tensors given here; an adapter that is not merged into "
-                    "them; only the base's tensors are given; steps too small for the checkpoint's "
-                    "dtype, or a learning rate of 0",
-                    self._unchanged,
-                )
+                logger.warning(UNCHANGED, self._unchanged)
             if observed.nonfinite and self._is_new("nonfinite"):
                 logger.warning(
                     "%s: the first NaN or infinite value; %d values of this sync have become so. "

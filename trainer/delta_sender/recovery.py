@@ -125,7 +125,7 @@ class Recovery:
         attempt = replace(attempt, version=above)
         if self._guard is None:
             return self._full(attempt, _why(self._state, {}, error, is_uncertain), None)
-        status = self._destination.status()
+        status = self._guard.status()
         is_other = version not in (None, self._state.version) or not self._state.is_known
         looks, self._may_look = self._may_look and is_other, False
         if looks and (self._is_at_base(status) or self._is_at_target(status)):
@@ -139,7 +139,7 @@ class Recovery:
     def _checked(self, reason: str) -> tuple[str, int | None]:
         if self._guard is None:
             return reason, None
-        return self._guard.check(reason, self._destination.status())
+        return self._guard.check(reason, self._guard.status())
 
     def _full(self, attempt: Attempt, reason: str, replaced: int | None) -> Attempt:
         return replace(

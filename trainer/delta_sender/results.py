@@ -7,7 +7,8 @@ not be written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -141,6 +142,21 @@ class PartialSyncError(SyncError):
         self.failures = failures
         self.reports = reports
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.failures, self.reports)
+
+
+@contextlib.contextmanager
+def raising_as_one(engines: int) -> Iterator[None]:
+    """Let a sync with a single engine raise that engine's error, not a `PartialSyncError`."""
+    try:
+        yield
+    except PartialSyncError as failed:
+        if engines > 1:
+            raise
+        [error] = failed.failures.values()
+        raise error from None
+
 
 class RankError(SyncError):
     """Ranks of a `ShardedSender` disagree, or one has failed or died; `message` says which.
@@ -155,6 +171,9 @@ class RankError(SyncError):
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
         super().__init__(message)
         self.ranks = list(ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.ranks)
 
 
 @dataclass(frozen=True)

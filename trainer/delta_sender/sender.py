@@ -20,7 +20,7 @@ from delta_sender.options import (
     takes_options,
     with_defaults,
 )
-from delta_sender.results import PartialSyncError, SyncReport
+from delta_sender.results import SyncReport, raising_as_one
 from delta_sender.snapshot import NamedTensors
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
             tensor), a dict of them, or the folder of a checkpoint; copied.
         notify: Roots of engines that are asked to look at the log after each version; see
             `LogSender`.
+        continues: See `MultiSender`; not with a log.
         **options: See `Options`. With a log, those of `LogOptions`.
 
     Raises:
@@ -111,6 +112,7 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         base: Base,
         *,
         notify: Sequence[str] = (),
+        continues: tuple[str, int] | None = None,
         **options: Unpack[Options],
     ) -> None:
         if not isinstance(url, str | Path):
@@ -120,11 +122,13 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         given, log = with_defaults(options, Options), log_location(url)
         self._sender: LogSender | _EngineSender
         if log is not None:
+            if continues is not None:
+                raise ValueError("continues= is for engines; a log's digests show whose it is")
             self._sender = LogSender(log, base, notify=notify, **_for_log(given))
         elif notify:
             raise ValueError("notify= is for engines that follow a delta log; give the log's url")
         else:
-            self._sender = _EngineSender(str(url), base, given)
+            self._sender = _EngineSender(str(url), base, continues, given)
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -216,9 +220,11 @@ def _for_log(options: MultiOptions) -> LogOptions:
 class _EngineSender:
     """Sends to one engine; the same interface as `LogSender`."""
 
-    def __init__(self, url: str, base: Base, options: MultiOptions) -> None:
+    def __init__(
+        self, url: str, base: Base, continues: tuple[str, int] | None, options: MultiOptions
+    ) -> None:
         self._url = url
-        self._sender = MultiSender([url], base, **options)
+        self._sender = MultiSender([url], base, continues=continues, **options)
 
     @property
     def run(self) -> str:
@@ -250,7 +256,5 @@ class _EngineSender:
 
     def _only(self, tensors: NamedTensors, *, full: bool) -> SyncReport:
         sync = self._sender.sync_full if full else self._sender.sync
-        try:
+        with raising_as_one(1):
             return sync(tensors)[self._url]
-        except PartialSyncError as some:
-            raise some.failures[self._url] from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
@@ -238,7 +238,7 @@ class Session:
                 raise error from raised
             raise
         self._check_applied(answer)
-        self._warn_of_lost_changes(sync_round)
+        self._warn_of_lost_changes(self._lost_changes(sync_round))
         report = SyncReport(
             **parts,
             base_version=base_version(answer, attempt, state),
@@ -277,13 +277,16 @@ class Session:
             queue.put(part)
         return builder.report(), builder.digest
 
-    def _warn_of_lost_changes(self, sync_round: SyncRound) -> None:
+    def _lost_changes(self, sync_round: SyncRound) -> list[str]:
+        """Return tensors that have changed, which the destination ignores and no warning named."""
+        return sorted(self.state.plan.ignored.intersection(sync_round.changes) - self._unserved)
+
+    def _warn_of_lost_changes(self, names: Collection[str], *, logs: bool = True) -> None:
         """Name tensors that the trainer has changed and the destination does not hold, once."""
-        changed = self.state.plan.ignored.intersection(sync_round.changes)
-        if new := sorted(changed - self._unserved):
-            self._unserved |= changed
+        self._unserved.update(names)
+        if names and logs:
             message = "%s ignores tensors that have changed, as a fresh load of them would: %s"
-            logger.warning(message, self.destination.name, ", ".join(new))
+            logger.warning(message, self.destination.name, ", ".join(names))
 
     def _check_applied(self, answer: Mapping[str, Any]) -> None:
         """Check that a sync which the engine has had already is the one that was posted.

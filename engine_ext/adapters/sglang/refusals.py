@@ -16,7 +16,8 @@ from engine_ext.adapters.refusals import (
 
 _MOVING: Final = "experts move between the ranks"
 _KEEPS_KV: Final = (
-    "it keeps KV of old weights: no test has shown that SGLang's flush of the cache drops all of it"
+    "after a sync a prompt could be answered from KV of old weights, as no test has shown that "
+    "SGLang's flush of the cache drops all of it; leave the option out"
 )
 _NO_ENDPOINTS: Final = "it has no delta endpoints; use the plain HTTP server"
 _ORDER: Final = "replicas must get calls in the same order"
@@ -58,6 +59,7 @@ RESOLVED: Final = (
         "it loads several draft models",
         (enabled("enable_multi_layer_eagle"),),
     ),
+    Refusal("--enable-hierarchical-cache", _KEEPS_KV, (enabled("enable_hierarchical_cache"),)),
     Refusal(
         "--hicache-storage-backend",
         _KEEPS_KV,
@@ -77,6 +79,7 @@ RESOLVED: Final = (
         _KEEPS_KV,
         (enabled("enable_unified_cache_external_linker"),),
     ),
+    Refusal("--enable-hisparse", _KEEPS_KV, (enabled("enable_hisparse"),)),
     Refusal(
         "--disaggregation-mode",
         "KV of old weights might be on its way between the two engines during a sync",

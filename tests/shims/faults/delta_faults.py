@@ -14,6 +14,8 @@ rank is asked next takes the file away. Faults:
   of a module.
 - ``other_bits``: it leaves other bits in a parameter than the engine's own code did.
 - ``fail_stage``, ``stall_stage``, ``slow_stage``: the same of the next part's staging.
+- ``repeat_stage``: the next part is staged again and again until there is a file ``enough-RANK``,
+  which this takes away. A file ``staging-RANK`` says that it was staged once.
 - ``raise_commit``: the next commit raises before it begins, where nothing should.
 - ``flip_a_bit``: of one element of a live parameter, now, as a cosmic ray would. The file has the
   parameter's name and the element's offset.
@@ -105,6 +107,8 @@ def _arm(receiver: Any) -> None:
             _once(applier, method, stall)
         if armed(f"slow_{method}") is not None:
             _late(applier, method, lambda: stall(1))
+    if armed("repeat_stage") is not None:
+        _repeat(receiver._staging, folder / f"staging-{rank}", folder / f"enough-{rank}")
     flip = armed("flip_a_bit")
     if flip is not None:
         name, offset = flip.split()
@@ -130,7 +134,7 @@ def _leave(file: Path, text: str) -> None:
 
 
 def _live(applier: Any) -> Any:
-    """Return the live model, also where a twin of it is written to."""
+    """Return the live model, also where an unprocessed copy of it is written to."""
     rebuilds = getattr(applier, "_rebuilds", None)
     return applier._places._model if rebuilds is None else rebuilds.model
 
@@ -239,6 +243,22 @@ def _late(applier: Any, method: str, first: Callable[[], None]) -> None:
         return original(*arguments)
 
     setattr(applier, method, call)
+
+
+def _repeat(staging: Any, begun: Path, enough: Path) -> None:
+    """Let the next part be read, decoded and staged until it is enough."""
+    original = staging._stage
+
+    def stage(*part: Any) -> Any:
+        staging._stage = original
+        staged = original(*part)
+        _leave(begun, "")
+        while not enough.exists():
+            staged = original(*part)
+        enough.unlink()
+        return staged
+
+    staging._stage = stage
 
 
 def _once(applier: Any, method: str, then: Callable[[], None]) -> None:

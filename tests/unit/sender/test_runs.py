@@ -164,6 +164,41 @@ def test_engine_restarted_for_another_trainer_is_left_alone(model: Model) -> Non
     assert engine.holds(theirs)
 
 
+def test_nobody_comes_before_a_full_sync(model: Model) -> None:
+    """After the engine's restart, between its status and the first part that follows from it."""
+    engine, theirs = Engine.of(model), other_of(model)
+    outcomes: list[str | None] = []
+
+    def comes_between(request: httpx.Request) -> httpx.Response:
+        answer = engine.answer(request)
+        is_status = request.url.path == "/delta_status"
+        if engine.loaded and is_status and posts and "digest" in answer.json():
+            try:
+                another.sync(theirs.items())
+                outcomes.append("committed")
+            except RunConflict:
+                outcomes.append("refused")
+        return answer
+
+    posts: list[int] = []
+    client = httpx.Client(transport=httpx.MockTransport(comes_between))
+    with (
+        DeltaSender("http://engine", model.items(), client=client) as sender,
+        sender_of(engine, theirs) as another,
+    ):
+        train(model)
+        sender.sync(model.items())
+        engine.restart(copied(theirs))
+        train(theirs)
+        posts.append(1)
+        train(model, 1)
+        report = sender.sync(model.items())
+        assert report.full
+    assert outcomes
+    assert {*outcomes} == {"refused"}
+    assert engine.holds(model)
+
+
 @pytest.mark.parametrize("run", ["another", "anonymous-1"])
 def test_later_weights_of_the_bases_run_are_kept(model: Model, run: str) -> None:
     """Its trainer has gone on after the engine's restart, or an anonymous run has its name."""
@@ -291,6 +326,19 @@ def test_numbers_of_a_run_are_used_once(model: Model, file: Path) -> None:
         report = sender.sync(model.items())
     assert (report.full, report.version) == (True, 6)
     assert (report.reason or "").startswith("behind: ")
+
+
+def test_next_sender_of_a_process_opens_its_run(model: Model, tmp_path: Path) -> None:
+    base, engine = copied(model), Engine.of(model)
+    with sender_of(engine, model) as sender:
+        train(model)
+        sender.sync(model.items())
+    with sender_of(engine, base, continues=(sender.run, sender.epoch)) as following:
+        assert (following.run, following.epoch) == (sender.run, 2)
+        train(base, 5)
+        assert following.sync(base.items()).full  # over what its run has sent
+    with pytest.raises(ValueError, match="continues= is for engines"):
+        DeltaSender(tmp_path / "log", base.items(), continues=("a", 1))
 
 
 # ---- one owner -----------------------------------------------------------------------------------

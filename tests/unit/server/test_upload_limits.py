@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import types
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -17,8 +16,17 @@ from delta_server.upload_limits import MinimumRate, UploadSlots, receive_body
 from engine_ext.errors import TooManyUploads, UploadTooSlow
 from tests.support.delta_bodies import OTHER_STEP, STEP, after, delta_part, fresh_weights
 from tests.support.endpoint_rig import DELTA, FROM_DISK, STATUS, Rig, assert_error
+from tests.support.virtual_time import VirtualClock
 
 OCTETS = {"Content-Type": "application/octet-stream"}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    """The clock of the limits."""
+    found = VirtualClock()
+    monkeypatch.setattr(upload_limits, "time", found)
+    return found
 
 
 async def steady(count: int, size: int, gap: float) -> AsyncIterator[bytes]:
@@ -28,22 +36,27 @@ async def steady(count: int, size: int, gap: float) -> AsyncIterator[bytes]:
         yield bytes(size)
 
 
-def arrive(chunks: AsyncIterator[bytes], pace: MinimumRate, busy: float = 0) -> int:
+def arrive(
+    clock: VirtualClock, chunks: AsyncIterator[bytes], pace: MinimumRate, busy: float = 0
+) -> int:
     async def take() -> int:
         taken = 0
         async for chunk in receive_body(chunks, pace):
             taken += len(chunk)
-            time.sleep(busy)
+            clock.sleep(busy)
         return taken
 
-    return asyncio.run(take())
+    return clock.run(take())
 
 
-def test_a_body_at_its_rate_may_take_as_long_as_it_likes() -> None:
-    assert arrive(steady(10, 100, 0.03), MinimumRate(stall=0.2, rate=1000)) == 1000
+def test_a_body_at_its_rate_may_take_as_long_as_it_likes(clock: VirtualClock) -> None:
+    assert arrive(clock, steady(100, 100, 0.1), MinimumRate(stall=0.2, rate=1000)) == 10_000
+    assert clock.now == pytest.approx(10)
 
 
-def test_a_python_whose_tasks_do_not_count_cancellations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_whose_tasks_do_not_count_cancellations(
+    clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Python 3.10."""
     current = asyncio.current_task
 
@@ -53,38 +66,36 @@ def test_a_python_whose_tasks_do_not_count_cancellations(monkeypatch: pytest.Mon
         return types.SimpleNamespace(cancel=task.cancel)
 
     monkeypatch.setattr(upload_limits.asyncio, "current_task", old_task)
-    assert arrive(steady(3, 100, 0), MinimumRate(stall=0.2, rate=1000)) == 300
+    assert arrive(clock, steady(3, 100, 0), MinimumRate(stall=0.2, rate=1000)) == 300
     with pytest.raises(UploadTooSlow):
-        arrive(steady(2, 1, 10), MinimumRate(stall=0.2, rate=1000))
+        arrive(clock, steady(2, 1, 10), MinimumRate(stall=0.2, rate=1000))
 
 
-def test_a_body_below_its_rate_is_given_up() -> None:
+def test_a_body_below_its_rate_is_given_up(clock: VirtualClock) -> None:
     """Though it never stalls: a byte now and then does not keep a place."""
-    start = time.monotonic()
     with pytest.raises(UploadTooSlow, match="minimum rate is 1000 bytes/s") as caught:
-        arrive(steady(1000, 1, 0.03), MinimumRate(stall=0.2, rate=1000))
-    assert 0.2 <= time.monotonic() - start < 2
+        arrive(clock, steady(1000, 1, 0.03), MinimumRate(stall=0.2, rate=1000))
+    assert clock.now == pytest.approx(0.2, rel=0.1)
     assert "only" in caught.value.message
 
 
-def test_a_body_that_stalls_is_given_up() -> None:
+def test_a_body_that_stalls_is_given_up(clock: VirtualClock) -> None:
     """Though it was fast before."""
 
     async def stalling() -> AsyncIterator[bytes]:
         yield bytes(1 << 20)
         await asyncio.sleep(60)
 
-    start = time.monotonic()
     with pytest.raises(UploadTooSlow, match=r"no byte of the body arrived for 0\.1 s"):
-        arrive(stalling(), MinimumRate(stall=0.1, rate=1))
-    assert time.monotonic() - start < 2
+        arrive(clock, stalling(), MinimumRate(stall=0.1, rate=1))
+    assert clock.now == pytest.approx(0.1)
 
 
-def test_what_is_done_with_the_chunks_does_not_count() -> None:
-    assert arrive(steady(5, 1, 0), MinimumRate(stall=0.1, rate=1 << 20), busy=0.05) == 5
+def test_what_is_done_with_the_chunks_does_not_count(clock: VirtualClock) -> None:
+    assert arrive(clock, steady(5, 1, 0), MinimumRate(stall=0.1, rate=1 << 20), busy=0.05) == 5
 
 
-def test_a_wait_that_is_cancelled_is_not_a_slow_body() -> None:
+def test_a_wait_that_is_cancelled_is_not_a_slow_body(clock: VirtualClock) -> None:
     """Also if both come at once."""
 
     async def scenario(stall: float) -> None:
@@ -93,16 +104,16 @@ def test_a_wait_that_is_cancelled_is_not_a_slow_body() -> None:
         )
         await asyncio.sleep(0.01)
         if stall < 1:
-            time.sleep(2 * stall)  # its timer rings before the task runs again
+            clock.sleep(2 * stall)  # its timer rings before the task runs again
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
 
-    asyncio.run(scenario(60))
-    asyncio.run(scenario(0.05))
+    clock.run(scenario(60))
+    clock.run(scenario(0.05))
 
 
-def test_a_slow_body_leaves_no_request_to_cancel_its_task() -> None:
+def test_a_slow_body_leaves_no_request_to_cancel_its_task(clock: VirtualClock) -> None:
     async def scenario() -> None:
         with pytest.raises(UploadTooSlow):
             async for _ in receive_body(steady(1, 1, 60), MinimumRate(stall=0.01, rate=1)):
@@ -112,7 +123,7 @@ def test_a_slow_body_leaves_no_request_to_cancel_its_task() -> None:
         assert task.cancelling() == 0
         await asyncio.sleep(0.02)
 
-    asyncio.run(scenario())
+    clock.run(scenario())
 
 
 def test_many_chunks_take_few_timers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,12 +149,11 @@ def test_many_chunks_take_few_timers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slow_body_is_answered(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(stage_timeout=0.1, min_upload_rate=1 << 20)
+    rig = make_rig(stage_timeout=0.5, min_upload_rate=1 << 20)
 
     async def drip() -> AsyncIterator[bytes]:
-        for byte in delta_part():
-            await asyncio.sleep(0.02)
-            yield bytes([byte])
+        yield delta_part()[:1]
+        await asyncio.sleep(60)
 
     error = assert_error(rig.post(DELTA, content=drip(), headers=OCTETS), 408, "UploadTooSlow")
     assert str(1 << 20) in error["message"]

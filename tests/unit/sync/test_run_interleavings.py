@@ -47,6 +47,7 @@ class Senders(RuleBasedStateMachine):
         self.highest: dict[str, int] = {}
         self.fenced: set[str] = set()
         self.latest: dict[str, int] = {}  # epoch, by run
+        self.released: set[tuple[str, int]] = set()  # epochs that have not claimed since
         self.logged = 0
 
     def is_gone(self, sender: RunSender) -> bool:
@@ -59,7 +60,9 @@ class Senders(RuleBasedStateMachine):
         admission, error = outcome(lambda: self.state.admit(part, self.now, self.now))
         if part.origin == "sender":
             taken = owner is None or (sender is not None and sender.run == owner.run)
-            assert isinstance(error, RunFenced) == (sender is not None and self.is_gone(sender))
+            is_late = sender is not None and (sender.run, sender.epoch) in self.released
+            is_gone = sender is not None and self.is_gone(sender)
+            assert isinstance(error, RunFenced) == (is_late or is_gone)
             assert taken or isinstance(error, RunConflict)
         if error is not None:
             assert self.state.runs.owner == owner
@@ -173,6 +176,7 @@ class Senders(RuleBasedStateMachine):
             assert takeover
             self.fenced.add(owner.run)
         self.latest[sender.run] = sender.epoch
+        self.released.discard((sender.run, sender.epoch))
 
     @rule(sender=SENDERS)
     def release(self, sender: RunSender) -> None:
@@ -180,6 +184,8 @@ class Senders(RuleBasedStateMachine):
         mine = owner is not None and (owner.run, owner.epoch) == (sender.run, sender.epoch)
         assert self.state.release(sender) == mine
         assert self.state.runs.owner == (None if mine else owner)
+        if mine:
+            self.released.add((sender.run, sender.epoch))
 
     @rule()
     def roll_back(self) -> None:

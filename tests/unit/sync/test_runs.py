@@ -150,6 +150,7 @@ def test_a_twin_can_take_over(state: SyncState) -> None:
     assert state.sync is None
     refused(state, of(A), RunConflict)
     state.release(TWIN)
+    claim(state, A)
     commit(state, of(A))
 
 
@@ -202,6 +203,7 @@ def test_a_takeover_of_nobody_fences_nobody(state: SyncState) -> None:
     state.release(A)
     claim(state, B, takeover=True)
     state.release(B)
+    claim(state, A)
     assert state.admit(of(A, 7, 6), 0) == "new"
 
 
@@ -216,6 +218,34 @@ def test_a_release_drops_what_was_staged(state: SyncState) -> None:
     assert not state.release(A)
     claim(state, B)
     assert state.admit(of(B, 7, 6), 0) == "new"
+
+
+@pytest.mark.parametrize("late", [of(A, 7, 6, num_parts=2), full_of(A, 8)])
+def test_a_late_part_does_not_own_again(state: SyncState, late: PartId) -> None:
+    """It was on its way when its sender released the engine."""
+    commit(state, of(A))
+    state.release(A)
+    error = refused(state, late, RunFenced)
+    assert "released" in error.message
+    assert owner_in(error) is None
+    assert (state.runs.owner, state.sync, state.version) == (None, None, 6)
+    claim(state, B)
+    assert owner_in(refused(state, late, RunConflict))["run"] == "b"
+
+
+@pytest.mark.parametrize("sender", [A, A_AGAIN])
+def test_a_released_run_owns_by_a_claim(state: SyncState, sender: RunSender) -> None:
+    claim(state, A)
+    state.release(A)
+    claim(state, sender)
+    assert state.admit(of(sender, num_parts=2), 0) == "new"
+
+
+def test_a_later_epoch_owns_a_released_run(state: SyncState) -> None:
+    commit(state, of(A))
+    state.release(A)
+    assert state.admit(of(A_AGAIN, 7, 6, num_parts=2), 0) == "new"
+    refused(state, of(A, 7, 6, num_parts=2), RunFenced)
 
 
 @pytest.mark.parametrize("other", [B, None])

@@ -21,6 +21,7 @@ from delta_sender.http_client import EngineClient
 from delta_sender.integrations.transfer_group import Group, Rendezvous
 from delta_sender.options import MultiOptions
 from delta_sender.results import SyncError
+from delta_sender.run import Run
 from engine_ext.format import SIGNATURE_SUFFIX, sign
 
 _BUSY: Final = ("SyncInProgress", "TooManyUploads")
@@ -79,12 +80,18 @@ class TransferDestination(EngineClient):
         self._key = options["hmac_key"]
         self._wait_s = options["timeout"]
         self._group: Group | None = None
+        self._run: Run | None = None  # that has claimed the engine
         # Parts are delivered by other threads, which have a current GPU of their own.
         is_nccl = channel.kind == "collective" and channel.backend == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
         if options["adapter"] is not None:
             raise ValueError("the weight-transfer API has no adapters; use DeltaSender")
         self._call(client.init_weight_transfer_engine, {})
+
+    def claim(self, run: Run, *, takeover: bool) -> dict[str, Any]:
+        """See `Destination.claim`."""
+        self._run = run
+        return super().claim(run, takeover=takeover)
 
     def close(self) -> None:
         """Leave the group, and close the HTTP client."""
@@ -105,6 +112,10 @@ class TransferDestination(EngineClient):
             self.check_open()
             try:
                 if part == 0:
+                    if self._run is not None:
+                        # The call that starts has no run, and ends whatever update has begun: a
+                        # run that is fenced must not make it.
+                        super().claim(self._run, takeover=False)
                     self._call(self._sync_client.start_weight_update)
                 self._update(body, f"{version}-{part}")
                 break

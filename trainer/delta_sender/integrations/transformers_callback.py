@@ -15,7 +15,7 @@ from delta_sender.model_sync import on_all_ranks, sync_model
 from delta_sender.model_tensors import Checkpoint, any_rank, named_tensors
 from delta_sender.multi_sender import MultiSender
 from delta_sender.options import MultiOptions, with_defaults
-from delta_sender.results import SyncReport
+from delta_sender.results import SyncReport, raising_as_one
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -143,7 +143,8 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
         base = self._base if self._sender is not None else None
         form = self._options["quantize"]
         try:
-            reports = sync_model(self._sender, model, base, dtype=self._dtype, quantize=form)
+            with raising_as_one(len(self._urls)):
+                reports = sync_model(self._sender, model, base, dtype=self._dtype, quantize=form)
         except BaseException:
             self.close()
             raise

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from delta_sender.log_destination import log_location
 from delta_sender.model_sync import sync_stream
 from delta_sender.model_tensors import empty_model
 from delta_sender.options import Options
@@ -60,14 +61,17 @@ class DeltaWeightTransfer:
         self._frozen, self.model = frozen, model
         self._url, self._base, self._options = url, Path(base), options
         self._sender: DeltaSender | None = None
+        self._run: tuple[str, int] | None = None  # of the sender before
         self._names: nn.Module | None = None
         self.report: SyncReport | None = None
 
     def init_weight_transfer(self) -> None:
-        """Read the base."""
+        """Read the base, and open the engine's run; after `destroy` the same run again."""
         self.destroy()
         self._names = empty_model(self._base)
-        self._sender = DeltaSender(self._url, self._base, **self._options)
+        has_file = self._options.get("state") is not None or log_location(self._url) is not None
+        continues = None if has_file else self._run
+        self._sender = DeltaSender(self._url, self._base, continues=continues, **self._options)
 
     def pause(self) -> None:
         """Do nothing: committing pauses."""
@@ -95,8 +99,9 @@ class DeltaWeightTransfer:
         """Do nothing: the engine has resumed."""
 
     def destroy(self) -> None:
-        """Close the sender."""
+        """Close the sender, and release the engine."""
         if self._sender is not None:
+            self._run = self._sender.run, self._sender.epoch
             self._sender.close()
             self._sender = None
 

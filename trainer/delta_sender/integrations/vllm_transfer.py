@@ -23,7 +23,7 @@ from delta_sender.model_sync import on_all_ranks
 from delta_sender.model_tensors import checkpoint_names
 from delta_sender.multi_sender import MultiSender
 from delta_sender.refills import StableGenerator
-from delta_sender.results import PartialSyncError, SyncReport
+from delta_sender.results import SyncReport, raising_as_one
 
 BACKEND = "delta_updates"
 
@@ -140,12 +140,8 @@ class DeltaTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             tensors = checkpoint_names(
                 source, info.model, info.base, frozen=info.frozen, quantize=form
             )
-        try:
-            with closing(tensors):
-                [report] = self._sender.sync(tensors).values()
-        except PartialSyncError as failed:
-            [error] = failed.failures.values()
-            raise error from None
+        with raising_as_one(1), closing(tensors):
+            [report] = self._sender.sync(tensors).values()
         return report
 
 

@@ -178,7 +178,7 @@ def from_stream(
             for key in [key for key in absent if key in buffers and key in held]:
                 yield from take(key, held[key])
                 absent.remove(key)
-        _refuse_left_out(absent, buffers, frozen)
+        refuse_left_out(absent, buffers, frozen)
         for group in {id(group_of[key]): group_of[key] for key in absent}.values():
             if len(missing[id(group)]) < len(group.keys):
                 raise ValueError(f"{group.keys[0]}: given in part")
@@ -188,23 +188,36 @@ def from_stream(
             pass
 
 
-def _refuse_left_out(
-    absent: Iterable[str], buffers: Container[str], frozen: bool | Iterable[str]
+def is_named(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name fits one of some patterns, as of `fnmatch`, or the only one."""
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def refuse_left_out(
+    absent: Iterable[str],
+    buffers: Container[str],
+    frozen: bool | Iterable[str],
+    *,
+    live: str = "the live model, which it is then read from (model=)",
 ) -> None:
     """Refuse tensors that were left out and are not marked as untrained.
+
+    Args:
+        live: What to give so that buffers are read from it.
 
     Raises:
         ValueError: There are some.
     """
-    patterns = [] if isinstance(frozen, bool) else list(frozen)
-    left = [key for key in absent if not any(fnmatchcase(key, one) for one in patterns)]
+    patterns: Iterable[str] = [] if isinstance(frozen, bool) else frozen
+    left = [key for key in absent if not is_named(key, patterns)]
     if parameters := [key for key in left if key not in buffers and frozen is not True]:
         raise ValueError(f"missing, but in the model: {', '.join(parameters[:5])}")
     if trained := [key for key in left if key in buffers]:
         raise ValueError(
             f"{', '.join(trained[:5])}: a buffer that the given tensors leave out, and that can be "
-            "trained without a gradient. Give the live model, which it is then read from (model=), "
-            "yield it with the other tensors, or name it in frozen=[...] if it is not trained"
+            f"trained without a gradient. Give {live}, yield it with the other tensors, or name it "
+            "in frozen=[...] if it is not trained"
         )
 
 

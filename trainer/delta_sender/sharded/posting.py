@@ -20,7 +20,8 @@ from delta_sender.sharded.ranks import Ranks, described, first_cause, raise_firs
 from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.dtypes import bits_dtype
 
-Report = dict[str, Any]  # what a rank has posted: "parts", "wire_bytes", "nnz", "digest", "picked"
+# What a rank has posted: "parts", "wire_bytes", "nnz", "digest", "picked"; and not: "lost".
+Report = dict[str, Any]
 
 
 class Posting:
@@ -28,6 +29,7 @@ class Posting:
 
     Args:
         metadata: What all parts of the sync have.
+        lost: Names of this rank's changes that are not posted, for the other ranks to know.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class Posting:
         sync_round: SyncRound,
         attempt: Attempt,
         metadata: Mapping[str, Any],
+        lost: list[str],
     ) -> None:
+        self._lost = lost
         self._client, self._options, self._owned, self._ranks = client, options, owned, ranks
         self._round, self._attempt, self._metadata = sync_round, attempt, metadata
         self._queue = PostQueue(client, sync_round, waits=False)
@@ -165,6 +169,7 @@ class Posting:
             "nnz": total.nnz,
             "digest": total.digest.hex(),
             "picked": total.picked,
+            "lost": self._lost,
             "failed": None if failure is None else described(failure),
         }
         reports: list[Report] = self._ranks.exchange(report)

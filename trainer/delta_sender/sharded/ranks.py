@@ -64,11 +64,6 @@ class Ranks:
         """Whether this rank talks to the engine for all."""
         return self.rank == _LEADER
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the group is gone."""
-        return bool(self._lost)
-
     def leave(self, why: str = "this rank has left") -> None:
         """Close the connections to the other ranks, so that none waits for this one."""
         self._lost = self._lost or why

@@ -143,6 +143,7 @@ class ShardedSession(Session):
             sync_round,
             attempt,
             metadata,
+            self._lost_changes(sync_round),
         ).all_parts(state)
         digest = state.digest
         if digest is not None:
@@ -159,6 +160,8 @@ class ShardedSession(Session):
                 state.posted = None
             raise
         self._check_applied(answer)
+        lost = sorted({name for one in reports for name in one["lost"]})
+        self._warn_of_lost_changes(lost, logs=self._ranks.is_leader)
         tensors = [self._owned.ownership[name] for name in state.plan.names]
         wire = [one["wire_bytes"] for one in reports]
         wire[0] += len(body)

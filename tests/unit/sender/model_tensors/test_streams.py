@@ -56,9 +56,9 @@ def test_trained_buffer_is_read_from_the_live_model(
     assert_same(given, saved(model))
 
 
-@pytest.mark.parametrize("frozen", [False, True, ["*.gate.weight"]])
+@pytest.mark.parametrize("frozen", [False, True, ["*.gate.weight"], "*.gate.weight"])
 def test_trained_buffer_without_values_is_refused(
-    balanced: tuple[torch.nn.Module, Path], frozen: bool | list[str]
+    balanced: tuple[torch.nn.Module, Path], frozen: bool | list[str] | str
 ) -> None:
     model, folder = balanced
     given = checkpoint_names(freeing(model), empty_model(folder), folder, frozen=frozen)

@@ -58,6 +58,21 @@ def test_what_ranks_give_is_watched(caplog: pytest.LogCaptureFixture) -> None:
         assert "6 of 6 tensors (2400 values) are rounded" not in caplog.text  # not a warning
 
 
+def test_changes_that_are_not_served_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model, ignored={"layers.1.weight"})
+    with sender_of(engine, model) as sender:
+        sender.sync(whole(model))
+        assert not [text for text in caplog.messages if "have changed" in text]
+        for step in range(2):
+            train(model, step)
+            sender.sync(whole(model))
+    [said] = [text for text in caplog.messages if "have changed" in text]
+    assert said.endswith(
+        "ignores tensors that have changed, as a fresh load of them would: layers.1.weight"
+    )
+
+
 @pytest.mark.parametrize("encoding", ["deltas", "gap8_ulp", "auto"])
 def test_syncs_of_sparse_dense_and_no_changes(encoding: str) -> None:
     model = model_of(torch.bfloat16, torch.float32)
