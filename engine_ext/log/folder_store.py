@@ -68,7 +68,7 @@ class FolderStore:
         """Write a small file, and rename it to its name."""
         path = self.local / name
         path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.tmp")  # another process may write it, too
+        draft = path.with_suffix(f".{os.getpid()}.tmp")  # another process can write it, too
         draft.write_bytes(data)
         draft.replace(path)
 

@@ -39,7 +39,7 @@ class SpilledDeltas(AbstractContextManager["SpilledDeltas"]):
 
         Raises:
             CannotFold: one has another dtype or shape than before.
-            OSError: the file cannot be written. What was added is lost after either.
+            OSError: the file cannot be written. All that was added is lost after either.
         """
         for delta in deltas:
             before = self._now.get(delta.name)

@@ -1,4 +1,4 @@
-"""What is the URL of an object store."""
+"""URLs of object stores."""
 
 from __future__ import annotations
 

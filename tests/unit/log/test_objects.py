@@ -1,4 +1,4 @@
-"""Objects in a real store: what is read is what was written, through every fault that may pass."""
+"""Objects in a real store: what is read is what was written, through every fault that can pass."""
 
 from __future__ import annotations
 
