@@ -252,7 +252,7 @@ def received(body: bytes) -> Way:
                 way.is_on = True
                 answer = await client.post("/update_weights_delta", content=body, headers=headers)
                 way.is_on = False
-            service.spool.close()
+            service.intake.close()
             if answer.json().get("status") != "committed":
                 raise RuntimeError(answer.text)
             return 0

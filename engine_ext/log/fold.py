@@ -13,11 +13,11 @@ import xxhash
 from engine_ext.errors import ChecksumMismatch, DeltaError
 from engine_ext.format import (
     SIGNATURE_SUFFIX,
+    DecodedPart,
     FrameReader,
     Limits,
     Manifest,
     ParamDelta,
-    Part,
     Verifier,
     decode_part,
     encode_part,
@@ -42,7 +42,7 @@ _ENCODING = "deltas_zstd"  # of a folded part; it sends values
 BUCKET_BYTES = 64 << 20  # of a folded part, before compression
 
 
-def read_version(entry: Entry) -> list[Part]:
+def read_version(entry: Entry) -> list[DecodedPart]:
     """Read, verify and decode all parts of a version, as a receiver would, signatures included.
 
     Raises:
@@ -90,7 +90,7 @@ def verify_version(entry: Entry) -> Digests:
     return Digests(None, None)
 
 
-def digests_of(parts: Iterable[Part]) -> Digests:
+def digests_of(parts: Iterable[DecodedPart]) -> Digests:
     """Return the digests of the whole model that the parts of one version declare."""
     return declared_digests(part.manifest for part in parts)
 
@@ -199,7 +199,7 @@ def _sender_of(manifest: Manifest) -> dict[str, Any]:
     return {name: getattr(manifest, name) for name in names}
 
 
-def _deltas(part: Part, values: ModelValues | None) -> list[ParamDelta]:
+def _deltas(part: DecodedPart, values: ModelValues | None) -> list[ParamDelta]:
     """Return the deltas of a part with values; CannotFold if these are not known."""
     if values is not None:
         return values.take(part)
@@ -213,7 +213,7 @@ def _deltas(part: Part, values: ModelValues | None) -> list[ParamDelta]:
     return [*part.deltas]
 
 
-def _read_parts(entry: Entry) -> Iterator[Part]:
+def _read_parts(entry: Entry) -> Iterator[DecodedPart]:
     entry.require_files()
     for path in entry.paths:
         try:
@@ -225,7 +225,7 @@ def _read_parts(entry: Entry) -> Iterator[Part]:
         yield part
 
 
-def _read_part(entry: Entry, path: Path) -> Part:
+def _read_part(entry: Entry, path: Path) -> DecodedPart:
     data = path.read_bytes()
     key = signing_key()
     if key is not None:

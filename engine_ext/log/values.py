@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from engine_ext.files import checkpoint_entries
-from engine_ext.format import Digest, ParamDelta, Part, change_digest
+from engine_ext.format import DecodedPart, Digest, ParamDelta, change_digest
 from engine_ext.log.catalog import CannotFold
 from engine_ext.log.merged import MergedDelta, add_delta
 
@@ -39,7 +39,7 @@ class ModelValues:
         self._files = {name: path for path, name in checkpoint_entries(checkpoint)}
         self._changed: dict[str, MergedDelta] = {}
 
-    def take(self, part: Part) -> list[ParamDelta]:
+    def take(self, part: DecodedPart) -> list[ParamDelta]:
         """Advance by one part; return its deltas, all with values.
 
         Parts of one version name different tensors, so their order does not matter.
@@ -64,7 +64,7 @@ class ModelValues:
             add_delta(self._changed, delta)
         return deltas
 
-    def _require(self, part: Part, change: Digest) -> None:
+    def _require(self, part: DecodedPart, change: Digest) -> None:
         if part.manifest.digest_part != change.hex():
             raise CannotFold(
                 f"version {part.manifest.current_version} sends differences of other values than "

@@ -244,7 +244,8 @@ class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
     """Admit a part and start staging it."""
 
     part: PartId
-    path: str  # the spool file that holds the part
+    path: str  # the file that intake has left of the part
+    pipe: str | None = None  # named pipe that a rank holds open for writing while it stages
     source: PartSource | None = None  # for ranks of other hosts, if there are any
     now: float  # seconds on a clock that all HTTP processes share
     at: float = 0.0  # Unix time

@@ -50,7 +50,7 @@ class PartLocator:
         from engine_ext.remote_parts.fetch import fetch_part
 
         fetch = functools.partial(fetch_part, source)
-        return str(self._cache.get(source.content, source.size, fetch))
+        return str(self._cache.get(source.content, source.size, fetch, delivery=source.url))
 
 
 def _is_the_servers(path: str, source: PartSource) -> bool:

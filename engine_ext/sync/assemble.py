@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import logging
 
-from engine_ext.format import Limits, exponent_planes, gap_streams, ulp_differences
+from engine_ext.format import gap_streams
 from engine_ext.kernels import warm_up
 from engine_ext.placement import Plan
-from engine_ext.ranks import cores_per_rank, ranks_of_host
+from engine_ext.ranks import cores_per_rank
 from engine_ext.settings import Settings
 from engine_ext.startup import (
     LaterCopies,
@@ -67,8 +67,7 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
 def wrap_applier(loaded: LoadedModel, settings: Settings, applier: Applier) -> Receiver:
     """Make the receiver that applies syncs by an applier; compiles what the first one needs."""
     warm_up()
-    for streams in (gap_streams, exponent_planes, ulp_differences):
-        streams.warm_up()
+    gap_streams.warm_up()
     return Receiver(
         applier,
         loaded.ranks,
@@ -76,9 +75,7 @@ def wrap_applier(loaded: LoadedModel, settings: Settings, applier: Applier) -> R
         stage_timeout=settings.stage_timeout,
         read_workers=settings.read_workers,
         undo_bytes=settings.undo_bytes,
-        limits=Limits(max_part_bytes=settings.max_body_bytes),
         scrub_interval=settings.scrub_interval,
-        shared=ranks_of_host(loaded.ranks) > 1,
         locate=loaded.locate,
     )
 

@@ -17,7 +17,7 @@ import torch
 
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
-from engine_ext.format import Digest, ParamDelta, Part, tensor_digest
+from engine_ext.format import DecodedPart, Digest, ParamDelta, tensor_digest
 from engine_ext.model import Known, extent
 from engine_ext.placement import (
     Segment,
@@ -70,7 +70,7 @@ class InitialSyncApplier:
         self._constant, self._ranks = constant, ranks
         self._traced: Traced
 
-    def stage(self, part: Part) -> StagedPart:
+    def stage(self, part: DecodedPart) -> StagedPart:
         """Stage a part; raise BaseMismatch if it is not of a ``full`` sync."""
         if not part.manifest.full:
             raise BaseMismatch(

@@ -22,6 +22,13 @@ from engine_ext.placement import HostElements, LiveElements, WholeBox
 CHANGED: Final = "a weight changed between staging and commit; send the sync again"
 
 
+def copies_differ(name: str) -> BaseMismatch:
+    """Return the error that a rank's copies of a tensor's elements hold other bits."""
+    return BaseMismatch(
+        f"{name}: the copies of it on this rank differ; send a full sync", tensor=name
+    )
+
+
 class Write(msgspec.Struct, eq=False, gc=False):
     """Elements of one live tensor, with their old and new bits.
 

@@ -78,7 +78,7 @@ class SyncOperations:
         if self._sync_state.sync is not before:
             self._look_at_memory(request.part)
         if admission == "new":
-            self._staging.start(request.part, request.path, self._applier.stage, request.source)
+            self._staging.start(request, self._applier.stage)
         return ops.PartBegun(admission=admission)
 
     def claim_run(self, request: ops.ClaimRun) -> ops.RunClaimed:

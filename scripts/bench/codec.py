@@ -51,8 +51,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from delta_sender.diff_host import compare
-from engine_ext.format import ENCODINGS, FrameReader, ParamDelta, Part, decode_part, encode_part
+from delta_sender.diff.compare import compare
+from engine_ext.format import (
+    ENCODINGS,
+    DecodedPart,
+    FrameReader,
+    ParamDelta,
+    decode_part,
+    encode_part,
+)
 from engine_ext.kernels import gather_scatter
 from engine_ext.resources import usable_cores
 from scripts import command_line
@@ -141,7 +148,7 @@ def scatter_time(deltas: Sequence[ParamDelta], repeats: int) -> float:
     return fastest(scatter, repeats)
 
 
-def decode(body: bytes) -> Part:
+def decode(body: bytes) -> DecodedPart:
     """Decode a body, which may be a zstd frame."""
     wrapped = body.startswith(b"\x28\xb5\x2f\xfd")
     return decode_part(b"".join(FrameReader(1 << 32).feed(body)) if wrapped else body)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.format import ParamDelta, Part, decode_part, encode_part, tensor_digest
+from engine_ext.format import DecodedPart, ParamDelta, decode_part, encode_part, tensor_digest
 from engine_ext.kernels import bits_of, host_bits, warm_up
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Plan, Status, TensorSpec, certify_placement, make_plan
@@ -183,18 +183,18 @@ def random_deltas(base: dict[str, torch.Tensor], density: float, seed: int) -> l
     return deltas
 
 
-def as_part(deltas: Sequence[ParamDelta]) -> tuple[bytes, Part]:
+def as_part(deltas: Sequence[ParamDelta]) -> tuple[bytes, DecodedPart]:
     """Encode a sync of one part; return the container and the decoded part."""
     body = encode_part(deltas, encoding="deltas", current_version=1)
     return body, decode_part(body)
 
 
-def reverse(deltas: Sequence[ParamDelta]) -> Part:
+def reverse(deltas: Sequence[ParamDelta]) -> DecodedPart:
     """Return the part that leads back from `random_deltas` to the base checkpoint."""
     return as_part([msgspec.structs.replace(delta, values=delta.values ^ 1) for delta in deltas])[1]
 
 
-def scatter_apply(applier: DeltaApplier, part: Part) -> Timings:
+def scatter_apply(applier: DeltaApplier, part: DecodedPart) -> Timings:
     """Apply a decoded part on this rank; return seconds in total and of both phases."""
     start = time.perf_counter()
     staged = [applier.stage(part)]
@@ -204,7 +204,7 @@ def scatter_apply(applier: DeltaApplier, part: Part) -> Timings:
     return {"total": end - start, "stage": middle - start, "commit": end - middle}
 
 
-def read_alone(applier: DeltaApplier, part: Part) -> float:
+def read_alone(applier: DeltaApplier, part: DecodedPart) -> float:
     """Return the seconds in which the elements that a part changes are read, once they are found.
 
     By as many threads as PyTorch has.
@@ -227,7 +227,7 @@ def commit(applier: DeltaApplier, staged: list[StagedPart]) -> Any:
 
 
 def ways(
-    live: LiveModel, part: Part, deltas: Sequence[ParamDelta]
+    live: LiveModel, part: DecodedPart, deltas: Sequence[ParamDelta]
 ) -> Iterator[tuple[str, Callable[[], Timings]]]:
     """Yield the name of every way to apply the delta, with a function that times it."""
 

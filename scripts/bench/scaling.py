@@ -31,7 +31,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from delta_sender.part_sizes import most_bytes
+from delta_sender.encode.part_builder import most_bytes
 from scripts import command_line
 
 # By element, tensor (`param`) and byte: nanoseconds of one core. By part and sync: seconds.

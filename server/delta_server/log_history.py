@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
 from engine_ext.errors import LogDamaged, LogDiverged
 from engine_ext.log import (
@@ -65,7 +65,7 @@ class LogHistory:
             PartUnavailable: the version cannot be read now.
             SpoolFull: the host's cache has no room for it.
         """
-        [answer, *_] = await call(self._engine, ShareLogRecords(version=version))
+        [answer, *_] = await call_all_ranks(self._engine, ShareLogRecords(version=version))
         known = answer.records
         own = [entry for entry in listing.entries if entry.version == version]
         ours = {entry.folder.name: await self.record(entry) for entry in own}
@@ -85,7 +85,7 @@ class LogHistory:
                 return Comparison(_ended(listing, version), is_gone=True)
         new = {name: record for name, record in found.items() if known.get(name) != record}
         if new:
-            await call(self._engine, ShareLogRecords(version=version, seen=new))
+            await call_all_ranks(self._engine, ShareLogRecords(version=version, seen=new))
         return Comparison()
 
     async def record(self, entry: Entry) -> str | None:
@@ -114,7 +114,9 @@ class LogHistory:
             if after is not None:
                 found.add(after == digest)
             elif parts:
-                unseen = await call(self._engine, FindUnseen(version=version, identities=parts))
+                unseen = await call_all_ranks(
+                    self._engine, FindUnseen(version=version, identities=parts)
+                )
                 if not any(answer.unseen for answer in unseen):
                     found.add(True)
         return max(found, default=None)

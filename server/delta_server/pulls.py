@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.empty_syncs import advance
 from delta_server.published import folder_of
 from delta_server.pull_source import PullSource
@@ -90,7 +90,7 @@ async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord
             source=source.location, target=wanted.target_version, sync_id=sync_id, folder=folder
         ),
     )
-    await call(service.engine, request)
+    await call_all_ranks(service.engine, request)
     found = f"{len(following)} versions to apply" if following else "nothing to apply"
     return f"version {wanted.target_version} is pulled: {found}"
 
@@ -210,7 +210,7 @@ async def _is_unchanged(
     try:
         async with source.resolved(folder.version) as files:
             spooled = await spool_request(
-                service.spool, files.paths, files.roots, reads, service.engine
+                service.intake, files.paths, files.roots, reads, service.engine
             )
     except (PartUnavailable, SpoolFull):
         raise
@@ -251,12 +251,12 @@ async def _state(service: DeltaService) -> RankState:
         raise BaseMismatch(f"{by} changed the weights outside of delta sync; send a full sync")
     if wrong := mismatched(replies):
         raise BaseMismatch.in_memory(wrong)
-    [state, *_] = await call(service.engine, GetState())
+    [state, *_] = await call_all_ranks(service.engine, GetState())
     return state
 
 
 async def _find(service: DeltaService, checkpoint: str) -> Pulled | None:
-    [found, *_] = await call(service.engine, FindPull(checkpoint=checkpoint))
+    [found, *_] = await call_all_ranks(service.engine, FindPull(checkpoint=checkpoint))
     return found if found.source else None
 
 

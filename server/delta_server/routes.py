@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server import pauses
 from delta_server.auth import check_access
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.dashboard import asks_for_token, page_response
 from delta_server.empty_syncs import advance
 from delta_server.log_follower import refuse_pushes
@@ -187,7 +187,7 @@ async def collective_rpc(request: Request) -> dict[str, Any]:
         with service.upload_slots.one():
             disk_request = parse_rpc_request(await _json_body(request, service))
             answer = await _apply_files(service, disk_request, request, record)
-            ranks = len(await call(service.engine, GetState()))
+            ranks = len(await call_all_ranks(service.engine, GetState()))
             return {"results": [answer] * ranks}
 
 
@@ -282,7 +282,7 @@ async def _apply_body(
     verifier = None if key is None else Verifier(key, request.headers.get(SIGNATURE_HEADER))
     length = request.headers.get("content-length", "")
     record.expected = int(length) if length.isascii() and length.isdigit() else None
-    spooled = await service.spool.receive(
+    spooled = await service.intake.receive(
         record.count_received(request.stream()), record.expected, service.minimum_rate, verifier
     )
     record.timings["receive_ms"] = record.seconds * 1e3

@@ -20,10 +20,11 @@ import msgspec
 
 from delta_server import metrics, pauses
 from delta_server.adapter_engine import AdapterEngine
-from delta_server.commit import EngineCommitter, call, total_digest
+from delta_server.commit import EngineCommitter, call_all_ranks, total_digest
 from delta_server.digests import describe_digests
 from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
+from delta_server.intake import Intake, VerifiedPart
 from delta_server.log_follower import LogFollower
 from delta_server.log_replay import LogReplay
 from delta_server.part_server import PartServer
@@ -38,7 +39,6 @@ from delta_server.request_options import (
 )
 from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import combined, count_findings, mismatched
-from delta_server.spool import Spool, Spooled
 from delta_server.staging import Staging
 from delta_server.store_files import ResolvedFiles, StoreFiles, StoreFolder
 from delta_server.transactions import after_gap, as_transaction, located, run_of
@@ -95,7 +95,7 @@ class DeltaService:
         if engine.address is not None:
             self._part_server = PartServer(engine.address, settings.part_port)
         self._staging = self._make_staging()
-        self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
+        self.intake = Intake(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
         self.minimum_rate = MinimumRate(settings.stage_timeout, settings.min_upload_rate)
         self.upload_slots = UploadSlots(settings.max_uploads)
         self.log_replay: LogReplay | None = None
@@ -143,7 +143,8 @@ class DeltaService:
             DeltaError: some rank has no receiver, or the ranks are at different versions. The
                 server must not start.
         """
-        replies = await call(self._engine, GetStatus())
+        self.intake.warm_up()
+        replies = await call_all_ranks(self._engine, GetStatus())
         versions = [reply.version for reply in replies]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
@@ -222,7 +223,7 @@ class DeltaService:
         """
         sender, takeover = request.sender, request.takeover
         if request.action == "release":
-            [reply, *_] = await call(self._engine, ReleaseRun(sender=sender))
+            [reply, *_] = await call_all_ranks(self._engine, ReleaseRun(sender=sender))
             if reply.released:
                 self.reporter.report_owner("released", sender, self.adapter)
             return {
@@ -231,7 +232,7 @@ class DeltaService:
             }
         now, at = time.monotonic(), time.time()
         claim = ClaimRun(sender=sender, takeover=takeover, now=now, at=at)
-        [claimed, *_] = await call(self._engine, claim)
+        [claimed, *_] = await call_all_ranks(self._engine, claim)
         if claimed.owner.since == at:
             self.reporter.report_owner("claimed", sender, self.adapter)
         [status, *others] = await self.committer.status(self._engine)
@@ -252,7 +253,7 @@ class DeltaService:
 
         An engine that was started without a checkpoint has no plan before its first ``full`` sync.
         """
-        replies = await call(self._engine, GetPlan())
+        replies = await call_all_ranks(self._engine, GetPlan())
         plans = [reply.tensors for reply in replies if reply.tensors is not None]
         return plans if len(plans) == len(replies) else None
 
@@ -284,7 +285,7 @@ class DeltaService:
             }
 
     async def apply_body(
-        self, spooled: Spooled, options: Options, record: RequestRecord
+        self, spooled: VerifiedPart, options: Options, record: RequestRecord
     ) -> dict[str, Any]:
         """Stage one part, and commit if it completes its sync; return the answer as JSON.
 
@@ -297,7 +298,7 @@ class DeltaService:
         try:
             async with self.reporter.follow(record):
                 record.set_parts([], [spooled])
-                manifest, record.reason = spooled.header.manifest, options.reason
+                manifest, record.reason = spooled.manifest, options.reason
                 part = part_id(manifest, spooled.identity, options, record.origin)
                 record.set_parts([part], [spooled])
                 async with self._part_lock([spooled]):
@@ -361,13 +362,11 @@ class DeltaService:
                 start = time.perf_counter()
                 allowed = self.settings.folders if roots is None else roots
                 at_once = self.settings.read_workers
-                spooled = await spool_request(self.spool, paths, allowed, at_once, self._engine)
+                spooled = await spool_request(self.intake, paths, allowed, at_once, self._engine)
                 record.set_parts([], spooled)
                 record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
                 record.reason = options.reason or record.reason
-                parts = [
-                    part_id(s.header.manifest, s.identity, options, record.origin) for s in spooled
-                ]
+                parts = [part_id(s.manifest, s.identity, options, record.origin) for s in spooled]
                 if log_records:
                     seen = dict(log_records)
                     parts = [msgspec.structs.replace(part, log_records=seen) for part in parts]
@@ -406,12 +405,12 @@ class DeltaService:
 
     async def _apply_spooled(
         self,
-        spooled: list[Spooled],
+        spooled: list[VerifiedPart],
         parts: list[PartId],
         options: Options,
         record: RequestRecord,
     ) -> dict[str, Any]:
-        whole = all(s.header.manifest.part is None for s in spooled)
+        whole = all(s.manifest.part is None for s in spooled)
         async with self._part_lock(spooled):
             if whole:
                 parts, spooled = await as_transaction(self._engine, parts, spooled)
@@ -420,7 +419,7 @@ class DeltaService:
             return await self._apply(pairs, options, record, whole=whole)
 
     @contextlib.asynccontextmanager
-    async def _part_lock(self, spooled: Sequence[Spooled]) -> AsyncIterator[None]:
+    async def _part_lock(self, spooled: Sequence[VerifiedPart]) -> AsyncIterator[None]:
         """Make a repeat wait until the request that it repeats is answered."""
         async with contextlib.AsyncExitStack() as stack:
             for identity in sorted({s.identity for s in spooled}):
@@ -430,7 +429,7 @@ class DeltaService:
 
     async def _apply(
         self,
-        pairs: list[tuple[PartId, Spooled]],
+        pairs: list[tuple[PartId, VerifiedPart]],
         options: Options,
         record: RequestRecord,
         *,
@@ -455,7 +454,7 @@ class DeltaService:
             identities = [part.identity for part, _ in pairs]
             run = run_of(last)
             request = FindUnseen(version=last.version, run=run, identities=identities)
-            replies = await call(self._engine, request)
+            replies = await call_all_ranks(self._engine, request)
             if last.full or any(reply.unseen for reply in replies):
                 raise
             record.admissions = {"already_applied"}

@@ -10,22 +10,22 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
+from delta_server.intake import VerifiedPart
 from delta_server.published import gap_is_empty, version_of
-from delta_server.spool import Spooled
 from engine_ext.format import Manifest, PartId
 from engine_ext.ranks.operations import FindUnseen, GetState
 
 
 async def as_transaction(
-    engine: Engine, parts: Sequence[PartId], spooled: Sequence[Spooled]
-) -> tuple[list[PartId], list[Spooled]]:
+    engine: Engine, parts: Sequence[PartId], spooled: Sequence[VerifiedPart]
+) -> tuple[list[PartId], list[VerifiedPart]]:
     """Number the files of one request as parts of one sync; leaves out those seen before."""
     by_identity = {part.identity: (part, s) for part, s in zip(parts, spooled, strict=True)}
     version = parts[0].version
     request = FindUnseen(version=version, run=run_of(parts[0]), identities=list(by_identity))
-    unseen = {one for reply in await call(engine, request) for one in reply.unseen}
+    unseen = {one for reply in await call_all_ranks(engine, request) for one in reply.unseen}
     fresh = [one for one in by_identity if one in unseen] or list(by_identity)[:1]
     sync_id = "files:" + xxhash.xxh3_128_hexdigest("".join(sorted(fresh)).encode())
     chosen = [by_identity[identity] for identity in fresh]
@@ -35,8 +35,8 @@ async def as_transaction(
             sync_id=part.sync_id or sync_id,
             part=number,
             num_parts=len(fresh),
-            counted=_is_counted(one.header.manifest),
-            continues=part.sender is None and not _is_counted(one.header.manifest),
+            counted=_is_counted(one.manifest),
+            continues=part.sender is None and not _is_counted(one.manifest),
         )
         for number, (part, one) in enumerate(chosen)
     ]
@@ -94,7 +94,7 @@ async def after_gap(
     folder = path if os.path.isdir(path) else path.parent
     if first.full or first.base_version is None or version_of(folder) != first.version:
         return list(parts)
-    [state, *_] = await call(engine, GetState())
+    [state, *_] = await call_all_ranks(engine, GetState())
     current, base = state.version, first.base_version
     if base <= current or any(part.base_version != base for part in parts):
         return list(parts)

@@ -165,7 +165,7 @@ class WeightTransfer:
                 stack.enter_context(_naming_the_collective())
                 path = await stack.enter_async_context(self._broadcast(size))
                 chunks = _read(path)
-            spooled = await service.spool.receive(
+            spooled = await service.intake.receive(
                 record.count_received(chunks), size, service.minimum_rate, verifier
             )
             record.timings["receive_ms"] = record.seconds * 1e3
@@ -177,7 +177,7 @@ class WeightTransfer:
         limit = self._service.settings.max_body_bytes
         if size > limit:
             raise TooLarge(f"the part has {size} bytes, the limit is {limit}", limit=limit)
-        with tempfile.TemporaryDirectory(dir=self._service.spool.directory) as folder:
+        with tempfile.TemporaryDirectory(dir=self._service.intake.directory) as folder:
             path = Path(folder) / "broadcast"
             await self._receive(path, size)
             yield path

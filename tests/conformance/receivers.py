@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
-from engine_ext.format import ParamDelta, decode_part, encode_part
-from engine_ext.format.identity import PartId, part_identity
+from engine_ext.format import ParamDelta, PartId, encode_part
 from engine_ext.model.constants import Constants, is_constant
 from engine_ext.settings import Settings
 from engine_ext.startup import (
@@ -40,6 +39,7 @@ from tests.conformance.subject import Delta, Rank
 from tests.conformance.syncs import bits
 from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import ToyModel
+from tests.support.verified_file import identity_of, verified_file
 
 _SYNC_ID = "conformance"
 _UNPROCESSED_BYTES = 1 << 20
@@ -67,7 +67,7 @@ class Project:
             bodies = _bodies(deltas, self._encoding)
             for number, body in enumerate(bodies):
                 path = Path(folder, f"{number}.part")
-                path.write_bytes(body)
+                path.write_bytes(verified_file(body)[1])
                 self._stage(_part_id(body, number, len(bodies)), path)
             self._prepare(_part_id(bodies[-1], len(bodies) - 1, len(bodies)))
             self._call("commit", version=1, sync_id=_SYNC_ID)
@@ -203,7 +203,7 @@ def _part_id(body: bytes, number: int, of: int) -> PartId:
     return PartId(
         version=1,
         base_version=0,
-        identity=part_identity(decode_part(body).header, body),
+        identity=identity_of(body),
         sync_id=_SYNC_ID,
         part=number,
         num_parts=of,

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from delta_sender.checkpoint import read_checkpoint
+from engine_ext.files import read_checkpoint
 from engine_ext.ranks import SingleRank
 from engine_ext.settings import Settings
 from engine_ext.startup import LoadedModel

@@ -176,7 +176,7 @@ def test_403_forwarded(server: Server, method: str, path: str) -> None:
     disk = {"model_path": "/", "load_format": "delta", "method": "apply_delta_from_disk"}
     body = {} if method == "GET" else {"json": disk}
     call = server.engine.get if method == "GET" else server.engine.post
-    refused(call(path, headers=headers, **body), 403, "LoopbackOnly")
+    refused(call(path, headers=headers, **body), 403, "AccessDenied")
 
 
 def test_403_paths(server: Server, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer import (
 
 from delta_sender.integrations.transfer_destination import Channel
 from delta_sender.integrations.vllm_transfer import DeltaTrainerInitInfo
-from delta_sender.model_tensors import empty_model
+from delta_sender.models import empty_model
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint

@@ -209,7 +209,8 @@ class _Served:
         """
         import msgspec
 
-        from engine_ext.format import PartId, decode_part, encode_part, part_identity
+        from engine_ext.format import PartId, encode_part
+        from tests.support.verified_file import verified_file
 
         full = old is None
         deltas = [_delta(n, tensor, None if old is None else old[n]) for n, tensor in new.items()]
@@ -224,7 +225,7 @@ class _Served:
                 **{"current_version": self.version, "base_version": base, "sync_id": sync_id},
                 **{"full": full, "part": number, "num_parts": len(dtypes)},
             )
-            identity = part_identity(decode_part(body).header, body)
+            identity, verified = verified_file(body)
             one = PartId(
                 version=self.version,
                 base_version=base,
@@ -236,7 +237,7 @@ class _Served:
             )
             part = msgspec.to_builtins(one)
             with tempfile.NamedTemporaryFile() as file:
-                file.write(body)
+                file.write(verified)
                 file.flush()
                 self.call("begin", part=part, path=file.name, now=0.0)
                 while not self.call("poll", part=part)["done"]:

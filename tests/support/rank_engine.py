@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from engine_ext.format import Limits, Part, decode_part
+from engine_ext.format import DecodedPart, PartId, decode_part
 from engine_ext.format.digest import Digest
-from engine_ext.format.identity import PartId, part_identity
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from tests.support.thread_group import HANGS_AFTER_S, Group, ThreadRanks
+from tests.support.verified_file import identity_of, verified_file
 
 
 class RecordingApplier:
@@ -42,7 +42,7 @@ class RecordingApplier:
         if name in self.fail:
             raise self.fail[name]
 
-    def stage(self, part: Part) -> StagedPart:
+    def stage(self, part: DecodedPart) -> StagedPart:
         self.before_check()
         self._step("check")
         return StagedPart(
@@ -127,8 +127,6 @@ class Engine:
                 base_version=version,
                 stage_timeout=timeout,
                 read_workers=2,
-                shared=len(appliers) > 1,
-                limits=Limits(),
                 undo_bytes=undo_bytes,
                 scrub_interval=scrub_interval,
             )
@@ -145,7 +143,7 @@ class Engine:
 
     def spool(self, body: bytes) -> Path:
         path = self.folder / f"{len(list(self.folder.iterdir()))}.part"
-        path.write_bytes(body)
+        path.write_bytes(verified_file(body)[1])
         return path
 
     def begin(self, part: PartId, path: Path) -> list[dict[str, Any]]:
@@ -214,7 +212,7 @@ def part_id(body: bytes, **changes: Any) -> PartId:
     values = {
         "version": version,
         "base_version": version - 1 if base is None and not manifest.full else base,
-        "identity": part_identity(decode_part(body).header, body),
+        "identity": identity_of(body),
         "sync_id": manifest.sync_id,
         "full": manifest.full,
         "part": manifest.part or 0,

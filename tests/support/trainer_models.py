@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from delta_sender.checkpoint import read_checkpoint
+from engine_ext.files import read_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 

@@ -203,7 +203,7 @@ def test_a_write_that_fails_half_way_and_the_full_sync_after_it(api: Api) -> Non
 
 def test_access_is_that_of_the_delta_endpoints(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = api.post(START, peer=("10.0.0.9", 1))
-    assert_error(elsewhere, 403, "LoopbackOnly")
+    assert_error(elsewhere, 403, "AccessDenied")
     monkeypatch.setenv(API_KEY_ENVIRONMENT, "secret")
     for path in transfer_frontend.PATHS:
         assert_error(api.post(path), 401, "Unauthorized")

@@ -19,10 +19,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from delta_sender import diff_device
-from delta_sender import snapshot as sender_snapshot
-from delta_sender.diff_device import begin_device_compare
-from delta_sender.snapshot import Snapshot
+from delta_sender.diff import device as diff_device
+from delta_sender.diff import snapshot as sender_snapshot
+from delta_sender.diff.device import begin_device_compare
+from delta_sender.diff.snapshot import Snapshot
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format import (
     decode_part,

@@ -36,7 +36,7 @@ class Processes:
 
     def close(self) -> None:
         self.end(1)
-        self.services[1].spool.close()
+        self.services[1].intake.close()
         self.rig.close()
 
     def end(self, number: int) -> None:

@@ -205,7 +205,7 @@ def test_another_process_finds_the_same(log: DeltaLog, started: Callable[..., Ri
         assert other.log_replay.problem is not None
         assert other.log_replay.problem["type"] == "LogDiverged"
     finally:
-        other.spool.close()
+        other.intake.close()
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 
 

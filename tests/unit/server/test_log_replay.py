@@ -309,7 +309,7 @@ def test_only_one_process_replays(log: Path, started: Callable[..., Rig]) -> Non
     try:
         rig.run(both())
     finally:
-        other.spool.close()
+        other.intake.close()
     assert rig.engine.writes == [2, 2]  # two versions are folded into one
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 

@@ -13,7 +13,7 @@ import pytest
 
 from delta_server import staging
 from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
-from engine_ext.format import Part
+from engine_ext.format import DecodedPart
 from engine_ext.ranks.operations import BeginPart, Operation, PollPart, SettlePart
 from tests.support.delta_bodies import NEXT, Changes, after, delta_part, fresh_weights
 from tests.support.endpoint_rig import Rig, assert_error
@@ -132,11 +132,13 @@ def recorded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
     return calls
 
 
-def staged_by(rig: Rig, monkeypatch: pytest.MonkeyPatch, before: Callable[[Part], object]) -> None:
+def staged_by(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, before: Callable[[DecodedPart], object]
+) -> None:
     """Let every rank call `before` with a part that it is about to stage."""
     for shard in rig.engine.shards:
 
-        def stage(part: Part, original: Any = shard.stage) -> Any:
+        def stage(part: DecodedPart, original: Any = shard.stage) -> Any:
             before(part)
             return original(part)
 

@@ -18,11 +18,11 @@ from torch import nn
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+from delta_sender.diff.refills import StableGenerator
 from delta_sender.integrations.transfer_destination import Channel, TransferDestination
-from delta_sender.model_sync import on_all_ranks
-from delta_sender.model_tensors import checkpoint_names
-from delta_sender.multi_sender import MultiSender
-from delta_sender.refills import StableGenerator
+from delta_sender.models import checkpoint_names
+from delta_sender.models.model_sync import on_all_ranks
+from delta_sender.publish.multi_sender import MultiSender
 from delta_sender.results import SyncReport, raising_as_one
 
 BACKEND = "delta_updates"

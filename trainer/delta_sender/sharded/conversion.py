@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from delta_sender.model_tensors.plan import Group, Plan
+from delta_sender.models.plan import Group, Plan
 from delta_sender.sharded.box import Box
 
 _SMALL: Final = 4  # two halves of two elements: an interleaved order would show

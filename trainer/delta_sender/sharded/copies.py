@@ -11,10 +11,9 @@ from typing import Final
 
 import torch
 
-from delta_sender.sharded.box import Box
-from delta_sender.sharded.digests import box_digest
+from delta_sender.diff.snapshot import host_bits
+from delta_sender.sharded.box import Box, box_digest
 from delta_sender.sharded.ownership import Tensor
-from delta_sender.snapshot import host_bits
 from engine_ext.dtypes import TORCH_DTYPE
 
 _AT_A_SYNC: Final = 64 << 20  # bytes, or one tensor's

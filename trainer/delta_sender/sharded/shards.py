@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from delta_sender.model_tensors import Checkpoint, read_base
-from delta_sender.model_tensors.model_state import unwrapped
-from delta_sender.model_tensors.plan import Plan
-from delta_sender.model_tensors.ranks import is_sharded
+from delta_sender.models import Checkpoint, read_base
+from delta_sender.models.model_state import unwrapped
+from delta_sender.models.plan import Plan
+from delta_sender.models.ranks import is_sharded
 from delta_sender.sharded.box import Box
 from delta_sender.sharded.conversion import sources_of
 
