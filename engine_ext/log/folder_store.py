@@ -87,19 +87,20 @@ class FolderStore:
 
     def delete(self, names: Iterable[str]) -> None:
         """Hide folders and delete them, with one sync for all; delete files."""
-        removed = False
+        names = [*names]
+        folders = [name for name in names if "/" not in name]
         for name in names:
             if "/" in name:
                 (self.local / name).unlink(missing_ok=True)
-                continue
+        for name in folders:
             hidden = self.local / f".{name}.gone"
             shutil.rmtree(hidden, ignore_errors=True)
             os.rename(self.local / name, hidden)
-            removed = True
-        if removed:
+        if folders:
             sync_folder(self.local)
-        for hidden in self.local.glob(".weight_v*.gone"):
-            shutil.rmtree(hidden, ignore_errors=True)
+        if folders or not names:
+            for hidden in self.local.glob(".weight_v*.gone"):
+                shutil.rmtree(hidden, ignore_errors=True)
 
     def turn(self) -> FolderTurn:
         """Lock the folder, which is made if it is missing."""

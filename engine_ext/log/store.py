@@ -177,7 +177,7 @@ class Store(Protocol):
         ...
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete folders, each as a whole, and files; also what a deletion cut off has left.
+        """Delete folders, each as a whole, and files; without any, the remains of a cut deletion.
 
         Raises:
             OSError: they cannot be deleted. None is visible in part.
