@@ -55,7 +55,7 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
         draft.load(runner, load)
         return
     loading, states = LoadingTrace(), UnprocessedModules(chosen.shadow_bytes)
-    target = observer_of(draft.target_part(runner), runner, loading, states)
+    target = observer_of(draft.target_role(runner), runner, loading, states)
     with target:
         load()
 
@@ -68,7 +68,7 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
         runner.delta_receiver, runner.delta_ranks = receiver, ranks
         runner.delta_runners = [one.engine.runner for one in observed]
 
-    if target.part.path:
+    if target.role.path:
         draft.expect(target, loading, states, attach)
     else:
         attach([target])
@@ -94,7 +94,7 @@ def build_receiver(
         raise RuntimeError(f"delta updates: {reason}")
     model, replaced = runner.model, list[str]()
     if len(observed) > 1:
-        model = TargetAndDraft(model, runners[1].model, observed[1].part.prefix)
+        model = TargetAndDraft(model, runners[1].model, observed[1].role.prefix)
         replaced = model.shared()
         model.dropped = loading.forget(replaced)
     seen = observations(observed, replaced)

@@ -21,7 +21,7 @@ _NOT_FOLLOWED: Final = ("gemma4_mtp", "step3p5_mtp", "step5_mtp")
 
 
 @dataclass(frozen=True, slots=True)
-class Part(target_and_draft.Part):
+class ModelRole(target_and_draft.ModelRole):
     """A model that a worker loads.
 
     Attributes:
@@ -32,7 +32,7 @@ class Part(target_and_draft.Part):
     load_config: Any
 
 
-def parts(config: Any) -> list[Part]:
+def roles(config: Any) -> list[ModelRole]:
     """Return the models that a worker loads and that syncs must reach, in the order of loading.
 
     Raises:
@@ -41,15 +41,15 @@ def parts(config: Any) -> list[Part]:
     """
     speculative, target = config.speculative_config, config.model_config
     if speculative is None or speculative.method in _NO_WEIGHTS:
-        return [Part("", "", True, target, config.load_config)]
+        return [ModelRole("", "", True, target, config.load_config)]
     refusal = _unsupported(config, speculative)
     if refusal is not None:
         raise RuntimeError(refusal.message)
-    first = Part(TARGET, "", True, target, config.load_config)
+    first = ModelRole(TARGET, "", True, target, config.load_config)
     draft = speculative.draft_model_config
     if (draft.model, draft.revision) == (target.model, target.revision):
-        return [first, Part(DRAFT, "", False, target, config.load_config)]
-    return [first, Part(DRAFT, PREFIX, True, draft, _load_config(config))]
+        return [first, ModelRole(DRAFT, "", False, target, config.load_config)]
+    return [first, ModelRole(DRAFT, PREFIX, True, draft, _load_config(config))]
 
 
 def _unsupported(config: Any, speculative: Any) -> Refusal | None:

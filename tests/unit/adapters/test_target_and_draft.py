@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.adapters.target_and_draft import Part, TargetAndDraft, outside, read
+from engine_ext.adapters.target_and_draft import ModelRole, TargetAndDraft, outside, read
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Status, TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
@@ -53,14 +53,14 @@ def checkpoint(*layers: str) -> Tensors:
     return {"embed.weight": normal(6, 4), **{f"layers.{n}.weight": normal(4, 4) for n in layers}}
 
 
-PARTS = [Part("target", "", True), Part("draft", "draft.", True)]
+PARTS = [ModelRole("target", "", True), ModelRole("draft", "draft.", True)]
 
 
 def test_both_checkpoints_are_read_as_one() -> None:
     one = torch.zeros(1)
     found = read(PARTS, [[("a", one)], [("a", one), ("b", one)]])
     assert [name for name, _ in found] == ["a", "draft.a", "draft.b"]
-    same = [PARTS[0], Part("draft", "", False)]
+    same = [PARTS[0], ModelRole("draft", "", False)]
     assert [name for name, _ in read(same, [[("a", one)], [("a", one)]])] == ["a"]
 
 
@@ -203,7 +203,7 @@ def test_one_transaction_writes_both_and_undoes_both(apply: str, prefix: str) ->
 
 
 def test_the_paths_of_a_part() -> None:
-    draft, alone = PARTS[1], Part("", "", True)
+    draft, alone = PARTS[1], ModelRole("", "", True)
     assert draft.by_path({"embed.weight": 1}) == {"draft.embed.weight": 1}
     assert draft.inside("draft.embed.weight") == "embed.weight"
     assert alone.by_path({"embed.weight": 1}) == {"embed.weight": 1}
