@@ -161,8 +161,8 @@ def raising_as_one(engines: int) -> Iterator[None]:
 class RankError(SyncError):
     """Ranks of a `ShardedSender` disagree, or one has failed or died; `message` says which.
 
-    The engine has not committed; only if a rank dies while the last part is under way it might have,
-    and the message says so.
+    The engine has not committed; only if a rank dies while the last part is under way it might
+    have, and the message says so.
 
     Attributes:
         ranks: Numbers of the ranks that have failed or disagree, as far as known.

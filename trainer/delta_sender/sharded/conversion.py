@@ -2,7 +2,8 @@
 
 transformers converts whole tensors only. So its own conversion is run once on a small tensor with
 the same name and number of experts whose elements are numbered, and the numbers that come out show
-the elements that each checkpoint tensor is made from. It must be a box of the fused tensor, in the same order.
+the elements that each checkpoint tensor is made from. It must be a box of the fused tensor, in the
+same order.
 """
 
 from __future__ import annotations

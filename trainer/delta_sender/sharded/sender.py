@@ -200,8 +200,8 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         `DeltaSender`.
 
         Args:
-            shards: The shards that the sender was made with, with their values now. None must change
-                before the sync ends.
+            shards: The shards that the sender was made with, with their values now. None must
+                change before the sync ends.
             step: The trainer's step, if ranks are to check that they are at the same one.
 
         Returns:
