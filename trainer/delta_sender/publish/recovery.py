@@ -34,8 +34,8 @@ class Recovery:
        from then on if it takes them.
     5. The number was used before in this run: the same is sent under the next one.
 
-    If it `has_log`, a delta log might have the versions that the destination lacks. Without a
-    `guard`, the model can always be sent whole.
+    If it `has_log`, what the destination lacks might be in a delta log. Without a `guard`, the
+    model can always be sent whole.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """All ranks send one sync together: the parts of each, then one that commits.
 
-Every rank runs the same steps, with the same view of the engine: all ranks get the
-answers that the leader, rank 0, gets. So all ranks choose the same attempts, and end with the same
-report or error.
+Every rank runs the same steps, with the same view of the engine: all ranks get the answers that the
+leader, rank 0, gets. So all ranks choose the same attempts, and end with the same report or error.
 """
 
 from __future__ import annotations
