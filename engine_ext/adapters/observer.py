@@ -1,8 +1,8 @@
 """Watch an engine load a model: the same for both engines.
 
 Just before the engine processes the model, its loader is run dry. Then the processing of each
-module is probed, and what it computes is kept as it was. What was seen becomes part of the
-`LoadedModel` that start-up begins with.
+module is probed, and modules that it computes are kept unprocessed. The observations become part
+of the `LoadedModel` that start-up begins with.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EngineLoad(Protocol):
         """Return the engine's function that constructs the model: its module, and its name."""
 
     def reader(self, model: torch.nn.Module) -> CheckpointReader | None:
-        """Return what reads the loaded checkpoint; None if there is none.
+        """Return a reader of the loaded checkpoint; None if there is none.
 
         Raises:
             RuntimeError: the model cannot be updated. The engine must not start.
@@ -119,7 +119,7 @@ class ModelLoadObserver(Generic[Engine]):
 
 @dataclass(frozen=True, slots=True)
 class LoadObservations:
-    """What was seen of all models of a rank; see `LoadedModel` for the attributes."""
+    """The observations of all models of a rank; see `LoadedModel` for the attributes."""
 
     repacks: Mapping[str, Repack]
     refusals: Mapping[str, str]
@@ -130,7 +130,7 @@ class LoadObservations:
 def observations(
     observers: Sequence[ModelLoadObserver[Any]], replaced: Iterable[str]
 ) -> LoadObservations:
-    """Return what was seen while the models were loaded.
+    """Return the observations from the loading of the models.
 
     Args:
         replaced: paths of the modules that the engine has since replaced by others.

@@ -37,7 +37,7 @@ class ModelRole:
     own: bool
 
     def by_path(self, found: Mapping[str, _T]) -> dict[str, _T]:
-        """Return what was found on the model by the paths of the receiver's model."""
+        """Return a mapping by the model's paths as one by the receiver's paths."""
         return {f"{self.path}.{name}".lstrip("."): one for name, one in found.items()}
 
     def inside(self, path: str) -> str:
@@ -65,9 +65,9 @@ class TargetAndDraft(torch.nn.Module):
     def split(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> list[tuple[Any, list[tuple[str, torch.Tensor]]]]:
-        """Return each model with its tensors, unless it has none; all are both's without a prefix.
+        """Return each model with its tensors, if it has some; without a prefix both get all.
 
-        Some loaders fail, or fill in, if they are given nothing.
+        Some loaders fail, or fill in defaults, if they get no tensor.
         """
         pairs, prefix = list(weights), self._prefix
         kept = ((n, t) for n, t in pairs if n not in self.dropped)
@@ -114,6 +114,6 @@ def read(
 
 
 def outside(modules: Iterable[str], found: Mapping[str, _T]) -> dict[str, _T]:
-    """Return what was found on tensors, by path, but not in some modules."""
+    """Return the entries, by a tensor's path, that are in none of some modules."""
     inside = tuple(f"{path}." for path in modules)
     return {name: one for name, one in found.items() if not name.startswith(inside)}

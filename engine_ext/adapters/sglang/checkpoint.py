@@ -74,7 +74,7 @@ def load_format(runner: Any) -> str:
 
 
 def checkpoint(runner: Any, model: torch.nn.Module) -> CheckpointReader | None:
-    """Return what reads the loaded checkpoint's tensors on the CPU, or None if there is none.
+    """Return a reader of the loaded checkpoint's tensors on the CPU, or None if there is none.
 
     The formats whose readers need all ranks at once, or whose tensors are gone after the reading,
     read the same files as ``safetensors``.
@@ -92,7 +92,7 @@ def checkpoint(runner: Any, model: torch.nn.Module) -> CheckpointReader | None:
 
 
 def checkpoints(observed: Sequence[Observer]) -> CheckpointReader | None:
-    """Return what reads the checkpoints of all models, or None if one has none."""
+    """Return a reader of the checkpoints of all models, or None if one has none."""
     runners = [one.engine.runner for one in observed]
     readers = [checkpoint(runner, runner.model) for runner in runners]
     if None in readers:

@@ -1,8 +1,8 @@
 """The draft model of SGLang's speculative decoding, which is updated together with the target.
 
 SGLang loads it after the target, by a runner of its own. When the memory pools are made, it gives
-EAGLE heads and MTP layers the target's embedding and output head. Only then is it known what the
-two models share, so the receiver is made after that.
+EAGLE heads and MTP layers the target's embedding and output head. Which tensors the two models
+share is known only then, so the receiver is made after that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine_ext.startup import LoadingTrace, UnprocessedModules
 _FOLLOWED: Final = ("EAGLE", "EAGLE3", "STANDALONE")
 _REVISION: Final = "main"
 
-# What observes the draft model when it is loaded; a process loads at most one, after its target.
+# Observers of the draft model's load; a process loads at most one, after its target.
 _expected: list[Callable[[Any, Callable[[], None]], None]] = []
 
 
@@ -30,8 +30,8 @@ def target_role(runner: Any) -> ModelRole:
     """Return the role of the model that a target's runner is about to load.
 
     Raises:
-        RuntimeError: the weights of its draft model are not known to be reached. SGLang does not
-            start then.
+        RuntimeError: syncs might not reach all weights of its draft model. SGLang does not start
+            then.
     """
     algorithm = runner.spec_algorithm
     if algorithm.is_none() or algorithm.is_ngram():
@@ -106,7 +106,7 @@ def _draft_role(target: Any, runner: Any) -> ModelRole:
 
 
 def _require_known(worker: Any, observed: list[Observer], loaded: list[weakref.ref[Any]]) -> None:
-    """Refuse a worker that may serve other weights than the two models'."""
+    """Refuse a worker that might serve other weights than the two models'."""
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
     from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 

@@ -1,4 +1,4 @@
-"""SGLang's scheduler side: a receiver in every rank, made when what it serves is loaded."""
+"""SGLang's scheduler side: a receiver in every rank, made when its models are loaded."""
 
 from __future__ import annotations
 
@@ -185,11 +185,11 @@ def _carry_out(updater: Any, call: Call) -> Reply:
 
 
 def _refuse_together(updater: Any, *, writes: bool) -> None:
-    """Raise on all ranks what `_refuse_here` raises on some rank; all ranks must call it.
+    """Raise on all ranks the error of `_refuse_here` on some rank; all ranks must call it.
 
-    Before a write all replicas agree, and each rank drops what it has computed of images. A part is
-    refused by one alone, and forgotten by the others: a replica that hangs must not keep them from
-    generating.
+    Before a write all replicas agree, and each rank drops its image embeddings. When a part is
+    staged, a replica decides alone, and the others forget the part if it refuses: a replica that
+    hangs must not keep them from generating.
     """
     own: dict[str, Any] | None = None
     try:
@@ -215,7 +215,7 @@ def _refuse_here(updater: Any, writes: bool) -> None:
     if writes:
         if not scheduler._engine_paused and not scheduler.is_fully_idle():
             raise Conflict("generation was resumed during the commit")
-        # A forward pass may still run on a stream of its own. If its error surfaces here, on this
+        # A forward pass might still run on a stream of its own. If its error surfaces here, on this
         # rank alone, no rank enters the vote.
         torch.get_device_module().synchronize()
 

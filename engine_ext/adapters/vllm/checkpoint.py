@@ -61,7 +61,7 @@ class WorkerLoad:
 def checkpoints(
     roles: Sequence[ModelRole], models: Sequence[torch.nn.Module]
 ) -> Callable[[], Iterable[tuple[str, torch.Tensor]]] | None:
-    """Return what reads the loaded checkpoints, or None if there is none."""
+    """Return a reader of the loaded checkpoints, or None if there is none."""
     if not all(map(reads_checkpoint, roles)):
         return None
     return lambda: read(roles, [checkpoint(*one) for one in zip(models, roles, strict=True)])

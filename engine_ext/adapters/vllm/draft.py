@@ -36,8 +36,8 @@ def roles(config: Any) -> list[ModelRole]:
     """Return the models that a worker loads and that syncs must reach, in the order of loading.
 
     Raises:
-        RuntimeError: the weights of the draft model are not known to be reached. vLLM does not
-            start then.
+        RuntimeError: syncs might not reach all weights of the draft model. vLLM does not start
+            then.
     """
     speculative, target = config.speculative_config, config.model_config
     if speculative is None or speculative.method in _NO_WEIGHTS:
@@ -87,7 +87,7 @@ def _load_config(config: Any) -> Any:
 
 
 def always_shares(draft: torch.nn.Module) -> bool:
-    """Return whether what a draft model shares with the target does not depend on the weights.
+    """Return whether a draft model shares the same tensors with the target whatever the weights.
 
     vLLM lets an EAGLE head that has an embedding or output head of its own share the target's
     while they are equal.

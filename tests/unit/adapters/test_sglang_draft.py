@@ -46,7 +46,7 @@ class StandaloneWorkerV2(EAGLEWorkerV2):
 
 
 class OtherWorker(EAGLEWorkerV2):
-    """What a platform puts in its place."""
+    """A platform's replacement for it."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The draft model of speculative decoding beside the target, without an engine."""
+"""The draft model of speculative decoding with its target, without an engine."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_both_models_are_certified_by_their_names() -> None:
 
 
 @pytest.mark.parametrize("module", [True, False])
-def test_what_the_draft_takes_from_the_target_has_the_targets_names_alone(module: bool) -> None:
+def test_tensors_shared_with_target_have_only_its_names(module: bool) -> None:
     """A copy in the checkpoint that no engine uses is ignored, and refuses nothing."""
     target = checkpoint("0", "mtp")
     own = {"layers.mtp.weight": target["layers.mtp.weight"]}
@@ -165,7 +165,7 @@ def test_what_the_draft_takes_from_the_target_has_the_targets_names_alone(module
     }
 
 
-def test_what_is_written_through_both_is_refused_under_both_names() -> None:
+def test_tensor_that_both_write_is_refused_under_both_names() -> None:
     target, own = checkpoint("0"), checkpoint("0")
     own["embed.weight"] = target["embed.weight"].clone()
     loaded = Loaded("draft.", target, own)
