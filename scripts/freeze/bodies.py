@@ -30,7 +30,7 @@ import torch
 import zstandard
 
 from delta_sender import DeltaSender, LogSender, MultiSender, ShardedSender
-from engine_ext.format.digest import Digest, tensor_digest
+from engine_ext.format import Digest, tensor_digest
 from scripts.freeze.recording import Recording, add_options, bits_of, finish
 
 ENCODINGS: Final = ("indices", "deltas", "deltas_zstd", "gap8_exp", "gap8_ulp")
