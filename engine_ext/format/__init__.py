@@ -32,7 +32,7 @@ from engine_ext.format.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.format.digest_on_device import device_digest
 from engine_ext.format.gap_streams import byte_stream, join_streams
-from engine_ext.format.identity import Origin, PartId, RunSender, part_identity
+from engine_ext.format.identity import Origin, PartId, RunSender, Unproven, part_identity
 from engine_ext.format.manifest import (
     ANONYMOUS,
     BIT_CHANGES,
@@ -91,6 +91,7 @@ __all__ = [
     "RunSender",
     "Span",
     "StateHash",
+    "Unproven",
     "VerifiedContents",
     "Verifier",
     "byte_stream",

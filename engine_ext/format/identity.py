@@ -66,6 +66,17 @@ class RunSender(msgspec.Struct, frozen=True, kw_only=True):
 Origin = Literal["sender", "log", "engine"]
 
 
+class Unproven(msgspec.Struct, frozen=True, kw_only=True):
+    """That nothing shows whether a version is complete: parts that arrive later may be its rest.
+
+    Only a part that names no run is taken as the rest of the engine's version.
+    """
+
+    folder: str | None = None  # of the version, that the part is from
+    file: str | None = None  # the part's name there
+    apart: bool = False  # it is a rest only of tensors not sent before, and if parts may be missing
+
+
 class PartId(msgspec.Struct, frozen=True, kw_only=True):
     """One part and the sync that it belongs to."""
 
@@ -76,12 +87,18 @@ class PartId(msgspec.Struct, frozen=True, kw_only=True):
     full: bool = False  # the sync's params are dense and together cover the model
     part: int = 0
     num_parts: int | None = None  # of the sync, or None if this part does not say
-    continues: bool = False  # it may be one more transaction at the engine's version
-    apart: bool = False  # but only if that may be incomplete, and of tensors not sent before
-    counted: bool = True  # something says that no part of the version is missing
-    folder: str | None = None  # the folder of its version that it is from, if not counted
-    file: str | None = None  # its name there
+    unproven: Unproven | None = None  # None: something says that no part of the version is missing
     # What the delta log has of the versions that its sync leads over: records by folder's name.
     log_records: dict[str, str] = {}
     sender: RunSender | None = None  # None: the part names no run
     origin: Origin = "sender"
+
+    @property
+    def run(self) -> str | None:
+        """The run that the part names."""
+        return None if self.sender is None else self.sender.run
+
+    @property
+    def continues(self) -> bool:
+        """Whether it can be one more transaction at the engine's version."""
+        return self.unproven is not None and self.sender is None and not self.full

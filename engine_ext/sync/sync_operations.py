@@ -194,7 +194,7 @@ class SyncOperations:
         start = time.perf_counter()
         try:
             given_up: list[UndoLog] = []
-            if sync.full and not _continued(sync, base):
+            if sync.full:
                 # No more going back to the version before, also if the write is undone.
                 given_up, self._undo = self._undo, []
             log = self._transaction.write(staged, given_up)

@@ -156,12 +156,12 @@ async def spool_files(
 
     results = await asyncio.gather(*map(read, paths), return_exceptions=True)
     failures = [r for r in results if isinstance(r, BaseException)]
-    spooled = [r for r in results if isinstance(r, VerifiedPart)]
+    verified = [r for r in results if isinstance(r, VerifiedPart)]
     if failures:
-        for part_file in spooled:
+        for part_file in verified:
             part_file.remove()
         raise failures[0]
-    return spooled
+    return verified
 
 
 def list_names(folder: Path, roots: Sequence[str]) -> list[str]:

@@ -230,7 +230,7 @@ async def delta_rollback(request: Request) -> dict[str, Any]:
     """Restore the version before the last one."""
     service = _service(request)
     refuse_pushes(service.follower)
-    return await asyncio.shield(service.roll_back(parse_query(request.query_params)))
+    return await asyncio.shield(service.coordinator.roll_back(parse_query(request.query_params)))
 
 
 @_answering
@@ -249,7 +249,7 @@ async def delta_catch_up(request: Request) -> dict[str, Any]:
 
 @_answering
 async def delta_pin(request: Request) -> dict[str, Any]:
-    """Hold an engine that follows its delta log at a version; without one, let it go on."""
+    """Hold an engine that follows its delta log at a version; without one, let it continue."""
     service = _service(request)
     if service.follower is None:
         raise Conflict("the engine does not follow a delta log; start it with --delta-follow")
@@ -282,12 +282,12 @@ async def _apply_body(
     verifier = None if key is None else Verifier(key, request.headers.get(SIGNATURE_HEADER))
     length = request.headers.get("content-length", "")
     record.expected = int(length) if length.isascii() and length.isdigit() else None
-    spooled = await service.intake.receive(
+    verified = await service.intake.receive(
         record.count_received(request.stream()), record.expected, service.minimum_rate, verifier
     )
     record.timings["receive_ms"] = record.seconds * 1e3
     # A sender that disconnects must not stop a commit half-way.
-    done = await asyncio.shield(service.apply_body(spooled, options, record))
+    done = await asyncio.shield(service.apply_body(verified, options, record))
     # The sender computes the link's share of its own time from this.
     done["timings_ms"]["total_ms"] = round(record.seconds * 1e3, 3)
     return done

@@ -137,7 +137,7 @@ class _Source:
 async def _convert(intake: Intake, source: _Source, concurrency: int) -> list[VerifiedPart]:
     """Convert all files of a version; nothing is kept in the spool if that fails."""
     semaphore = asyncio.Semaphore(concurrency)
-    spooled: list[VerifiedPart] = []
+    verified: list[VerifiedPart] = []
 
     def convert(file: str, own: list[VerifiedPart]) -> None:
         for body in _bodies(source, file):
@@ -149,16 +149,16 @@ async def _convert(intake: Intake, source: _Source, concurrency: int) -> list[Ve
             try:
                 await asyncio.to_thread(convert, file, own)
             finally:
-                spooled.extend(own)
+                verified.extend(own)
         return own
 
     results = await asyncio.gather(*map(one, source.version.index.files), return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:
-        for part in spooled:
+        for part in verified:
             part.remove()
         raise failures[0]
-    if not spooled:  # a version without changes
+    if not verified:  # a version without changes
         body = _encode([], source.version)
         return [await asyncio.to_thread(intake.read, io.BytesIO(body))]
     return [part for own in results if not isinstance(own, BaseException) for part in own]

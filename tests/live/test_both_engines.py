@@ -87,7 +87,7 @@ def test_one_sender_two_engines(both: Both) -> None:
 
 
 def test_one_that_lags_holds_up_nobody(both: Both) -> None:
-    """What it is sent is lost on the way; it is brought up once there is a way again."""
+    """Its requests are lost; it gets the missing versions once they arrive again."""
     trainer = both.trainer
     version = trainer.version
     vllm, sglang = both.engines
@@ -135,7 +135,7 @@ def test_the_program_sends_to_both(both: Both, tmp_path: Path) -> None:
     assert both.hold_the_trainers_bytes()
 
 
-# ---- runs: whose the engines are, and what may be replaced there ---------------------------------
+# ---- runs: whose the engines are, and what can be replaced there ---------------------------------
 
 
 def failures_of(sender: MultiSender, trainer: Trainer) -> list[type[BaseException]]:

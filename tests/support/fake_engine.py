@@ -73,7 +73,7 @@ class Engine:
     faults: dict[int, Callable[[Handler, httpx.Request], httpx.Response]] = field(
         default_factory=dict
     )
-    # Parts come side by side. Faults may wait for each other, so they do not hold it.
+    # Parts come side by side. Faults can wait for each other, so they do not hold it.
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ Send = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 
 
 def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what TRL does: the parameters that need a gradient."""
+    """Yield the tensors that TRL sends: the parameters that need a gradient."""
     return ((n, p.detach()) for n, p in model.named_parameters() if p.requires_grad)
 
 

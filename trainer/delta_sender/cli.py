@@ -288,7 +288,9 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     for url, report in reports.items():
         print((f"{url}: " if several else "") + describe(report))
     for url in set(options.url or ()) - reports.keys() - failures.keys():
-        outcome = late.get(url) or SyncError("not done within the lag limit; it may have committed")
+        outcome = late.get(url) or SyncError(
+            "not done within the lag limit; it might have committed"
+        )
         if isinstance(outcome, SyncReport):
             console.print(f"{url}: version {outcome.version}: committed late")
         else:

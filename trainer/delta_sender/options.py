@@ -56,10 +56,10 @@ class SenderOptions:
         timeout: Seconds for one request, and for waiting until another sync is out of the way.
             Connecting is given 10 seconds at most.
         client: HTTP client to use; it is not closed with the sender.
-        snapshot_on: What CUDA tensors are compared with. ``device``: a copy of the snapshot on
-            their device, which takes the model's size there. ``host``: the snapshot in pinned host
-            memory, uploaded in chunks. ``auto``: on the device if that takes at most half of the
-            memory that is free there at the first sync.
+        snapshot_on: Where CUDA tensors are compared. ``device``: with a copy of the snapshot on
+            their device, which takes the model's size there. ``host``: with the snapshot in pinned
+            host memory, uploaded in chunks. ``auto``: on the device if that takes at most half of
+            the memory that is free there at the first sync.
         changes_in_memory: Most bytes of one sync's changes that are kept in memory until they are
             committed; None: a quarter of the snapshot. The rest is written to a temporary file
             below ``TMPDIR``.
@@ -221,7 +221,9 @@ FLAGS: Final[dict[str, dict[str, Any]]] = {
         "choices": tuple(FORMS),
     },
     "lag_limit": {
-        "help": "go on without engines that need SECONDS longer than the first; inf waits for all",
+        "help": (
+            "continue without engines that need SECONDS longer than the first; inf waits for all"
+        ),
         "type": _seconds,
         "metavar": "SECONDS",
     },

@@ -81,7 +81,7 @@ def test_every_channel(
 
 
 def test_a_broadcast_that_the_engine_does_not_take(api: Api) -> None:
-    """The trainer is told at once, and the next broadcast arrives."""
+    """The trainer gets the error at once, and the next broadcast arrives."""
     sender = destination(api, Channel(kind="collective", inline_bytes=0, timeout=60.0))
     with pytest.raises(SyncError) as refused:
         sender.deliver(bytes(1 << 15), 8, 0, True)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.errors import BaseMismatch
-from engine_ext.format import decode_part, encode_part
+from engine_ext.format import Unproven, decode_part, encode_part
 from engine_ext.format.digest import Digest, change_digest
 from tests.support import toy_models
 from tests.support.rank_engine import Engine, errors_of, part_id
@@ -183,7 +183,7 @@ class TestRanks:
         errors_of(self.engine.apply(part_id(body), body), none=True)
         for again in (
             part_id(differences(self.base, self.target, ["weight"], version=2)),
-            part_id(body, continues=True, identity="another"),
+            part_id(body, unproven=Unproven(), identity="another"),
         ):
             identity = mock.Mock(return_value=again.identity)
             with mock.patch("engine_ext.format.verified_part.part_identity", identity):

@@ -19,7 +19,7 @@ from engine_ext.errors import (
     VersionConflict,
     WeightsAsleep,
 )
-from engine_ext.format.identity import PartId
+from engine_ext.format import PartId, Unproven
 from engine_ext.sync.sync_state import SyncState
 from tests.unit.sync.sync_parts import TIMEOUT
 
@@ -51,7 +51,7 @@ ANY_PART = st.builds(
     full=st.booleans(),
     part=st.integers(0, 3),
     num_parts=st.integers(1, 4) | st.none(),
-    continues=st.booleans(),
+    unproven=st.none() | st.just(Unproven()),
 )
 
 
@@ -156,7 +156,7 @@ class SyncMachine(RuleBasedStateMachine):
                 full=like.full,
                 part=number,
                 num_parts=num_parts if self.staged.num_parts is None else self.staged.num_parts,
-                continues=like.continues,
+                unproven=like.unproven,
             )
         else:
             version = self.version + (0 if continues else 1)
@@ -168,7 +168,7 @@ class SyncMachine(RuleBasedStateMachine):
                 full=is_full,
                 part=number,
                 num_parts=num_parts,
-                continues=continues and not is_full,
+                unproven=Unproven() if continues and not is_full else None,
             )
         self.arrive(fitting)
 

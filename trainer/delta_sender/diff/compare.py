@@ -50,11 +50,11 @@ class Difference(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     Attributes:
         indices: Their flat indices, ascending; int32 [nnz], int64 for 2**31 elements or more.
-        old, new: Their bits, unsigned ints [nnz], copies. Small tensors may have views of arrays
+        old, new: Their bits, unsigned ints [nnz], copies. Small tensors might have views of arrays
             that they share, also of indices and streams.
-        change: What they add to the tensor's digest; None if no name was given.
-        stream: The gap stream of the indices, in bytes; None if it was not asked for, or may not be
-            the smallest.
+        change: Summand of the tensor's digest; None if no name was given.
+        stream: The gap stream of the indices, in bytes; None if it was not asked for, or if another
+            form might be smaller.
     """
 
     indices: NDArray[Any]
@@ -139,8 +139,8 @@ def compare_batch(pairs: Sequence[Pair], *, streams: bool) -> list[Difference] |
             takes longer than to compare it.
 
     Returns:
-        What `compare` returns for each, but views of common arrays; None if
-        it must be asked: without numba, and for memory that is not aligned.
+        For each what `compare` returns, but views of common arrays; None if it must be asked:
+        without numba, and for memory that is not aligned.
     """
     width = pairs[0][0].element_size()
     loop = batch_loop_of(width)
@@ -197,7 +197,7 @@ def compare_table(
 ) -> Any:
     """Compiled: compare each pair, one after another; return the elements and symbols in all.
 
-    An end is that of the tensor's symbols; -1 if they are not wanted, or may not be the smallest.
+    An end is that of the tensor's symbols; -1 if they are not wanted, or might not be the smallest.
     """
     start = end = np.int64(0)
     for k in range(sizes.size):
@@ -248,7 +248,7 @@ class Change(msgspec.Struct, frozen=True, eq=False, gc=False):
     Attributes:
         dtype, shape: As in the checkpoint.
         indices: Flat indices, ascending, int32 or int64 [nnz]; None: dense.
-        old, new: Bit patterns [nnz], or [numel] if dense; a dense `old` may be the snapshot's own
+        old, new: Bit patterns [nnz], or [numel] if dense; a dense `old` can be the snapshot's own
             memory.
         nnz: Elements that differ.
         digest: What the change adds to a digest, under the name in the snapshot; None if not asked
@@ -286,7 +286,7 @@ class Change(msgspec.Struct, frozen=True, eq=False, gc=False):
 class Comparisons:
     """Compares tensors in a pool: large ones in chunks, several small ones at a time.
 
-    A thread that handed over each small tensor by itself would mostly wait for the interpreter
+    A thread that handed over each small tensor alone would mostly wait for the interpreter
     lock. To be used by one thread.
 
     Args:
@@ -347,7 +347,7 @@ class Comparisons:
                 compare(_bits(old), _bits(new), name, streams=self._streams)
                 for old, new, name in pairs
             ]
-        pairs.clear()  # the caller may free them before it asks for all results
+        pairs.clear()  # the caller can free them before it asks for all results
         return found
 
 

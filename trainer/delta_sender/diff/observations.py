@@ -25,7 +25,7 @@ class Rounded:
 
     Attributes:
         tensors: How many.
-        elements: Of all of them.
+        elements: Number of elements in them.
         first: Name and dtypes of the first one.
     """
 
@@ -97,7 +97,7 @@ class Observed:
         changed: Number of tensors that have changed.
         nonfinite: Number of values that have become NaN or infinite.
         first_nonfinite: Name of the first tensor with such a value; "" if there is none.
-        rounded: What was rounded to the checkpoint's dtypes.
+        rounded: Tensors that were rounded to the checkpoint's dtypes.
         unchanged_in_a_row: Number of syncs, up to this one, in which nothing has changed.
     """
 
@@ -134,7 +134,7 @@ class Observed:
 
 
 class Round(Protocol):
-    """What is needed of `SyncRound`."""
+    """The part of `SyncRound` that a watch uses."""
 
     observed: Observed
 

@@ -23,7 +23,7 @@ class QuantizedForm(NamedTuple):
     Attributes:
         dtype: Of the quantised weight.
         scale_suffix: What the name of the scale appends to that of the weight.
-        scale_dtypes: Those that its scale may have.
+        scale_dtypes: Those that its scale might have.
         quantize: Given a matrix [rows, columns] and the dtype of its scale, return the quantised
             matrix and the scale.
     """

@@ -47,7 +47,7 @@ class Yielded:
 
     Small tensors are copied. A larger one that can be in memory with others, as it is a view of
     larger memory or its memory was yielded before, has to be compared before the next is taken; so
-    have the first few. Of any other, some elements are looked at when it is yielded and when it has
+    have the first few. Some elements of any other are looked at when it is yielded and when it has
     been compared.
     """
 

@@ -35,7 +35,7 @@ class Spill:
 
     At most `limit` bytes of them stay in memory. Beyond that, all but what the snapshot holds is
     written to an unnamed temporary file below ``TMPDIR`` and mapped from there; unless that is a
-    tmpfs, the system may drop it from memory when memory is short.
+    tmpfs, the system can drop it from memory when memory is short.
     """
 
     def __init__(self, limit: int) -> None:
@@ -121,8 +121,8 @@ class Snapshot:
     """A model, kept as bit patterns in host memory, and for CUDA tensors maybe on their device.
 
     Args:
-        base: Tensors in checkpoint coordinates; copied. Of tied ones (one storage, several names)
-            one copy is kept, under the first name, its key.
+        base: Tensors in checkpoint coordinates; copied. Tied ones (one storage, several names) are
+            kept once, under the first name, their key.
         encoding: One of `engine_ext.format.positions.ENCODINGS`; a change that would take more
             bytes with its indices, before compression, than the whole tensor is kept dense.
         snapshot_on: One of `diff_device.SNAPSHOT_ON`.
@@ -206,7 +206,7 @@ class Snapshot:
         yielded = None if isinstance(tensors, (*_HOLDING, Stable)) else Yielded()
         given: Iterable[_Given] = self._given(tensors)
         if isinstance(tensors, Collection):
-            # Of a collection that makes its tensors, only one is alive at a time.
+            # A collection that makes its tensors has only one alive at a time.
             known = [*given] if isinstance(tensors, _HOLDING) else None
             self._refuse_missing({key for _, _, key in known or given})
             given = known or self._given(tensors)
@@ -403,7 +403,7 @@ class MappedSnapshot(Snapshot):
 def _batches(changes: Changes) -> Iterator[list[tuple[str, Change]]]:
     """Yield what `Snapshot._apply` takes, so much that a thread works for longer than it is woken.
 
-    A change that is enough by itself is by itself.
+    A change that is large enough is alone in its batch.
     """
     batches: dict[int, list[tuple[str, Change]]] = {}
     elements = dict.fromkeys((1, 2, 4, 8), 0)
@@ -467,7 +467,7 @@ def host_bits(name: str, tensor: torch.Tensor) -> Bits:
 def _in_host_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, or its bits, contiguous in host memory; maybe no copy.
 
-    It has memory of its own, which a tensor of a subclass may not have, and keeps it even if other
+    It has memory of its own, which a tensor of a subclass might lack, and keeps it even if other
     memory is put into `tensor`. A tensor with the negative bit has other bits than its memory.
     """
     if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():

@@ -96,7 +96,7 @@ class PostedSync:
     """A sync whose last part was posted."""
 
     version: int
-    sync_ids: frozenset[str]  # that its parts may carry
+    sync_ids: frozenset[str]  # that its parts can carry
     digest: Digest | None  # of the weights after it; None if no digest is kept
     is_complete: bool  # the digest covers every tensor
 
@@ -117,7 +117,7 @@ class PostedSync:
 
 @dataclass(frozen=True, slots=True)
 class UnknownOutcome:
-    """A sync that the destination may have committed, though no answer came.
+    """A sync that the destination might have committed, though no answer came.
 
     `missed` are the changes from the snapshot to what the destination holds if it has committed,
     without old bits; None if they became too large to keep.
@@ -135,7 +135,7 @@ class AckedState:
     not changed here.
 
     Args:
-        names: Of all tensors that the destination gets, if the snapshot holds only some.
+        names: Names of all tensors that the destination gets, if the snapshot holds only some.
     """
 
     resends_unproven = True  # tensors that no digest covers can be sent whole with a delta
@@ -144,7 +144,7 @@ class AckedState:
         self.version = version  # that the destination acknowledged last
         self.missed: Changes = {}
         self.unknown_outcome: UnknownOutcome | None = None
-        # Why it may hold other bytes, so that the next sync is a full one; None if it does not.
+        # Why it can hold other bytes, so that the next sync is a full one; None if it does not.
         self.full_reason: str | None = None
         self.highest_used = 0  # the highest number that the run had committed before
         self.is_known = False  # it held the base, by its digest, or something that was sent
@@ -157,14 +157,14 @@ class AckedState:
         self.plan = EnginePlan()  # as it was last read
         self.plan_is_current = False  # it can be used without reading it again
         self.digest: Digest | None = None  # of what is held; None if no digest is kept
-        self.posted: PostedSync | None = None  # the destination may be committing it
+        self.posted: PostedSync | None = None  # the destination might be committing it
         self.snapshot = snapshot
         self._names: TensorNames = snapshot if names is None else names
         self._ignored: frozenset[str] = frozenset()
 
     @property
     def needs_full(self) -> bool:
-        """Whether it may hold other bytes; the next sync is a full one."""
+        """Whether it can hold other bytes; the next sync is a full one."""
         return self.full_reason is not None
 
     @property
@@ -174,7 +174,7 @@ class AckedState:
 
     @property
     def highest_version(self) -> int:
-        """The highest version that the destination may be at, or has been at in this run."""
+        """The highest version that the destination can be at, or has been at in this run."""
         unknown = None if self.unknown_outcome is None else self.unknown_outcome.posted
         posted = [one.version for one in (unknown, self.posted) if one is not None]
         return max([self.version, self.highest_used, *posted])
@@ -200,7 +200,7 @@ class AckedState:
     def find_base(self, status: Mapping[str, Any], run: str) -> bool:
         """Return whether, by its status, the destination holds what it should, and note it if so.
 
-        Its digest counts and not its version, whose number another sender may have chosen. Tensors
+        Its digest counts and not its version, whose number another sender can have chosen. Tensors
         that the digest does not cover are only taken to be the base's if the destination has been
         started with them, or is at the very version of this run.
 
@@ -263,7 +263,7 @@ class AckedState:
         return bool(new) and not self.plan.is_known
 
     def forget_ignored(self) -> None:
-        """Send everything again to an engine without a plan: it may have restarted otherwise."""
+        """Send everything again to an engine without a plan: it might have restarted otherwise."""
         self._ignored = frozenset()
 
     def note_missed(self, changes: Changes) -> None:
@@ -280,7 +280,7 @@ class AckedState:
     def note_failed(self, changes: Changes) -> bool:
         """Note that a sync has failed; the snapshot has not advanced by its changes.
 
-        Return whether the destination may have committed it all the same: it got the last part and
+        Return whether the destination can have committed it all the same: it got the last part and
         did not refuse.
         """
         if self.posted is not None:
@@ -326,7 +326,7 @@ class AckedState:
     def resolve_latest(self, status: dict[str, Any]) -> bool:
         """Return whether, by its status, the destination holds the snapshot, and note it if so.
 
-        A delta log may have led it there.
+        A delta log might have led it there.
         """
         if self.latest is None or not self.latest.is_held_by(status):
             return False

@@ -56,7 +56,7 @@ class ParamStats:
 
 @dataclass(frozen=True, slots=True)
 class EncodingPolicy:
-    """What was asked for, and what the engine takes.
+    """The encoding that was asked for, and the ones that the engine takes.
 
     With `any_base`, new values are sent that are right over any old ones, and of the digests only
     ``digest_after``.
@@ -68,7 +68,7 @@ class EncodingPolicy:
 
     @property
     def may_send_differences(self) -> bool:
-        """Whether differences may be sent."""
+        """Whether differences can be sent."""
         return self.differences and self.encoding in (DIFFERENCES, AUTO)
 
     def values_only(self) -> EncodingPolicy:

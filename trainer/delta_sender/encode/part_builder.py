@@ -34,7 +34,7 @@ from engine_ext.format import (
 )
 
 _FIRST: Final = 8 << 20  # bytes of the first part, so that the engine begins early
-_LARGE: Final = 128 << 20  # bytes; a larger tensor of which most has changed goes dense
+_LARGE: Final = 128 << 20  # bytes; a larger tensor goes dense if most of it has changed
 
 
 class EncodedPart(NamedTuple):
@@ -239,7 +239,7 @@ class TensorParam(msgspec.Struct, eq=False, gc=False):
 
 
 class Speed(Protocol):
-    """Of a link, as the posts show it by then."""
+    """A link's speed, as the posts show it by then."""
 
     @property
     def bytes_per_s(self) -> float: ...

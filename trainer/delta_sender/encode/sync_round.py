@@ -58,7 +58,7 @@ class SyncRound:
 
     Attributes:
         encoders: How many parts are encoded at once.
-        observed: What reading has shown; set when all is read.
+        observed: The findings of reading; set when all is read.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SyncRound:
         self.encoders = min(usable_cores(), MOST_ENCODERS)
         self._pool = ThreadPoolExecutor(self.encoders, thread_name_prefix="delta-part")
         self._senders = destinations
-        # As many as a destination may have unposted, so that those in step with it find them.
+        # As many as a destination might have unposted, so that those in step with it find them.
         self._keep = self.encoders + posts_in_flight if destinations > 1 else 0
         self._lock = threading.Lock()
         self._sync_ids: dict[str, str] = {}  # by attempt
@@ -121,13 +121,13 @@ class SyncRound:
             self._changed.notify_all()
 
     def note_written(self) -> None:
-        """Note that a writer has all of it on disk; after the last one, engines may commit."""
+        """Note that a writer has all of it on disk; after the last one, engines can commit."""
         with self._changed:
             self._writers -= 1
             self._changed.notify_all()
 
     def wait_until_written(self) -> None:
-        """Wait until engines may commit; raise the error that the round has failed with."""
+        """Wait until engines can commit; raise the error that the round has failed with."""
         with self._changed:
             while self._writers > 0:
                 self.check()
@@ -205,8 +205,8 @@ class SyncRound:
     def body(self, attempt: Attempt, key: Hashable, encode: Callable[[], bytes]) -> Future[bytes]:
         """Begin to encode a part, once for all destinations that ask for the same key.
 
-        The last parts of an attempt are kept for destinations that ask later. What `encode` reads
-        must not change until the part is encoded: be `reading` until then.
+        The last parts of an attempt are kept for destinations that ask later. `encode` reads data
+        that must not change until the part is encoded: be `reading` until then.
         """
         with self._lock:
             bodies = self._bodies[attempt.key]

@@ -159,7 +159,7 @@ class TransferDestination(EngineClient):
             if self._key is not None:
                 beside = path.with_name(path.name + SIGNATURE_SUFFIX)
                 beside.write_text(sign(self._key, body))
-            Path(folder).chmod(0o755)  # the engine may be another user's
+            Path(folder).chmod(0o755)  # the engine might be another user's
             yield path
 
     def _broadcast(self, body: bytes, info: dict[str, Any]) -> None:

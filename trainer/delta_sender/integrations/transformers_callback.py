@@ -26,11 +26,11 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
     last at the end. The main process sends; on all others the callback takes part in gathering
     sharded parameters. A sync that fails ends the training on all of them.
 
-    All trainings of a callback are of one run, which may replace what it has sent. With the option
+    All trainings of a callback are of one run, which can replace what it has sent. With the option
     `state` those of later processes are, too: a training that is resumed from a checkpoint needs
     it, or ``full="allow"``, if the engines hold the weights of a later step.
 
-    What a sync took is put into the trainer's next log, as ``delta/version``, ``delta/bytes``,
+    The figures of a sync are in the trainer's next log, as ``delta/version``, ``delta/bytes``,
     ``delta/density``, ``delta/seconds`` and ``delta/pause_ms``: into ``state.log_history``, and
     into the logs of every callback that comes after this one. Callbacks of ``report_to`` come
     before it, unless it is inserted as the first:
@@ -42,7 +42,7 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
             name. None: the folder that the model was loaded from; if it was not, what the model
             holds when the training begins, in `dtype`.
         every: Optimizer steps from one sync to the next.
-        dtype: What the model is cast to, if there is no base.
+        dtype: The model is cast to it, if there is no base.
         **options: See `MultiSender`.
 
     Attributes:

@@ -26,7 +26,7 @@ class DeltaWeightTransfer:
     """What ``AsyncGRPOTrainer(weight_transfer=...)`` takes, sending deltas.
 
     The engine pauses itself while it commits, so `pause` and `resume` do nothing and generation
-    goes on while weights are compared and sent.
+    continues while weights are compared and sent.
 
     Args:
         url: The engine's root.

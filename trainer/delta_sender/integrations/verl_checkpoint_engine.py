@@ -136,7 +136,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Send what changed since the last sync; on every rank of the actor.
 
         Args:
-            weights: What verl's engines yield, the checkpoint's names with whole tensors; or an
+            weights: Whole tensors by the checkpoint's names, as verl's engines yield them; or an
                 engine: its `module`'s shards are sent, if the class can, or else its
                 `get_per_tensor_param` is called.
             global_steps: verl's step. Versions count on their own; ranks that send shards check
@@ -200,7 +200,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             return self._sync(source, live) if self._is_master else None
         finally:
-            for _ in source:  # other ranks may be gathering it
+            for _ in source:  # other ranks might be gathering it
                 pass
 
     def _sync(

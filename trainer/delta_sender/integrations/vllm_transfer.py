@@ -41,7 +41,7 @@ class DeltaTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
         frozen: Which tensors the source leaves out because they are not trained; they are then the
             base's. See `checkpoint_names`; needs `model`.
         channel: How parts travel; inline if None.
-        options: Of `DeltaSender`.
+        options: Keyword arguments of `DeltaSender`.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -125,7 +125,7 @@ class DeltaTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             if self.is_sender:
                 self.report = self._sync(source)
         finally:
-            for _ in source:  # other ranks may be gathering it
+            for _ in source:  # other ranks might be gathering it
                 pass
 
     def _sync(self, source: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:

@@ -5,7 +5,7 @@ Modules, in the order of the data's way:
 - `model_state`: the tensors of a model, ties and wrappers.
 - `adapters`: merges PEFT adapters into copies.
 - `checkpoint_class`: which class of transformers a checkpoint is of.
-- `plan`: which tensors of the checkpoint are made of which of the model.
+- `plan`: which tensors of the model each tensor of the checkpoint is made from.
 - `ranks`, `reader`: gather and convert them.
 """
 
@@ -84,7 +84,7 @@ def checkpoint_names(
     live: nn.Module | None = None,
     quantize: str | None = None,
 ) -> StableGenerator:
-    """Return tensors that a framework gathers by itself as the checkpoint's; see `named_tensors`.
+    """Return tensors that a framework gathers as the checkpoint's; see `named_tensors`.
 
     Args:
         tensors: The model's tensors, whole, under their names in the model, adapters merged. Each

@@ -107,7 +107,7 @@ def sync_stream(
 ) -> SyncReport:
     """Send tensors that a framework gathers itself; see `checkpoint_names`.
 
-    However it ends, all of `tensors` is read: other ranks may be gathering them.
+    However it ends, all of `tensors` is read: other ranks might be gathering them.
 
     Raises:
         SyncError: See `DeltaSender.sync`.

@@ -190,7 +190,7 @@ def batches_of(groups: Iterable[Group], modules: Iterable[AdaptedModule]) -> lis
 
 
 class Plan:
-    """What is read of a model, and what becomes of it.
+    """The tensors that are read of a model, and what becomes of them.
 
     Args:
         model: The model; see `model_state.unwrapped`.

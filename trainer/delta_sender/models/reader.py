@@ -204,7 +204,7 @@ def refuse_left_out(
     """Refuse tensors that were left out and are not marked as untrained.
 
     Args:
-        live: What to give so that buffers are read from it.
+        live: Name of the argument from which buffers are read.
 
     Raises:
         ValueError: There are some.

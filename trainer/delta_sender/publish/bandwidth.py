@@ -58,7 +58,7 @@ class LinkSpeed:
         self._rates: deque[tuple[float, int]] = deque(maxlen=_KEPT)  # bytes/s, and bytes
         self._lock = Lock()
         self._begun: dict[object, float] = {}  # requests in flight
-        self._ended: list[_Post] = []  # that may have crossed with one that is not rated yet
+        self._ended: list[_Post] = []  # that might have crossed with one that is not rated yet
         self._unrated: list[_Post] = []
 
     @contextlib.contextmanager

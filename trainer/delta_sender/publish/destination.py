@@ -37,7 +37,7 @@ class Destination(Protocol):
     def claim(self, run: Run, *, takeover: bool) -> dict[str, Any]:
         """Make a run the receiver's owner; called before the first sync, and before full ones.
 
-        The run may own it already.
+        The run can own it already.
 
         Args:
             takeover: Whether the run that owns it is fenced for good, if it is another one.
@@ -93,7 +93,7 @@ class Destination(Protocol):
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         """Deliver one part; called from threads of its own, `at_once` of them at most.
 
-        `highest_posted` must be at least `version` before the last part leaves: the receiver may
+        `highest_posted` must be at least `version` before the last part leaves: the receiver can
         commit then, whatever becomes of the answer.
 
         Returns:
@@ -104,5 +104,5 @@ class Destination(Protocol):
         Raises:
             SyncError: The part was not taken, or no answer came. One whose `error` has an
                 "engine_state" counts as the receiver's word that it did not commit; if an earlier
-                try of the same part may have arrived, `unanswered` must be set.
+                try of the same part might have arrived, `unanswered` must be set.
         """

@@ -1,4 +1,4 @@
-"""Decide whether the whole model may be sent over what an engine holds, and say so first."""
+"""Decide whether the whole model can be sent over what an engine holds, and say so first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FullSyncGuard:
     what is there if the engine has no weights to lose.
 
     Args:
-        allow: Whether anything may be replaced.
+        allow: Whether anything can be replaced.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class FullSyncGuard:
     def check(
         self, reason: str, status: Mapping[str, Any], cause: SyncError | None = None
     ) -> tuple[str, int | None]:
-        """Check that the model may be sent whole, and say what it replaces.
+        """Check that the model can be sent whole, and say what it replaces.
 
         Args:
             reason: Why no delta fits.
@@ -74,7 +74,7 @@ class FullSyncGuard:
             As `pass_requested`.
 
         Raises:
-            FullSyncRefused: It may not; the engine is unchanged.
+            FullSyncRefused: It must not be; the engine is unchanged.
         """
         if not self._state.plan.is_known and status.get("loaded") is not False:
             return self._warn("first: the engine was started without weights", status)

@@ -177,7 +177,7 @@ class EngineClient(Destination):
         except SyncError as failed:
             failed.unanswered = bool(unanswered)
             raise
-        # The part may belong to an earlier sync whose answer was lost.
+        # The part can belong to an earlier sync whose answer was lost.
         expected = ("committed" if last else "staged", "already_applied")
         if answer.get("status") not in expected or (last and answer.get("version") != version):
             raise SyncError(f"part {part} of version {version} was answered {answer}", 200)
@@ -256,7 +256,7 @@ class EngineClient(Destination):
         """Say what a part waits for.
 
         Args:
-            error: The engine's refusal, which says that a later try may be taken.
+            error: The engine's refusal, which says that a later try can be taken.
             seconds: Until the next try.
             left: Seconds until there is no other one.
         """
@@ -307,7 +307,7 @@ def _json_object(response: httpx.Response) -> dict[str, Any]:
 
 
 def _refusal(response: httpx.Response) -> SyncError:
-    """Return the exception for a status other than 200; its class says whether a retry may help."""
+    """Return the exception for a status other than 200; its class says whether a retry can help."""
     status, error = response.status_code, _json_object(response).get("error")
     if not isinstance(error, dict):
         kind = _Unreachable if status in (502, 503, 504) else SyncError

@@ -23,7 +23,7 @@ _NEXT_S: Final = 2.0  # until one more engine is asked for it
 class LogDestination(Destination):
     """Take parts like an engine, and write them into a delta log.
 
-    Its parts should apply to any engine, so it gets no differences unless the sender is told to.
+    Its parts should apply to any engine, so it gets differences only with ``log_differences``.
 
     Args:
         log: The log; created if it is missing.
@@ -40,7 +40,7 @@ class LogDestination(Destination):
         self.highest_posted = 0
         self.log, self.writer = log, log.writer()
         self._engines, self._hmac_key = engines, hmac_key
-        self._plans: list[Any] = []  # the last one; an engine may answer that it has none
+        self._plans: list[Any] = []  # the last one; an engine can answer that it has none
         self._draft: Draft | None = None
 
     @property
@@ -73,7 +73,7 @@ class LogDestination(Destination):
             SyncError: None does, and none has before.
         """
         answers: SimpleQueue[Any] = SimpleQueue()
-        failure = SyncError(f"no engine that is to be told has answered in {_PLAN_S:.0f} s")
+        failure = SyncError(f"no engine that is to be notified has answered in {_PLAN_S:.0f} s")
         end = time.monotonic() + _PLAN_S
         left, todo, asked = _PLAN_S, deque(self._engines), 0
         while (todo or asked) and left > 0:

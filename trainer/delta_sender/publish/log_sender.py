@@ -49,7 +49,7 @@ class LogSender(AbstractContextManager["LogSender"]):
     Args:
         log: The log's folder, or its URL in an object store (``s3://BUCKET/PREFIX``); created if it
             is missing.
-        base: What the log's newest version leads to, or what engines start with if it is empty: as
+        base: The weights that the log's newest version leads to, or that engines start with: as
             (name, tensor), or the folder of a checkpoint; copied.
         notify: Roots of engines that are asked to look at the log after each version, at once and
             without waiting for them; `told` has what they answered. Others look by themselves. The
@@ -149,11 +149,12 @@ class LogSender(AbstractContextManager["LogSender"]):
         """Publish what changed since the last version; if nothing did, an empty version.
 
         Args:
-            tensors: The base's tensors, with their values now. None may change before this returns.
+            tensors: The base's tensors, with their values now. None must change before this
+                returns.
 
         Raises:
             OSError: The version cannot be written. The log and the snapshot are as before; if the
-                answer to the last write was lost, the version may be there, and the next is full.
+                answer to the last write was lost, the version might be there, and the next is full.
             ValueError: Names, shapes or dtypes are not the base's. Likewise.
             SyncError: No engine of `notify` has ever answered. Likewise.
         """
@@ -162,7 +163,7 @@ class LogSender(AbstractContextManager["LogSender"]):
         return report
 
     def sync_full(self, tensors: NamedTensors) -> SyncReport:
-        """Publish every tensor whole, from which an engine may start. Raises what `sync` raises."""
+        """Publish every tensor whole, from which an engine can start. Raises what `sync` raises."""
         with raising_as_one(1):
             [report] = self._publisher.sync(tensors, full=True).values()
         return report

@@ -200,7 +200,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         """Send what changed since the last sync to every engine.
 
         Args:
-            tensors: The base's tensors, with their values now. None may change before the sync
+            tensors: The base's tensors, with their values now. None must change before the sync
                 ends.
 
         Returns:

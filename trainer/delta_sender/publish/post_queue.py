@@ -43,12 +43,12 @@ class PostQueue:
     """Post the parts of one attempt, several at once, until one fails or their round does.
 
     There are at most as many parts as are encoded and posted at once, unless the round is hurried:
-    then those that are encoded may wait. If the queue `waits`, the last part is posted only after
+    then those that are encoded can wait. If the queue `waits`, the last part is posted only after
     `SyncRound.wait_until_written`.
     """
 
     def __init__(self, destination: Destination, sync_round: SyncRound, *, waits: bool) -> None:
-        self.posting_last = False  # it is being posted, so the engine may commit
+        self.posting_last = False  # it is being posted, so the engine can commit
         self.posting_s = 0.0  # seconds in which something was posted, with retries and waits
         self.waited_s = 0.0  # seconds in which the caller waited for posts
         self.wire_bytes = 0  # of the bodies that were taken
@@ -123,7 +123,7 @@ class PostQueue:
     def reason(self, error: BaseException) -> BaseException:
         """Return the error that says why, after `abandon`, given the one that was raised.
 
-        When a receiver refuses a part it may drop the sync, and refuse what arrives at the same
+        When a receiver refuses a part it can drop the sync, and refuse what arrives at the same
         time because of that.
         """
         if all(failure.error is not error for failure in self._failures):
@@ -185,7 +185,7 @@ class PostQueue:
             pass
 
     def _post_next(self) -> bool:
-        """Post the next part; return whether there may be more."""
+        """Post the next part; return whether there can be more."""
         part = self._next()
         if part is None:
             return False
@@ -229,7 +229,7 @@ class PostQueue:
                 self._idle -= 1
 
     def _begin(self, part: EncodedPart) -> bool:
-        """Note that a part is about to be posted; return False if nothing more may be."""
+        """Note that a part is about to be posted; return False if nothing more can be."""
         with self._changed:
             if self._failures or self._abandoned:
                 return False

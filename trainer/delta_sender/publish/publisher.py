@@ -52,7 +52,7 @@ class Publisher:
     a thread of its own. The snapshot advances once one destination has committed.
 
     Args:
-        urls: What destinations are called in reports, each once.
+        urls: Names of the destinations in reports, each once.
         base: What every destination holds now, as (name, tensor), or the folder of a checkpoint;
             copied.
         connect: Makes the destination of a url.
@@ -323,7 +323,7 @@ class Publisher:
             self._is_inconsistent = False
 
     def _next_version(self, *, full: bool) -> int:
-        """Return a version above all that some engine may be at: a number has one content.
+        """Return a version above all that some engine can be at: a number has one content.
 
         If no digest proves what a sync led to, it is above all that were posted.
         """

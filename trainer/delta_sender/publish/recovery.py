@@ -34,8 +34,8 @@ class Recovery:
        from then on if it takes them.
     5. The number was used before in this run: the same is sent under the next one.
 
-    If it `has_log`, what the destination lacks may be in a delta log. Without a `guard`, the model
-    may always be sent whole.
+    If it `has_log`, what the destination lacks might be in a delta log. Without a `guard`, the
+    model can always be sent whole.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Recovery:
         version = actual if isinstance(actual, int) else None
         catches_up, self._may_catch_up = self._may_catch_up, False
         if catches_up and version is not None and self._is_caught_up(version):
-            # By now the log may hold this round too, as values.
+            # By now the log can hold this round too, as values.
             return replace(attempt, policy=attempt.next_policy.values_only())
         above = attempt.version if version is None else max(attempt.version, version + 1)
         attempt = replace(attempt, version=above)
@@ -164,7 +164,7 @@ class Recovery:
     def _is_caught_up(self, actual: int) -> bool:
         """Return whether the delta log has led the destination to where the round starts."""
         state = self._state
-        state.plan_is_current = False  # it may be another engine by now
+        state.plan_is_current = False  # it might be another engine by now
         try:
             if actual > state.version:  # it has restarted, and replayed the log
                 status = self._destination.status()

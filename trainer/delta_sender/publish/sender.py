@@ -28,17 +28,17 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
     first sync until `close` the engine belongs to that run, and refuses others.
 
     If `url` names a delta log, versions are published there, and posted to no engine: the work and
-    the bytes do not grow with the number of engines. `LogSender` is the same by itself.
+    the bytes do not grow with the number of engines. `LogSender` is the same for logs alone.
 
     Tensors are given as (name, tensor) in checkpoint coordinates: unsharded, with the names, shapes
     and dtypes of the Hugging Face checkpoint; every dtype is sent bit by bit. They are taken one by
     one, so a generator that gathers each when asked will do. Some are compared while others are
-    posted. None may change before the sync ends, but a generator can yield views of a buffer that
+    posted. None must change before the sync ends, but a generator can yield views of a buffer that
     it refills for the next tensor. CUDA tensors are compared on their device (see `snapshot_on`),
     and only what differs is copied to the host.
 
-    Of tied tensors (one storage, several names) one copy is kept, and they are sent under every
-    name that the engine holds; if it has no plan, under the first.
+    Tied tensors (one storage, several names) are kept once, and sent under every name that the
+    engine holds; if it has no plan, under the first.
 
     If numba is installed, making the first sender compiles the loops of a sync: seconds once on a
     machine, then half a second to load them from numba's cache.

@@ -52,7 +52,7 @@ class Session:
     """The syncs of one destination.
 
     If it `is_log`, it is a delta log, which gets values only, but with ``log_differences``. If it
-    `has_log`, what it lacks may be in a delta log. `state` is what it holds, if that is more than
+    `has_log`, what it lacks might be in a delta log. `state` is what it holds, if that is more than
     the snapshot.
     """
 
@@ -82,7 +82,7 @@ class Session:
         self._contact: _Contact | None = None
         self._tries = 0  # of asking that have failed
         self._failed: BaseException | None = None  # that the last try has met, for `sync` to raise
-        self.is_claimed = False  # the destination is, or may be, the run's
+        self.is_claimed = False  # the destination is, or can be, the run's
         self.is_met = is_log  # nothing is left to be found out before the first sync
         # Without differences once they were refused.
         self._policy = EncodingPolicy(options.encoding)
@@ -115,7 +115,7 @@ class Session:
         try:
             claimed = destination.claim(self.run, takeover=self._options.takeover)
         except SyncError as failed:
-            self.is_claimed = not failed.error  # without the engine's own answer it may be
+            self.is_claimed = not failed.error  # without the engine's own answer it might be
             raise
         status = destination.status()
         return _Contact(claimed, status, destination.plan() if status else None)
@@ -214,7 +214,7 @@ class Session:
     def _send(self, sync_round: SyncRound, attempt: Attempt) -> Committed:
         """Build part by part, and have them posted."""
         state, destination = self.state, self.destination
-        # Before a full sync again: the engine may be another one, or our digest wrong. Without a
+        # Before a full sync again: the engine might be another one, or our digest wrong. Without a
         # plan too: an engine that was started without a checkpoint has one after its first sync.
         reads_plan = attempt.full or not state.plan_is_current
         plan = destination.plan() if reads_plan else None
@@ -233,7 +233,7 @@ class Session:
                 state.plan_is_current = False
             if not queue.posting_last or (isinstance(error, SyncError) and error.is_refusal):
                 state.posted = None
-            elif state.posted is not None:  # the delta log may lead there too, by values
+            elif state.posted is not None:  # the delta log can lead there too, by values
                 state.posted = replace(state.posted, sync_ids=sync_round.sync_ids())
             if error is not raised:
                 raise error from raised
@@ -293,11 +293,11 @@ class Session:
     def _check_applied(self, answer: Mapping[str, Any]) -> None:
         """Check that a sync which the engine has had already is the one that was posted.
 
-        It knows parts by their params. Another sync may have the same ones and more, and a part
+        It knows parts by their params. Another sync might have the same ones and more, and a part
         without any is that of every empty sync and the last one of every sharded sync.
 
         Raises:
-            SyncError: It may be another sync that led to this version.
+            SyncError: It might be another sync that led to this version.
         """
         posted = self.state.posted
         if answer["status"] != "already_applied" or posted is None:

@@ -33,13 +33,15 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     run: str = ""
     epoch: int = 0  # openings of the run so far
     engines: dict[str, Known] = {}  # what each acknowledged last, by url
-    in_flight: Known | None = None  # about to be committed when this was written, or may have been
+    in_flight: Known | None = (
+        None  # about to be committed when this was written, or might have been
+    )
     highest: int = 0  # the highest version that was ever sent
 
     def version_of(self, url: str | None, digest: str, otherwise: int) -> tuple[int, bool]:
         """Return the version of an engine (None: not recorded) whose weights have a digest.
 
-        It is `otherwise` if they are not known here. Also return whether an engine at it may hold
+        It is `otherwise` if they are not known here. Also return whether an engine at it can hold
         something else: engines are known, but nothing known has the digest; or something else has
         the same number. An engine at another version answers with a conflict.
         """
@@ -112,11 +114,11 @@ class StateFile:
     def end(self, engines: Mapping[str, Known], *, is_unknown: bool) -> None:
         """Write what the engines have acknowledged, by url.
 
-        If `is_unknown`, another engine may have committed what was in flight.
+        If `is_unknown`, another engine might have committed what was in flight.
         """
         known = {**self.state.engines, **engines}
         highest = max([self.state.highest, *(each.version for each in engines.values())])
-        # What an earlier sender had in flight is still unknown.
+        # The outcome of an earlier sender's sync is still unknown.
         in_flight = self.state.in_flight if is_unknown or not self._has_begun else None
         changed = {"engines": known, "in_flight": in_flight, "highest": highest}
         self._write(msgspec.structs.replace(self.state, **changed))

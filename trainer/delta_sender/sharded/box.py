@@ -37,7 +37,7 @@ class Box:
         """Return the box of slices, one per dimension.
 
         Raises:
-            ValueError: Their number is not that of dimensions, or one has a step or lies outside.
+            ValueError: Their number is not that of dimensions, or one has a step or is outside.
         """
         shape = tuple(shape)
         if len(slices) != len(shape):
@@ -88,7 +88,7 @@ class Box:
         return Box(self.shape, starts, sizes)
 
     def relative_to(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices of a box that it lies in."""
+        """Return its slices within a box that contains it."""
         starts = map(int.__sub__, self.offsets, outer.offsets)
         return tuple(slice(o, o + n) for o, n in zip(starts, self.sizes, strict=True))
 

@@ -121,7 +121,7 @@ def _held(shard: Shard, box: Box) -> Held:
 
 
 class ShardedState(AckedState):
-    """What the engine holds, of which this rank's snapshot has its share."""
+    """The weights that the engine holds; this rank's snapshot has its share of them."""
 
     resends_unproven = False
 

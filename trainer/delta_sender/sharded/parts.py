@@ -37,7 +37,7 @@ class ShardParam:
     """One tensor, or this rank's changes of it, in a part.
 
     Attributes:
-        change: Of this rank's box; None: the whole tensor is sent.
+        change: The changes of this rank's box; None: the whole tensor is sent.
         counts: Whether it counts in the part's digest.
         values: The whole tensor's bits [numel] once they are assembled, in a full sync.
     """
@@ -138,7 +138,7 @@ class OwnedChanges:
                 values = self._assembled(name)
             except RankError:
                 raise
-            except Exception as error:  # other ranks may be sending their parts of it
+            except Exception as error:  # other ranks might be sending their parts of it
                 self._ranks.leave(f"{name} could not be assembled")
                 raise RankError(f"{name}: not assembled: {error}", [self._ranks.rank]) from error
             if values is not None:

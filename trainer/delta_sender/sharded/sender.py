@@ -41,7 +41,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     tensor at a time.
 
     If a rank fails or disagrees with the others, all ranks raise the same `RankError`, and the
-    engine is unchanged; the next sync may succeed. If one dies, the others raise as soon as they
+    engine is unchanged; the next sync can succeed. If one dies, the others raise as soon as they
     notice, at the latest after `rank_timeout` seconds, and the sender cannot be used any more; make
     a new one.
 
@@ -49,11 +49,11 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     full sync, the parts that it is sending.
 
     Args:
-        url: The engine's root. Ranks may give those of different HTTP processes of one engine.
+        url: The engine's root. Ranks can give those of different HTTP processes of one engine.
         shards: What this rank holds, see `model_shards`; or (name, local tensor, global shape,
             slices). Without `base`, it is what the engine holds.
-        base: What the engine holds now: a checkpoint's folder, or its tensors by name, of which
-            each rank reads its part.
+        base: The weights that the engine holds now: a checkpoint's folder, or its tensors by name.
+            Each rank reads its part.
         group: The ranks, as a torch.distributed group; None: all.
         rank_timeout: Seconds after which a rank counts as dead that does not answer the others.
             Ranks wait for each other while they post, so it must exceed a sync, and a request's
@@ -196,12 +196,12 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     def sync(self, shards: Shards, *, step: int | None = None) -> ShardedReport:
         """Send what changed since the last sync, from all ranks.
 
-        What follows a refusal is the same as with `DeltaSender`: values in place of differences, or
-        one full sync.
+        A refusal is followed by values in place of differences, or by one full sync, as with
+        `DeltaSender`.
 
         Args:
-            shards: The shards that the sender was made with, with their values now. None may change
-                before the sync ends.
+            shards: The shards that the sender was made with, with their values now. None must
+                change before the sync ends.
             step: The trainer's step, if ranks are to check that they are at the same one.
 
         Returns:
@@ -212,7 +212,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
                 every rank. See `SyncError` for its state then.
             RankError: A rank has failed, died, or disagrees about the step, the version, the
                 shards or the bits of one that several hold; on every rank that is alive. The engine
-                has not committed, unless the message says that it may have.
+                has not committed, unless the message says that it might have.
         """
         return self._sync(shards, step, full=False)
 

@@ -1,7 +1,7 @@
 """All ranks send one sync together: the parts of each, then one that commits.
 
-Every rank runs the same steps, with the same view of the engine: what the leader, rank 0, is told
-is told to all. So all ranks choose the same attempts, and end with the same report or error.
+Every rank runs the same steps, with the same view of the engine: all ranks get the answers that the
+leader, rank 0, gets. So all ranks choose the same attempts, and end with the same report or error.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class ShardedSession(Session):
         try:
             answer = self._engine.commit(body, attempt.version, number)
         except RankError as error:
-            raise RankError(f"the engine may have committed; {error}", error.ranks) from error
+            raise RankError(f"the engine might have committed; {error}", error.ranks) from error
         except SyncError as error:
             if error.is_refusal:
                 state.posted = None
@@ -229,7 +229,7 @@ class ShardedSession(Session):
         reports: list[Report] = self._ranks.exchange(report)
         failures = {n: one["failed"] for n, one in enumerate(reports) if one["failed"] is not None}
         if failures:
-            # The engine may have dropped the sync, and begun it anew with a later part.
+            # The engine might have dropped the sync, and begun it anew with a later part.
             if self._ranks.rank == first_cause(failures):
                 queue.repeat_refused()
             raise_first(failures, failure)
