@@ -41,9 +41,8 @@ WAYS_IN: Final = {
 STAGING_PATHS: Final = {
     "elements, by pieces": "engine_ext/sync/stager.py:_find_elements",
     "whole boxes": "engine_ext/sync/stager.py:_box",
-    "gathered differences": "engine_ext/sync/stager.py:_gather",
-    "small params, together": "engine_ext/sync/param_batch.py:Batcher",
-    "elements, on the device": "engine_ext/sync/device_staging.py:locate",
+    "sparse params, by rows of the host table": "engine_ext/sync/host_table.py:HostTable",
+    "elements, on the device": "engine_ext/sync/device_table.py:gather",
     "masked copies": "engine_ext/sync/masked.py:apply_masked",
 }
 Row = tuple[str, object, str]

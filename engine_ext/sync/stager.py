@@ -3,7 +3,7 @@
 The host table stages what it has rows for (`host_table`), batch by batch. All else is staged in
 pieces: for each piece and each segment of the tensor on this rank, `_Stager` finds the elements,
 casts the new values to the live dtype, and reads the old values that must be checked or digested.
-The elements on devices are found and read for all pieces together (`device_staging`). Several
+The elements on devices are found and read for all pieces together (`device_table`). Several
 threads share the batches and the pieces. The model is only read.
 """
 
@@ -31,7 +31,6 @@ from engine_ext.format import (
 from engine_ext.kernels import Bits, bits_of, typed
 from engine_ext.placement import (
     HostElements,
-    LiveElements,
     Plan,
     Target,
     WholeBox,
@@ -40,7 +39,7 @@ from engine_ext.placement import (
     has_nan,
     live_bits,
 )
-from engine_ext.sync.device_staging import Located, Wanted, locate, upload_new
+from engine_ext.sync.device_table import GatherRequest, GatherResult, gather, upload_new
 from engine_ext.sync.host_table import HostTable, allocate
 from engine_ext.sync.new_states import prove_here
 from engine_ext.sync.staged import StagedParam, StagedPart, Write, copies_differ
@@ -54,7 +53,7 @@ _DEVICE_PIECE_ELEMENTS: Final = 1 << 22
 _RUN_PIECE_ELEMENTS: Final = 1 << 20
 
 _Piece = tuple[ParamDelta, tuple[Target, ...], bool, int, int]
-_OnDevices = Mapping[int, Located]  # by the number of the target
+_OnDevices = Mapping[int, GatherResult]  # by the number of the target
 
 
 def stage_part(
@@ -82,7 +81,9 @@ def stage_part(
     whole = any(delta.indices is None for delta in part.deltas) and all(
         _holds_all(delta, plan.targets.get(delta.name, ())) for delta in part.deltas
     )
-    stager = _Stager(plan.rank, manifest.full, undo, manifest.digest_part is not None, whole)
+    stager = _Stager(
+        *(plan.rank, manifest.full, undo, manifest.digest_part is not None, whole, threads)
+    )
     params = [StagedParam.of(delta, keep=keep) for delta in part.deltas]
     in_table = _stage_by_table(part, table, threads, params, undo)
     numbers, pieces = _pieces(part, plan, in_table)
@@ -163,21 +164,21 @@ def _size(piece: tuple[_Piece, _OnDevices]) -> int:
 
 def _on_devices(
     pieces: Sequence[_Piece], stager: _Stager, threads: ThreadPool
-) -> list[dict[int, Located]]:
+) -> list[dict[int, GatherResult]]:
     """Locate the single elements of each piece on devices, by the number of the target.
 
     Those of a dense param are located piece by piece: all at once would take more memory of a
     device than the weights.
     """
     wanted = [
-        (piece, number, Wanted(target, delta.indices[start:stop], reads))
+        (piece, number, GatherRequest(target, delta.indices[start:stop], reads))
         for piece, (delta, targets, digested, start, stop) in enumerate(pieces)
         for reads in (delta.needs_old or stager.needs_old(digested),)
         for number, target in enumerate(targets)
         if target.host is None and delta.indices is not None
     ]
-    located = locate([one for *_, one in wanted], threads)
-    found: list[dict[int, Located]] = [{} for _ in pieces]
+    located = gather([one for *_, one in wanted], threads)
+    found: list[dict[int, GatherResult]] = [{} for _ in pieces]
     for (piece, number, _), one in zip(wanted, located, strict=True):
         found[piece][number] = one
     return found
@@ -212,6 +213,7 @@ class _Stager:
     undo: bool  # the old values of dense params are kept
     replaced: bool  # the old values that a full part replaces are digested, too
     whole: bool  # all of the part's tensors are on this rank, so that its memory may be kept
+    threads: ThreadPool
 
     def stage(
         self,
@@ -280,7 +282,7 @@ class _Stager:
         digested: bool,
         start: int,
         stop: int,
-        known: Located | None,
+        known: GatherResult | None,
     ) -> _Found:
         """Find single elements, and add the write of them unless a box writes them."""
         copies = target.locator.copies
@@ -290,17 +292,16 @@ class _Stager:
         if boxed and not self.needs_old(digested):
             chosen, _ = target.locator(indices)
             return _Found(values[chosen][::copies], indices[chosen][::copies], 0, None)
-        elements: LiveElements
         if known is None:
-            chosen, elements = target.find(indices)
-        else:
-            chosen, elements = known.chosen, known.elements
+            reads = delta.needs_old or self.needs_old(digested)
+            known = self._gathered(GatherRequest(target, indices, reads))
+        chosen, elements = known.chosen, known.elements
         new = values[chosen]
         if not new.size:
             return _Found(new, indices[chosen], 0, None)
         read = None
         if delta.needs_old:
-            read = elements.read() if known is None else known.old
+            read = known.old
             before = checkpoint_bits(as_host(read), target.dtype, delta.dtype)
             new = delta.new_bits(before, start, stop, chosen)
             if TORCH_DTYPE[delta.dtype] != target.dtype and has_nan(new, delta.dtype):
@@ -314,14 +315,19 @@ class _Stager:
         write = Write(elements, bits, target.segment.live.name, self.undo, read)
         old = None
         if self.needs_old(digested):
-            live = write.old
-            if live is None:
-                live = elements.read() if known is None else known.old
-            write.old = live if write.keep else None
-            old = checkpoint_bits(as_host(live), target.dtype, delta.dtype).reshape(-1, copies)
+            write.old = known.old if write.keep else None
+            old = checkpoint_bits(as_host(known.old), target.dtype, delta.dtype)
+            old = old.reshape(-1, copies)
         if not boxed:
             staged.writes.append(write)
         return _Found(new[::copies], indices[chosen][::copies], 0, old)
+
+    def _gathered(self, request: GatherRequest) -> GatherResult:
+        """Find the elements of a request, and read their old bits if it says so."""
+        if request.target.host is None:
+            return gather([request], self.threads)[0]
+        chosen, elements = request.target.find(request.indices)
+        return GatherResult(chosen, elements, elements.read() if request.reads else None)
 
     def _add_digests(self, staged: StagedParam, target: Target, found: _Found) -> None:
         name, old = staged.name, None if found.old is None else found.old[:, 0]

@@ -261,9 +261,9 @@ def test_counts_around_the_prefetch_distance(table: str, step: int, count: int) 
     strided = np.zeros((count, 2), np.uint16)[:, 0]
     for values in (raw, strided):
         values[:] = old[places] ^ 5
-        [header] = parts_of([delta_between("a", base["a"], changed(base["a"], 7))])
+        [like] = parts_of([delta_between("a", base["a"], changed(base["a"], 7))])
         delta = ParamDelta("a", "bfloat16", (count * step,), places, values)
-        [param] = served.applier.stage(DecodedPart(header.header, (delta,))).params
+        [param] = served.applier.stage(DecodedPart(like.manifest, (delta,))).params
         assert param.change == change_digest("a", places, old[places], old[places] ^ 5)
         expected = {("a", int(i)): (int(old[i]), int(old[i] ^ 5)) for i in places}
         assert elements_of(param.writes) == expected
@@ -283,7 +283,7 @@ def test_a_part_of_several_dtypes(table: str, piece: int) -> None:
     deltas = {delta.name: delta for part in parts for delta in part.deltas}
     with small_pieces(piece):
         staged = served.applier.stage(
-            DecodedPart(parts[0].header, tuple(deltas[name] for name in base))
+            DecodedPart(parts[0].manifest, tuple(deltas[name] for name in base))
         )
     served.applier.check_base([staged])
     served.applier.write([staged])
@@ -383,7 +383,7 @@ def test_indices_wider_than_they_need_to_be(table: str) -> None:
         (none, False),
     ):
         served = use(serve(OneRank, base, apply="scatter"), table)
-        staged = served.applier.stage(DecodedPart(part.header, (other, *part.deltas[1:])))
+        staged = served.applier.stage(DecodedPart(part.manifest, (other, *part.deltas[1:])))
         served.applier.write([staged])
         expected = target if written else {**target, "rows": base["rows"]}
         assert memory(served.model) == memory(load(OneRank, expected))
@@ -430,7 +430,7 @@ def test_the_order_of_the_params_does_not_matter(table: str) -> None:
     served = use(serve(OneRank, base, apply="scatter"), table)
     part = part_between(base, {name: changed(base[name], 7) for name in base})
     forwards = served.applier.stage(part)
-    backwards = served.applier.stage(DecodedPart(part.header, tuple(reversed(part.deltas))))
+    backwards = served.applier.stage(DecodedPart(part.manifest, tuple(reversed(part.deltas))))
     assert digests_of(forwards.params) == digests_of(backwards.params)[::-1]
     assert _by_param(forwards) == _by_param(backwards)[::-1]
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.format import Digest, change_digest, decode_part, encode_part
 from engine_ext.kernels import gather_scatter
-from engine_ext.sync.device_staging import Wanted, locate
+from engine_ext.sync.device_table import GatherRequest, gather
 from engine_ext.sync.thread_pool import ThreadPool
 from tests.support.served_models import (
     PROPERTY,
@@ -178,7 +178,7 @@ def test_no_offset_overflows(boxes: list[tuple[int, int, bool]]) -> None:
             indices = indices.astype(np.int32)
         box: Any = Box(first, offset, is_run=is_run)
         target: Any = SimpleNamespace(locator=box, flat=torch.zeros(0, dtype=torch.int16))
-        wanted.append(Wanted(target, indices, reads=False))
+        wanted.append(GatherRequest(target, indices, reads=False))
         expected.append([i - first + offset for i in indices.tolist() if 0 <= i - first < 50])
-    found = locate(wanted, ThreadPool(2))
+    found = gather(wanted, ThreadPool(2))
     assert [one.elements.offsets.tolist() for one in found] == expected

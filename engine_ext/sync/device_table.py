@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from engine_ext.kernels import typed
-from engine_ext.placement import DeviceBatch, DeviceElements, Target, upload
+from engine_ext.placement import DeviceBatch, DeviceElements, HostElements, Target, upload
 from engine_ext.sync.staged import Write
 from engine_ext.sync.thread_pool import ThreadPool
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Elements of a device that a piece of a param changes.
+class GatherRequest:
+    """Elements of a live tensor that a piece of a param changes.
 
     Attributes:
         indices: ascending flat checkpoint indices, int32 or int64 [n].
@@ -36,8 +36,8 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
-    """The elements of a `Wanted` that are in its target.
+class GatherResult:
+    """The elements of a `GatherRequest` that are in its target.
 
     Attributes:
         chosen: which of `indices` they are.
@@ -45,34 +45,40 @@ class Located:
     """
 
     chosen: Any
-    elements: DeviceElements
-    old: torch.Tensor | None
+    elements: HostElements | DeviceElements
+    old: Any
 
 
-def locate(wanted: Sequence[Wanted], threads: ThreadPool) -> list[Located]:
-    """Find the elements of all pieces, and read the old bits that are wanted."""
-    if not wanted:
+def gather(requests: Sequence[GatherRequest], threads: ThreadPool) -> list[GatherResult]:
+    """Find the elements of all requests, on devices, and read the old bits that are requested."""
+    if not requests:
         return []
-    found = threads.map(_find, wanted)
+    found = threads.map(_find, requests)
     groups: dict[tuple[torch.device, Any], list[int]] = defaultdict(list)
-    for number, one in enumerate(wanted):
+    for number, one in enumerate(requests):
         groups[one.target.flat.device, one.target.locator.offset_dtype].append(number)
     located: dict[int, DeviceElements] = {}
     for (device, dtype), numbers in groups.items():
         ends = np.cumsum([found[number].count for number in numbers])
-        # One array for all: clearing new memory takes longer than filling it.
-        offsets = np.empty(ends[-1], dtype)
-        views = np.split(offsets, ends[:-1])
-        threads.map(lambda pair: found[pair[0]].fill(pair[1]), [*zip(numbers, views, strict=True)])
+        only = found[numbers[0]]
+        if len(numbers) == 1 and not only.shift and only.offsets.dtype == dtype:
+            offsets = np.ascontiguousarray(only.offsets)
+        else:
+            # One array for all: clearing new memory takes longer than filling it.
+            offsets = np.empty(ends[-1], dtype)
+            views = np.split(offsets, ends[:-1])
+            pairs = [*zip(numbers, views, strict=True)]
+            threads.map(lambda pair: found[pair[0]].fill(pair[1]), pairs)
         sent = torch.from_numpy(offsets).to(device)
         for number, end in zip(numbers, ends.tolist(), strict=True):
             own = sent[end - found[number].count : end]
-            located[number] = DeviceElements(wanted[number].target.flat, own)
-    reading = [number for number, one in enumerate(wanted) if one.reads]
+            located[number] = DeviceElements(requests[number].target.flat, own)
+    reading = [number for number, one in enumerate(requests) if one.reads]
     read = DeviceBatch([located[number] for number in reading]).read()
     old = dict(zip(reading, read, strict=True))
     return [
-        Located(one.chosen, located[number], old.get(number)) for number, one in enumerate(found)
+        GatherResult(one.chosen, located[number], old.get(number))
+        for number, one in enumerate(found)
     ]
 
 
@@ -92,8 +98,8 @@ class _Found:
         np.subtract(self.offsets, self.shift, out=offsets, dtype=dtype, casting="same_kind")
 
 
-def _find(wanted: Wanted) -> _Found:
-    locator, indices = wanted.target.locator, wanted.indices
+def _find(request: GatherRequest) -> _Found:
+    locator, indices = request.target.locator, request.indices
     shift = locator.shift
     if shift is None or not -(1 << 31) <= shift < 1 << 31:
         # Narrow indices could overflow in the locator's sums.
