@@ -85,9 +85,9 @@ test-all: setup .venv-sglang .venv-trainers lint test-fast test-slow ## lint, an
 	@$(TRAINERS)/python -m pytest tests/dashboard $(PYTEST_ARGS)
 
 test-gpu: ## the receiver's tests on a CUDA device, by GPU_PYTHON=python3
-	@echo "test-gpu: placement, apply, rebuild, scrub and kernels on cuda:0"
+	@echo "test-gpu: placement, start-up, sync and kernels on cuda:0"
 	@DELTA_TEST_DEVICE=cuda:0 OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m "not engine and not full" -n 8 \
-		$(addprefix tests/unit/,derived kernels model placement rebuild repacks sync tracing) $(PYTEST_ARGS)
+		$(addprefix tests/unit/,kernels model placement startup sync) $(PYTEST_ARGS)
 
 test-versions: setup ## the basics on every supported version of both engines
 	@set -e; for name in $(VERSIONS); do \

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_ext import delta_log, settings
-from engine_ext.delta_log import CannotFold, DeltaLog, Entry, Listing, route
+from engine_ext import log as delta_log
+from engine_ext import settings
 from engine_ext.errors import LogDamaged, PartUnavailable
+from engine_ext.log import CannotFold, DeltaLog, Entry, Listing, route
 
 OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
 

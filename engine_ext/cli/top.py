@@ -29,7 +29,7 @@ from engine_ext.errors import DeltaError
 from engine_ext.settings import API_KEY_ENVIRONMENT, bearer_headers
 
 if TYPE_CHECKING:
-    from engine_ext.delta_log import Lag
+    from engine_ext.log import Lag
 
 _WIDE = 200  # columns if the output is not a terminal
 _COLOURS = dict.fromkeys(("committed", "already_applied", "certain"), "green")
@@ -241,7 +241,7 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
         console.width = _WIDE
     # Only who asks for a log pays for what reads it.
     if options.delta_log is not None:
-        from engine_ext.delta_log import follower_lags, open_log
+        from engine_ext.log import follower_lags, open_log
 
         log = await asyncio.to_thread(open_log, options.delta_log)
     async with httpx.AsyncClient(headers=bearer_headers(), timeout=options.timeout) as client:

@@ -5,10 +5,16 @@
 Imports: nothing of `engine_ext`.
 """
 
-from engine_ext.files.checkpoint_files import checkpoint_entries, read_checkpoint, read_entries
+from engine_ext.files.checkpoint_files import (
+    INDEX,
+    checkpoint_entries,
+    read_checkpoint,
+    read_entries,
+)
 from engine_ext.files.durable_files import FileLock, sync_folder, write_file
 
 __all__ = [
+    "INDEX",
     "FileLock",
     "checkpoint_entries",
     "read_checkpoint",

@@ -32,8 +32,6 @@ from engine_ext.format.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.format.digest_on_device import device_digest
 from engine_ext.format.gap_streams import byte_stream, join_streams
-from engine_ext.format.gathered_change import gather_change
-from engine_ext.format.gathered_change import warm_up as warm_up_gathering
 from engine_ext.format.identity import Origin, PartId, RunSender, Unproven, part_identity
 from engine_ext.format.manifest import (
     ANONYMOUS,
@@ -107,7 +105,6 @@ __all__ = [
     "digest_if_equal",
     "encode_part",
     "encode_positions",
-    "gather_change",
     "inflate",
     "join_streams",
     "manifest_checksum",
@@ -126,7 +123,6 @@ __all__ = [
     "tensor_digest",
     "verify_checksum",
     "verify_container",
-    "warm_up_gathering",
     "warm_up_unpacking",
     "write_container",
     "xxh3_checksum",

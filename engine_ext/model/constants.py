@@ -1,7 +1,7 @@
 """Recognise tensors on a model that are not computed from its weights.
 
 A tensor that no checkpoint tensor is loaded into may still have been computed from one (see
-`engine_ext.derived.find`). Two things show that it was not:
+`engine_ext.startup.derived.find`). Two things show that it was not:
 
 - its kind: rotary tables, key-value caches, integer tables and the like (`is_constant`);
 - its history: it was on the model, with the same bits, before any weight was loaded

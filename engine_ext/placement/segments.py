@@ -2,7 +2,7 @@
 
 A placement is a list of strided segments per tensor. A segment maps a strided box of the checkpoint
 tensor (row-major flat coordinates) to a strided box of one live tensor. Placements are traced from
-the engine's own loader (`engine_ext.tracing.trace`), and therefore include its name mapping, fusing
+the engine's own loader (`engine_ext.startup.trace`), and therefore include its name mapping, fusing
 and slicing. They are used only after `engine_ext.placement.certify` has compared both sides.
 """
 
@@ -119,7 +119,7 @@ class Status(str, Enum):
         EXACT: its live bytes are the checkpoint's.
         CAST: its live bytes are the checkpoint's after a cast to the live dtype.
         REBUILT: the engine computes its modules from it, and so can a sync; its segments are in the
-            shadow, see `engine_ext.rebuild`.
+            unprocessed weights, see `engine_ext.startup.recomputed`.
         NOT_ON_RANK: other ranks hold it.
         IGNORED: no rank holds it, because the loader drops it.
         UNCERTIFIED: it cannot be updated exactly.

@@ -243,7 +243,7 @@ class Following(Reply, frozen=True, kw_only=True):
 class LogRecords(Reply, frozen=True, kw_only=True):
     """Records of the last versions in the delta log that have led to the engine's."""
 
-    records: dict[str, str]  # by folder's name, see `engine_ext.delta_log.records`
+    records: dict[str, str]  # by folder's name, see `engine_ext.log.records`
 
 
 class RankPlan(Reply, frozen=True, kw_only=True):

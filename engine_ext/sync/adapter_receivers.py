@@ -16,7 +16,6 @@ from typing import Any, Protocol, cast
 import msgspec
 import torch
 
-from engine_ext.derived import Recomputed
 from engine_ext.dtypes import NAME_OF_TORCH
 from engine_ext.errors import Conflict, EngineUncertain, as_delta_error, from_wire
 from engine_ext.format import tensor_digest
@@ -26,6 +25,7 @@ from engine_ext.placement import Placed, Placement, Segment, Status, TensorSpec,
 from engine_ext.ranks import Ranks, cores_per_rank, together
 from engine_ext.ranks import operations as ops
 from engine_ext.settings import Settings
+from engine_ext.startup import Recomputed
 from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.scatter import ScatterWriter

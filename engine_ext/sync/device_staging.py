@@ -111,6 +111,7 @@ def upload_new(writes: Sequence[Write]) -> None:
             flat = write.elements.flat
             groups[flat.device, flat.dtype].append(write)
     for (device, dtype), own in groups.items():
-        views = upload([typed(write.new, dtype) for write in own], device)
+        new = [typed(np.ascontiguousarray(write.new), dtype) for write in own]
+        views = upload(new, device)
         for write, bits in zip(own, views, strict=True):
             write.new = bits

@@ -23,10 +23,9 @@ from engine_ext.kernels import bits_of, host_bits, warm_up
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Plan, Status, TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
-from engine_ext.repacks import compose
 from engine_ext.settings import Settings
+from engine_ext.startup import LoaderDryRun, compose
 from engine_ext.sync import DeltaApplier, ScatterWriter, StagedPart, apply_masked
-from engine_ext.tracing import trace_placement
 from scripts.process_memory import peak_resident, reset_peak
 
 _MEMORY_DENSITY: Final = 0.02
@@ -107,12 +106,12 @@ def make_live_model(llm: Any, learner: Any, threads: int) -> LiveModel:
     Raises:
         RuntimeError: A tensor is not certified, so that scatter cannot write it.
     """
-    from engine_ext.adapters.vllm import worker as adapter
+    from engine_ext.adapters.vllm import checkpoint
 
     worker: Any = llm.llm_engine.model_executor.driver_worker.worker
     model, config = worker.model_runner.get_model(), worker.vllm_config
-    base = dict(adapter.checkpoint(model, config))
-    return _certified(llm, model, adapter._loader(model, config), base, learner, threads)
+    base = dict(checkpoint.checkpoint(model, config))
+    return _certified(llm, model, checkpoint.load_function(model, config), base, learner, threads)
 
 
 def make_plain_model(layers: int, device: str, seed: int, threads: int) -> LiveModel:
@@ -142,7 +141,7 @@ def _certified(
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in base.items()]
     begin = time.perf_counter()
     index = StorageIndex(model)
-    placement = trace_placement(model, load_weights, specs, index)
+    placement = LoaderDryRun(model, load_weights, index).trace(specs)
     if learner is not None:
         compose(placement, learner.repacks, learner.refusals)
     traced = time.perf_counter()

@@ -37,8 +37,8 @@ from engine_ext.ranks.operations import (
     encode_request,
 )
 from engine_ext.settings import Settings
+from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import DeltaApplier, Receiver, ScatterWriter
-from engine_ext.tracing import trace_placement
 from scripts.bench.pipeline_link import HOST
 
 _CHUNK = 1 << 16  # as uvicorn hands a body on
@@ -67,7 +67,7 @@ def make_receiver(tensors: dict[str, torch.Tensor], settings: Settings) -> Recei
     model = PlainModel(tensors)
     index = StorageIndex(model)
     specs = [TensorSpec(name, tuple(one.shape), one.dtype) for name, one in tensors.items()]
-    placement = trace_placement(model, model.load_weights, specs, index)
+    placement = LoaderDryRun(model, model.load_weights, index).trace(specs)
     certify_placement(placement, tensors.items())
     plan = make_plan(placement, SingleRank())
     applier = DeltaApplier(

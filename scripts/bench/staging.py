@@ -52,8 +52,8 @@ from engine_ext.placement import TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import GroupRanks, Ranks, cores_per_rank
 from engine_ext.ranks.operations import BeginPart
 from engine_ext.resources import usable_cores
+from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import BackgroundStaging, DeltaApplier, ScatterWriter
-from engine_ext.tracing import trace_placement
 from scripts import command_line
 
 _ROWS: Final = 4096
@@ -151,7 +151,7 @@ class _Rank:
         model.load_weights(weights.items())
         index = StorageIndex(model)
         specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
-        placement = trace_placement(model, model.load_weights, specs, index)
+        placement = LoaderDryRun(model, model.load_weights, index).trace(specs)
         certify_placement(placement, weights.items())
         plan, threads = make_plan(placement, ranks), cores_per_rank(ranks)
         writer = ScatterWriter()

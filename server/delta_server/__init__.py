@@ -4,7 +4,7 @@ Endpoints (`routes`) and other sources take parts in (`intake`) and submit them 
 `coordinator`, which stages them on all ranks (`staging`) and commits (`commit`); replay of a delta
 log (`log_replay`); an engine adapter implements `Engine`.
 
-Imports: `engine_ext.format`, `engine_ext.delta_log` and the ground floor; never the receiver, an
+Imports: `engine_ext.format`, `engine_ext.log` and the ground floor; never the receiver, an
 adapter, or `delta_sender`.
 """
 

@@ -15,7 +15,7 @@ from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
 from delta_server.leases import acquire
 from delta_server.process_identity import new_name, pid_of
-from engine_ext.delta_log import Listing
+from engine_ext.log import Listing
 from engine_ext.ranks.operations import AcquireFollowLease, Following, LogLook, ShareFollowing
 
 

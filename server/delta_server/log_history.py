@@ -1,7 +1,7 @@
 """Compare a delta log with what led to an engine's version, by contents: numbers are used again.
 
 The ranks keep the records of the log's versions that have led to theirs (see
-`engine_ext.delta_log.records`), so every HTTP process of an engine finds the same. A version that
+`engine_ext.log.records`), so every HTTP process of an engine finds the same. A version that
 came by request has no record at first: it is that of the log if its digest or its parts are.
 """
 
@@ -14,7 +14,8 @@ from typing import Final, TypeVar
 
 from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
-from engine_ext.delta_log import (
+from engine_ext.errors import LogDamaged, LogDiverged
+from engine_ext.log import (
     DeltaLog,
     Entry,
     Listing,
@@ -24,7 +25,6 @@ from engine_ext.delta_log import (
     read_record,
     version_of,
 )
-from engine_ext.errors import LogDamaged, LogDiverged
 from engine_ext.ranks.operations import FindUnseen, ShareLogRecords
 
 _MOST_COMPARED: Final = 128  # versions before the engine's; half of what the ranks keep

@@ -30,18 +30,6 @@ from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import mismatched
-from engine_ext.delta_log import (
-    CannotFold,
-    DeltaLog,
-    Entry,
-    FolderLog,
-    Listing,
-    fold_versions,
-    read_digests,
-    read_record,
-    route,
-    why_not_newer,
-)
 from engine_ext.errors import (
     BaseMismatch,
     CommitFailed,
@@ -56,8 +44,20 @@ from engine_ext.errors import (
     WeightsAsleep,
     WriteUndone,
 )
-from engine_ext.object_store import is_store_url
+from engine_ext.log import (
+    CannotFold,
+    DeltaLog,
+    Entry,
+    Listing,
+    fold_versions,
+    open_log,
+    read_digests,
+    read_record,
+    route,
+    why_not_newer,
+)
 from engine_ext.ranks.operations import AcquireLogLease, DropSync, ReleaseLogLease
+from engine_ext.store_urls import is_store_url
 
 logger = logging.getLogger(__name__)
 
@@ -315,7 +315,7 @@ class LogReplay:
         If not, the engine is as it was. Applied one after another, the versions show why.
         """
         with tempfile.TemporaryDirectory(prefix="delta-fold-", dir=self._scratch) as scratch:
-            log = FolderLog(Path(os.path.realpath(scratch)))
+            log = open_log(Path(os.path.realpath(scratch)))
             try:
                 record = await self._history.record(entries[-1])
                 await asyncio.to_thread(fold_versions, log, entries, version, source=self.log)

@@ -42,13 +42,12 @@ from delta_server.store_files import ResolvedFiles, StoreFiles, StoreFolder
 from delta_server.transactions import after_gap, located
 from delta_server.upload_limits import MinimumRate, UploadSlots
 from delta_server.version_folders import spool_request
-from engine_ext.delta_log import open_log
 from engine_ext.errors import (
     DeltaError,
     MalformedPart,
 )
 from engine_ext.format import DIGEST_ALGORITHM, Limits
-from engine_ext.object_store import is_store_url
+from engine_ext.log import open_log
 from engine_ext.ranks.operations import (
     GetPlan,
     GetStatus,
@@ -57,6 +56,7 @@ from engine_ext.ranks.operations import (
 from engine_ext.remote_parts import PartCache
 from engine_ext.resources import RateLimit
 from engine_ext.settings import Settings
+from engine_ext.store_urls import is_store_url
 
 
 class DeltaService:
@@ -307,7 +307,7 @@ class DeltaService:
             roots: folders below which files may be read; ``--delta-root`` if None.
             source: where they were fetched from; None if they were not.
             log_records: what the delta log has of the version, for a replay; see
-                `engine_ext.delta_log.records`.
+                `engine_ext.log.records`.
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then.

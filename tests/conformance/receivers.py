@@ -19,17 +19,22 @@ import msgspec
 import torch
 from torch import nn
 
-from engine_ext.derived.recompute import Recomputation
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.format import ParamDelta, PartId, encode_part
 from engine_ext.model.constants import Constants, is_constant
-from engine_ext.rebuild import LoadingStates, make_twin
-from engine_ext.repacks import Processing, RepackLearner
 from engine_ext.settings import Settings
-from engine_ext.sync.loaded_model import LoadedModel, Rebuilding
+from engine_ext.startup import (
+    LoadedModel,
+    LoadingTrace,
+    Processing,
+    RepackLearner,
+    Reprocessing,
+    UnprocessedModules,
+    make_unprocessed_model,
+)
+from engine_ext.startup.derived.recompute import Recomputation
+from engine_ext.sync import make_receiver
 from engine_ext.sync.receiver import Receiver
-from engine_ext.sync.startup import make_receiver
-from engine_ext.tracing import LoadingTrace
 from tests.conformance.subject import Delta, Rank
 from tests.conformance.syncs import bits
 from tests.support.thread_group import Group, ThreadRanks
@@ -37,7 +42,7 @@ from tests.support.toy_models import ToyModel
 from tests.support.verified_file import identity_of, verified_file
 
 _SYNC_ID = "conformance"
-_SHADOW_BYTES = 1 << 20
+_UNPROCESSED_BYTES = 1 << 20
 
 
 class Refused(Exception):
@@ -113,12 +118,16 @@ def _everywhere(do: Callable[[Any], Any], ranks: Sequence[Any]) -> list[Any]:
 def _load(rank: Rank, place: ThreadRanks) -> LoadedModel:
     """Start one rank's engine, and see what an adapter sees meanwhile."""
     model: Any = rank.model
-    constants, states, loading = Constants(model), LoadingStates(_SHADOW_BYTES), LoadingTrace()
+    constants, states, loading = (
+        Constants(model),
+        UnprocessedModules(_UNPROCESSED_BYTES),
+        LoadingTrace(),
+    )
     rank.load()
 
     def trace(model: nn.Module) -> None:
-        twin: Any = make_twin(model, states.states)
-        loading.trace(twin, twin.load_weights, rank.checkpoint.items)
+        unprocessed: Any = make_unprocessed_model(model, states.states)
+        loading.trace(unprocessed, unprocessed.load_weights, rank.checkpoint.items)
 
     # The engine's walk over its modules is preceded by the learner's.
     learner = RepackLearner(type(model), "after_loading", _processings, trace, states.keep)
@@ -135,9 +144,9 @@ def _load(rank: Rank, place: ThreadRanks) -> LoadedModel:
         constants=lambda path, tensor: is_constant(path, tensor) or constants(path, tensor),
         recomputations=[Recomputation(("",), model.recompute)] if _recomputes(model) else [],
         loading=loading,
-        rebuilding=Rebuilding(
+        reprocessing=Reprocessing(
             states=states,
-            loader=lambda twin: twin.load_weights,  # type: ignore[return-value]
+            loader=lambda copy: copy.load_weights,  # type: ignore[return-value]
             context=contextlib.nullcontext,
             probe=_probe,
         ),

@@ -13,7 +13,7 @@ import httpx
 import torch
 
 from delta_sender import LogSender, SyncReport
-from engine_ext.delta_log import Heartbeat, StoreLog, live_heartbeats, open_log
+from engine_ext.log import Heartbeat, live_heartbeats, open_log
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.faults.observed import FIRST, KINDS, PLUGIN, ObservedEngine, wait_until
@@ -109,7 +109,6 @@ class FollowHarness(ObservedEngine):
         )
         super().__init__(engine, chosen, folder)
         opened = open_log(url, scratch=str(folder))
-        assert isinstance(opened, StoreLog)
         self.log = opened
         self.weights = four_checkpoints(tiny_models.load_tensors(base))
         self.folders = [

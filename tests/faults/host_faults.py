@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from engine_ext.delta_log.catalog import folder_name
+from engine_ext.log.catalog import folder_name
 from tests.faults.following import CACHE_BYTES, FollowHarness
 from tests.faults.observed import fill, wait_until
 from tests.faults.store_answers import BUSY, WELL, parts

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, SyncError, cli
-from engine_ext.delta_log import FolderLog, live_heartbeats
+from engine_ext.log import live_heartbeats, open_log
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
@@ -199,7 +199,7 @@ def test_an_engine_follows_the_log(
         damaged.write_bytes(good)
         reach(engine, 8)
         seen_by(engine)
-        [heartbeat] = live_heartbeats(FolderLog(log))
+        [heartbeat] = live_heartbeats(open_log(log))
         assert (heartbeat.version, heartbeat.state) == (8, "following")
 
         remove_versions(log, 8)
@@ -213,7 +213,7 @@ def test_an_engine_follows_the_log(
         for _ in range(11):
             write_unproven(log, new)
         check_other_history(engine, seen_by(engine)["delta_log"]["follow"]["error"], 9)
-        [heartbeat] = live_heartbeats(FolderLog(log))
+        [heartbeat] = live_heartbeats(open_log(log))
         assert (heartbeat.version, heartbeat.state) == (9, "diverged")
         check_weights(engine, 9, trainer)
         assert "delta_updates_log_diverged 1.0" in engine.get("/metrics").text

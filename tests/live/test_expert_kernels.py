@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.rebuild import ModuleRebuild
+from engine_ext.startup.recomputed import ModuleRebuild
 from tests.support.quantised_engine import Serving
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from delta_sender import DeltaSender
-from engine_ext.delta_log import live_heartbeats, open_log
+from engine_ext.log import live_heartbeats, open_log
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint

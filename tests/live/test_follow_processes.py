@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine_ext.delta_log import FolderLog, live_heartbeats
+from engine_ext.log import live_heartbeats, open_log
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess
@@ -75,7 +75,7 @@ def heartbeat(log: Path, version: int) -> Any:
     """Wait for the heartbeat of an engine at a version; there is no other one."""
     end = time.monotonic() + WAIT_S
     while True:
-        [found] = live_heartbeats(FolderLog(log))
+        [found] = live_heartbeats(open_log(log))
         if found.version == version:
             return found
         assert time.monotonic() < end, found
@@ -133,7 +133,7 @@ def test_one_of_vllms_processes_follows(
             process = follow_with_all(engine, clients, log, trainer)
         os.kill(process, signal.SIGKILL)
         assert engine.wait(WAIT_S)
-        assert live_heartbeats(FolderLog(log))  # prune keeps what it needs, until that expires
+        assert live_heartbeats(open_log(log))  # prune keeps what it needs, until that expires
     write_log(log, trainer, 1)
     with vllm(base, log, tmp_path / "second") as engine:
         with one_client_each(engine, PROCESSES) as clients:

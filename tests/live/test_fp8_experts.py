@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from engine_ext.rebuild import ModuleRebuild
+from engine_ext.startup.recomputed import ModuleRebuild
 from tests.shims.vllm_cpu_fp8.vllm_cpu_fp8 import scaled_fp8_quant
 from tests.support import quantised_engine
 from tests.support.quantised_engine import Serving

@@ -17,8 +17,8 @@ from torch import nn
 from delta_sender.checkpoint import read_checkpoint
 from engine_ext.ranks import SingleRank
 from engine_ext.settings import Settings
-from engine_ext.sync.loaded_model import LoadedModel
-from engine_ext.sync.startup import make_receiver
+from engine_ext.startup import LoadedModel
+from engine_ext.sync import make_receiver
 from scripts.live_engine import tiny_models
 from tests.live.programs import python
 from tests.support.plain_trainer import model_digest
@@ -37,7 +37,7 @@ def test_vllm_reads_the_files_of_collective_formats_alone(
     from vllm.config import LoadConfig
     from vllm.model_executor.model_loader import default_loader
 
-    from engine_ext.adapters.vllm.worker import checkpoint as read
+    from engine_ext.adapters.vllm.checkpoint import checkpoint as read
 
     def together(*args: Any, **kwargs: Any) -> Iterable[tuple[str, torch.Tensor]]:
         raise AssertionError("a rank alone waits for the others")
@@ -66,7 +66,7 @@ def test_vllm_certifies_the_files_that_it_has_loaded(
     from vllm.config import LoadConfig
     from vllm.model_executor.model_loader import get_model_loader
 
-    from engine_ext.adapters.vllm.worker import checkpoint as read
+    from engine_ext.adapters.vllm.checkpoint import checkpoint as read
 
     model = base_checkpoint(Pair)
     consolidated = {**base_checkpoint(Pair, seed=9), "c": model["c"]}
@@ -140,7 +140,7 @@ from torch import nn
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_loader import loader
 from sglang.srt.runtime_context import get_context
-from engine_ext.adapters.sglang.loading import checkpoint
+from engine_ext.adapters.sglang.checkpoint import checkpoint
 
 def together(*args, **kwargs):
     raise AssertionError("its tensors are gone after the reading")

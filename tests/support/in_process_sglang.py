@@ -149,7 +149,7 @@ def _names_in_mxfp8() -> list[str]:
     """Return the names that a model's loader is given when the adapter loads mxfp8 weights."""
     import torch
 
-    from engine_ext.adapters.sglang.loading import load_function
+    from engine_ext.adapters.sglang.checkpoint import load_function
 
     names: list[str] = []
     model = SimpleNamespace(

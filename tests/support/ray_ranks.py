@@ -21,7 +21,8 @@ from engine_ext.ranks import GroupRanks
 from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
 from engine_ext.remote_parts import locator
 from engine_ext.settings import Settings
-from engine_ext.sync import LoadedModel, make_receiver
+from engine_ext.startup import LoadedModel
+from engine_ext.sync import make_receiver
 from tests.support import in_process_engine
 from tests.support.delta_bodies import SHAPES, Weights, fresh_weights
 from tests.support.endpoint_rig import Rig

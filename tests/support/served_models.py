@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -23,12 +25,13 @@ from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.plan import Plan, make_plan
 from engine_ext.placement.segments import Placed, Placement
 from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.startup import LoaderDryRun
+from engine_ext.sync import host_table, stager
 from engine_ext.sync.delta_applier import DeltaApplier, Writer
+from engine_ext.sync.host_table import HostTable
 from engine_ext.sync.masked import MaskedWriter
-from engine_ext.sync.param_batch import Batcher
 from engine_ext.sync.scatter import ScatterWriter
 from engine_ext.sync.staged import StagedPart
-from engine_ext.tracing.trace import trace_placement
 from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel
 
@@ -215,7 +218,7 @@ def placed(model: type[ToyModel], base: Checkpoint) -> tuple[ToyModel, StorageIn
     """Load, trace and certify."""
     live = load(model, base)
     index = StorageIndex(live)
-    placement = trace_placement(live, live.load_weights, model.specs(), index)
+    placement = LoaderDryRun(live, live.load_weights, index).trace(model.specs())
     certify_placement(placement, base.items())
     return live, index, placement
 
@@ -233,13 +236,8 @@ def make_applier(
 ) -> DeltaApplier:
     writer: Writer = ScatterWriter()
     if apply == "masked":
-        writer = MaskedWriter(
-            live,
-            index,
-            plan.placement,
-            load_weights=live.load_weights,
-            chunk_bytes=chunk_bytes,
-        )
+        dry_run = LoaderDryRun(live, live.load_weights, index)
+        writer = MaskedWriter(dry_run, plan.placement, chunk_bytes=chunk_bytes)
     return DeltaApplier(
         live, index, plan, writer, undo_bytes=undo_bytes, threads=threads, ranks=ranks
     )
@@ -282,6 +280,17 @@ def serve_ranks(models: Sequence[type[ToyModel]], base: Checkpoint, **options: A
     ]
 
 
+@contextmanager
+def small_pieces(elements: int) -> Iterator[None]:
+    """Let params with more elements be staged in pieces of so many."""
+    of_stager = dict.fromkeys(
+        ("_HOST_PIECE_ELEMENTS", "_DEVICE_PIECE_ELEMENTS", "_RUN_PIECE_ELEMENTS"), elements
+    )
+    of_table = dict.fromkeys(("_COPIED_ELEMENTS", "_BATCH_ELEMENTS"), elements)
+    with mock.patch.multiple(stager, **of_stager), mock.patch.multiple(host_table, **of_table):
+        yield
+
+
 def as_on_a_device(served: Served) -> None:
     """Let the applier take its weights for those of a device, where operators digest them."""
     replan(served, on_a_device(served.applier.plan))
@@ -296,7 +305,7 @@ def on_a_device(plan: Plan) -> Plan:
 def replan(served: Served, plan: Plan) -> None:
     """Give the applier another plan of the same model."""
     served.applier.plan = plan
-    served.applier._batcher = Batcher(plan)
+    served.applier._table = HostTable(plan)
     served.applier.digests = plan.scan()
 
 

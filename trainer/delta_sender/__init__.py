@@ -42,8 +42,8 @@ Modules, in the order of the data's way:
   `cli`: the public interface.
 
 The package needs no engine. It can import `engine_ext.format`, `engine_ext.kernels`,
-`engine_ext.delta_log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.files`,
-`engine_ext.object_store` and `engine_ext.resources`.
+`engine_ext.log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.files`,
+`engine_ext.store_urls` and `engine_ext.resources`.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from delta_sender.notify import Notifier
 from delta_sender.options import MultiOptions, Option, declared, with_defaults
 from delta_sender.results import PartialSyncError, SyncError, SyncReport
 from delta_sender.snapshot import MappedSnapshot, NamedTensors
-from engine_ext.delta_log import open_log
 from engine_ext.format import HMAC_KEY_ENVIRONMENT
+from engine_ext.log import open_log
 
 _DESCRIPTION = """\
 Send the difference between two Hugging Face checkpoints (safetensors) to engines that hold the

@@ -15,9 +15,9 @@ from urllib.parse import unquote, urlsplit
 from delta_sender.bandwidth import LinkSpeed
 from delta_sender.destination import Destination
 from delta_sender.results import SyncError
-from engine_ext.delta_log import DeltaLog, Draft
 from engine_ext.format import sign
-from engine_ext.object_store import is_store_url
+from engine_ext.log import DeltaLog, Draft
+from engine_ext.store_urls import is_store_url
 
 _PLAN_S: Final = 30.0  # to wait for a plan
 _NEXT_S: Final = 2.0  # until one more engine is asked for it

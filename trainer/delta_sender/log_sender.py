@@ -24,8 +24,8 @@ from delta_sender.snapshot import NamedTensors, Snapshot
 from delta_sender.spill import Spill
 from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
-from engine_ext.delta_log import digests_of, open_log, read_version
 from engine_ext.errors import LogDamaged
+from engine_ext.log import digests_of, open_log, read_version
 from engine_ext.resources import no_full_collections
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from delta_sender.spill import Spill
 from delta_sender.state_file import Known, StateFile, StateTracker
 from delta_sender.sync_round import SyncRound
 from delta_sender.warm_up import warm_up
-from engine_ext.delta_log import open_log
 from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.log import open_log
 from engine_ext.resources import no_full_collections
 
 if TYPE_CHECKING:

@@ -14,11 +14,10 @@ from typing import Any, Final
 
 from engine_ext.adapters.refusals import Refusal
 from engine_ext.adapters.sglang import refusals
-from engine_ext.adapters.sglang.loading import Observed, checkpoint
+from engine_ext.adapters.sglang.checkpoint import Observer, checkpoint, observer_of
 from engine_ext.adapters.target_and_draft import DRAFT, PREFIX, TARGET, Part
 from engine_ext.ranks import replicas
-from engine_ext.rebuild import LoadingStates
-from engine_ext.tracing import LoadingTrace
+from engine_ext.startup import LoadingTrace, UnprocessedModules
 
 _FOLLOWED: Final = ("EAGLE", "EAGLE3", "STANDALONE")
 _REVISION: Final = "main"
@@ -56,10 +55,10 @@ def _unsupported(algorithm: Any) -> Refusal | None:
 
 
 def expect(
-    target: Observed,
+    target: Observer,
     loading: LoadingTrace,
-    states: LoadingStates,
-    then: Callable[[list[Observed]], None],
+    states: UnprocessedModules,
+    then: Callable[[list[Observer]], None],
 ) -> None:
     """Observe the draft model when it is loaded; call `then` with both models as they serve."""
     from sglang.srt.managers.scheduler import Scheduler
@@ -68,7 +67,7 @@ def expect(
     loaded: list[weakref.ref[Any]] = []  # what SGLang replaces is not kept
 
     def observe(runner: Any, load: Callable[[], None]) -> None:
-        draft = Observed(_draft_part(target.runner, runner), runner, loading, states)
+        draft = observer_of(_draft_part(target.engine.runner, runner), runner, loading, states)
         with draft:
             load()
         observed.append(draft)
@@ -106,21 +105,20 @@ def _draft_part(target: Any, runner: Any) -> Part:
     return Part(DRAFT, "" if same else PREFIX, not same)
 
 
-def _require_known(worker: Any, observed: list[Observed], loaded: list[weakref.ref[Any]]) -> None:
+def _require_known(worker: Any, observed: list[Observer], loaded: list[weakref.ref[Any]]) -> None:
     """Refuse a worker that may serve other weights than the two models'."""
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
     from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
     runners = [runner for _, runner in worker.weight_update_runners()]
-    if type(worker) not in (EAGLEWorkerV2, StandaloneWorkerV2) or (
-        runners != [one.runner for one in observed[1:]]
-    ):
+    known_runners = [one.engine.runner for one in observed]
+    if type(worker) not in (EAGLEWorkerV2, StandaloneWorkerV2) or runners != known_runners[1:]:
         raise RuntimeError(refusals.DRAFT_MODEL.message)
-    if any(checkpoint(one.runner, one.runner.model) is None for one in observed):
+    if any(checkpoint(one, one.model) is None for one in known_runners):
         raise RuntimeError(refusals.DRAFT_WITHOUT_CHECKPOINT.message)
     if worker.draft_worker.hot_token_id is not None:
         raise RuntimeError(refusals.DRAFT_TOKEN_MAP.message)
-    targets, drafts = [list(one.runner.model.parameters()) for one in observed]
+    targets, drafts = [list(one.model.parameters()) for one in known_runners]
     known = {id(parameter) for parameter in [*targets, *(reference() for reference in loaded)]}
     if any(id(parameter) not in known for parameter in drafts):
         raise RuntimeError(refusals.DRAFT_COPIES.message)

@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 
-from engine_ext.derived import Recomputation
 from engine_ext.model import PROCESSING, is_default
-from engine_ext.rebuild import LoadingStates, probe_linear
-from engine_ext.repacks import Processing, RepackLearner
+from engine_ext.startup import (
+    Processing,
+    Recomputation,
+    RepackLearner,
+    UnprocessedModules,
+    probe_linear,
+)
 
 
 @contextlib.contextmanager
 def repack_learner(
-    before: Callable[[torch.nn.Module], None], states: LoadingStates
+    before: Callable[[torch.nn.Module], None], states: UnprocessedModules
 ) -> Iterator[RepackLearner]:
     """Learn SGLang's post-load processing; use it around the loading of a model.
 
@@ -136,11 +140,11 @@ def _processings(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[
         yield Processing(module, method, _process_copy)
 
 
-class _Told:
+class _RecordingDispatcher:
     """Stands for the dispatcher of a copy of an experts module, which is the live module's.
 
     Attributes:
-        quant_config: what processing has told it, or None.
+        quant_config: what processing has set, or None.
     """
 
     def __init__(self, dispatcher: Any) -> None:
@@ -155,18 +159,18 @@ class _Told:
 
 
 def _process_copy(copy: Any) -> None:
-    """Process a copy of a module; the dispatcher that it shares with the live one is not told.
+    """Process a copy of a module without a change of the dispatcher that the live one has, too.
 
     Raises:
-        RuntimeError: the live dispatcher was told something else.
+        RuntimeError: processing sets something else than the live dispatcher has.
     """
     dispatcher = getattr(copy, "dispatcher", None)
     if dispatcher is None:
         copy.quant_method.process_weights_after_loading(copy)
         return
-    copy.dispatcher = told = _Told(dispatcher)
+    copy.dispatcher = recording = _RecordingDispatcher(dispatcher)
     copy.quant_method.process_weights_after_loading(copy)
     copy.dispatcher = dispatcher
     known = dispatcher.quant_config  # empty before the live module is processed
-    if known and told.quant_config is not None and told.quant_config != known:
-        raise RuntimeError("processing tells the dispatcher something else than before")
+    if known and recording.quant_config is not None and recording.quant_config != known:
+        raise RuntimeError("processing sets the dispatcher to something else than before")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from engine_ext.adapters.vllm.refusals import LORA_WITH_DEFERRED_ATTENTION
-from engine_ext.rebuild import with_modules
+from engine_ext.startup import with_modules
 
 
 def without_lora(model: torch.nn.Module) -> Any:

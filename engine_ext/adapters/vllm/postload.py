@@ -9,15 +9,20 @@ from typing import Any
 
 import torch
 
-from engine_ext.derived import Recomputation
 from engine_ext.model import is_default
-from engine_ext.rebuild import LoadingStates, apply_to_rows, probe_linear
-from engine_ext.repacks import Processing, RepackLearner
+from engine_ext.startup import (
+    Processing,
+    Recomputation,
+    RepackLearner,
+    UnprocessedModules,
+    apply_to_rows,
+    probe_linear,
+)
 
 
 def repack_learner(
     before: Callable[[torch.nn.Module], None] | None = None,
-    states: LoadingStates | None = None,
+    states: UnprocessedModules | None = None,
 ) -> RepackLearner:
     """Return what learns vLLM's post-load processing; use it around `load_model`."""
     from vllm.model_executor.model_loader import base_loader

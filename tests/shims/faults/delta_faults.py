@@ -134,7 +134,7 @@ def _leave(file: Path, text: str) -> None:
 
 
 def _live(applier: Any) -> Any:
-    """Return the live model, also where a twin of it is written to."""
+    """Return the live model, also where an unprocessed copy of it is written to."""
     rebuilds = getattr(applier, "_rebuilds", None)
     return applier._places._model if rebuilds is None else rebuilds.model
 

@@ -16,8 +16,7 @@ from engine_ext.adapters.refusals import Refusal
 from engine_ext.adapters.sglang import draft, refusals
 from engine_ext.adapters.target_and_draft import Part
 from engine_ext.ranks import replicas
-from engine_ext.rebuild import LoadingStates
-from engine_ext.tracing import LoadingTrace
+from engine_ext.startup import LoadingTrace, UnprocessedModules
 
 
 class Scheduler:
@@ -65,7 +64,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(Scheduler, "init_memory_pools", Scheduler.init_memory_pools)
     monkeypatch.setattr(draft, "_expected", [])
     monkeypatch.setattr(draft, "checkpoint", lambda runner, model: runner.reads)
-    monkeypatch.setattr(draft, "Observed", Observed)
+    monkeypatch.setattr(draft, "observer_of", Observed)
     return parallel
 
 
@@ -73,13 +72,13 @@ class Observed:
     """A runner that loads its model."""
 
     def __init__(self, part: Part, runner: Any, loading: Any, states: Any) -> None:
-        self.part, self.runner = part, runner
+        self.part, self.engine = part, SimpleNamespace(runner=runner)
 
     def __enter__(self) -> None:
-        self.runner.observed = True
+        self.engine.runner.observed = True
 
     def __exit__(self, *error: object) -> None:
-        self.runner.observed = False
+        self.engine.runner.observed = False
 
 
 def algorithm(name: str) -> Any:
@@ -109,12 +108,12 @@ def load_both(
     """
     target = Observed(Part("target", "", True), runner("target"), None, None)
     made: list[Any] = []
-    draft.expect(target, LoadingTrace(), LoadingStates(0), made.extend)  # type: ignore[arg-type]
+    draft.expect(target, LoadingTrace(), UnprocessedModules(0), made.extend)  # type: ignore[arg-type]
     seen: list[bool] = []
     draft.load(draft_runner, lambda: seen.append(draft_runner.observed))
     assert (seen, draft_runner.observed) == ([True], False)
     assert made == []
-    share(target.runner.model, draft_runner.model)
+    share(target.engine.runner.model, draft_runner.model)
     scheduler = Scheduler(make_worker(draft_runner, **fields))
     scheduler.init_memory_pools()
     assert scheduler.pools == 1

@@ -13,7 +13,7 @@ from engine_ext.adapters.target_and_draft import Part, TargetAndDraft, outside, 
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Status, TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
-from engine_ext.tracing import LoadingTrace, trace_placement
+from engine_ext.startup import LoaderDryRun, LoadingTrace
 from tests.support.served_models import (
     APPLIES,
     Served,
@@ -124,7 +124,7 @@ class Loaded:
         ]
         index = StorageIndex(self.both)
         load = self.both.load_weights
-        placement = trace_placement(self.both, load, self.loading.specs, index)
+        placement = LoaderDryRun(self.both, load, index).trace(self.loading.specs)
         self.loading.refuse_lost(placement, reads=True)
         assert self.loading.sharing_changed(self.both, self.both) == {}
         certify_placement(placement, self.tensors.items())

@@ -32,6 +32,7 @@ from tests.support.served_models import (
     replan,
     serve,
     serve_ranks,
+    small_pieces,
     target_checkpoint,
 )
 from tests.support.thread_ranks import Shard, shards
@@ -83,9 +84,7 @@ def test_applied_and_taken_back(
             return {**brief([part]), "changes": [(digest - here).hex()]}
 
         served.peer.brief = with_change  # type: ignore[method-assign, assignment]
-    with mock.patch.multiple(
-        "engine_ext.sync.pieces", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
-    ):
+    with small_pieces(span):
         assert attempt(served, [part]) is None
     assert memory(served.model) == memory(load(model, target))
 

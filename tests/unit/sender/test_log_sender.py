@@ -14,7 +14,7 @@ import torch
 
 from delta_sender import DeltaSender, LogSender, SyncError, log_destination
 from delta_sender.log_destination import log_location
-from engine_ext.delta_log import list_log
+from engine_ext.log import open_log
 from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.unit.sender.test_log_destination import chain, replayed
 
@@ -198,10 +198,10 @@ def test_a_version_that_cannot_be_written_moves_nothing(
     with sender_of(tmp_path, model, bucket_bytes=1) as sender:
         train(model)
         with monkeypatch.context() as patched:
-            patched.setattr("engine_ext.delta_log.writer.FolderDraft.finish", full_disk)
+            patched.setattr("engine_ext.log.writer.Draft.finish", full_disk)
             with pytest.raises(OSError, match="full"):
                 sender.sync(model.items())
-        assert (sender.version, list_log(tmp_path).entries) == (0, [])
+        assert (sender.version, open_log(tmp_path).listing().entries) == (0, [])
         train(model, 2)
         report = sender.sync(model.items())
     assert (report.version, report.full) == (1, False)

@@ -14,8 +14,8 @@ from delta_sender import DeltaSender, PartialSyncError, SyncError, multi_sender
 from delta_sender.session_thread import SessionThread
 from delta_sender.snapshot import Changes
 from delta_sender.state_file import StateFile
-from engine_ext.delta_log.catalog import list_log
-from engine_ext.delta_log.writer import FolderDraft
+from engine_ext.log import open_log
+from engine_ext.log.writer import Draft
 from tests.support.fake_engine import (
     Engine,
     Handler,
@@ -302,9 +302,9 @@ def test_closed_while_the_log_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     base, log = copied(model), tmp_path / "log"
     engine = Engine.of(model)
     writing, go = threading.Event(), threading.Event()
-    finish = FolderDraft.finish
+    finish = Draft.finish
 
-    def slow(draft: FolderDraft) -> Path:
+    def slow(draft: Draft) -> Path:
         writing.set()
         assert go.wait(20)
         return finish(draft)
@@ -317,12 +317,12 @@ def test_closed_while_the_log_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     train(model)
     with monkeypatch.context() as patch:
         patch.setattr(multi_sender, "wait_for", interrupted)
-        patch.setattr(FolderDraft, "finish", slow)
+        patch.setattr(Draft, "finish", slow)
         with pytest.raises(KeyboardInterrupt):
             sender.sync(model.items())
         threading.Timer(0.1, go.set).start()
         sender.close()
-    assert (list_log(log).damaged, chain(log)) == ({}, [(0, 1)])
+    assert (open_log(log).listing().damaged, chain(log)) == ({}, [(0, 1)])
     with DeltaSender(A, base.items(), client=engine.client(), delta_log=log) as sender:
         assert sender.sync(model.items()).version == 2
     assert chain(log) == [(0, 1), (0, 2)]

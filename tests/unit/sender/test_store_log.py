@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from delta_sender import LogSender
-from engine_ext.delta_log import open_log, route
-from engine_ext.object_store import ObjectStore
+from engine_ext.log import Objects, open_log, route
 from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.unit.sender.test_log_destination import copied
 from tests.unit.sender.test_multi_sender import sender_of, two
@@ -87,7 +86,7 @@ def test_a_store_that_cannot_be_reached(
     with LogSender(store_url, model.items()) as sender:
         train(model)
         with monkeypatch.context() as patched:
-            patched.setattr("engine_ext.object_store.ObjectStore.put", _full)
+            patched.setattr("engine_ext.log.Objects.put", _full)
             with pytest.raises(OSError, match="no room"):
                 sender.sync(model.items())
         assert chain(store_url) == []
@@ -101,9 +100,9 @@ def test_the_answer_to_the_last_write_is_lost(
     """The version may be in the log: it stays whole, and a full one leads on from anywhere."""
     model = model_of(torch.bfloat16)
     base = copied(model)
-    create = ObjectStore.create
+    create = Objects.create
 
-    def loses(store: ObjectStore, name: str, data: bytes) -> None:
+    def loses(store: Objects, name: str, data: bytes) -> None:
         create(store, name, data)
         if name.endswith("DONE"):
             raise OSError(errno.EIO, "no answer", name)
@@ -111,7 +110,7 @@ def test_the_answer_to_the_last_write_is_lost(
     with LogSender(store_url, model.items()) as sender:
         train(model)
         with monkeypatch.context() as patched:
-            patched.setattr(ObjectStore, "create", loses)
+            patched.setattr(Objects, "create", loses)
             with pytest.raises(OSError, match="no answer"):
                 sender.sync(model.items())
         at_one = copied(model)

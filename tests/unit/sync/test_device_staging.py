@@ -34,8 +34,6 @@ from tests.support.served_models import (
     target_checkpoint,
 )
 from tests.support.toy_models import FusedQkv, Narrowed, PlainCopy, ToyModel
-from tests.unit.sync.applier_cases import DENSE, deltas_for
-from tests.unit.sync.test_appliers import SYNCS
 
 
 def served_on(model: type[ToyModel], on_device: bool) -> Served:
@@ -43,28 +41,6 @@ def served_on(model: type[ToyModel], on_device: bool) -> Served:
     if on_device:
         as_on_a_device(served)
     return served
-
-
-@SYNCS
-@DENSE
-@pytest.mark.parametrize("span", [3, 1 << 22])
-def test_exact_or_refused_as_on_the_host(
-    model: type[ToyModel],
-    names: tuple[str, ...],
-    dense: bool,
-    span: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Column shards, experts, repacks and casts, in one piece and in many; and every way back."""
-    monkeypatch.setattr("engine_ext.sync.pieces._DEVICE_SPAN", span)
-    base = base_checkpoint(model)
-    target = target_checkpoint(base, names)
-    found = []
-    for on_device in (False, True):
-        served = served_on(model, on_device)
-        refusal = attempt(served, parts_of(deltas_for(base, target, names, dense)))
-        found.append((str(refusal), memory(served.model), served.applier.digests))
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("model", [PlainCopy, FusedQkv])
@@ -121,7 +97,7 @@ def test_a_weight_that_changed_after_staging_is_seen() -> None:
 @pytest.mark.host_memory  # by PyTorch's operators; `kernels_alone` has the kernels
 def test_a_write_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a tensor whose old values are read only while it is written: no digest covers it."""
-    monkeypatch.setattr("engine_ext.sync.pieces._DEVICE_SPAN", 3)
+    monkeypatch.setattr("engine_ext.sync.stager._DEVICE_PIECE_ELEMENTS", 3)
     base = base_checkpoint(Narrowed)
     target = target_checkpoint(base, base)
     deltas = [delta_between(name, base[name], target[name]) for name in base]

@@ -1,4 +1,4 @@
-"""Any order of the steps of several syncs leaves all ranks, shadow and live, at one version."""
+"""Any order of the steps of several syncs leaves all weights on all ranks at one version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from engine_ext.format import ParamDelta
 from engine_ext.format.identity import PartId
-from engine_ext.sync import rebuilds
+from engine_ext.sync import rebuild_plan
 from engine_ext.sync.staged import StagedPart, Write
 from tests.support.quantised_engine import Serving, loaded, served
 from tests.support.rank_engine import part_id
@@ -229,14 +229,14 @@ class Run:
         self.engine.now += TIMEOUT
 
     def reload(self) -> None:
-        """The engine loads something else itself, some of it into the memory of shadows."""
+        """The engine loads something else itself, some of it into unprocessed weights."""
         for receiver, model in zip(self.engine.receivers, self.serving.models, strict=True):
             receiver.weights_replaced("a reload")
             int8: Any = model.int8
             int8.weight.zero_()
             model.norm.data.zero_()
             for state in self.serving.states[model.rank].states:
-                next(state.shadow())[1].zero_()
+                next(state.weights())[1].zero_()
         self.known.foreign, self.known.before = True, None
         self.drop_known()
 
@@ -342,7 +342,7 @@ ROUNDS = st.tuples(
 @given(st.lists(ROUNDS, min_size=2, max_size=6))
 @hypothesis_settings(PROPERTY, max_examples=30)
 def test_every_order_of_steps(rounds: list[list[Step]]) -> None:
-    with tempfile.TemporaryDirectory() as folder, patch.object(rebuilds, "_BATCH", 1):
+    with tempfile.TemporaryDirectory() as folder, patch.object(rebuild_plan, "_BATCH", 1):
         run = Run(Path(folder))
         for one in chain.from_iterable(rounds):
             one(run)
