@@ -33,8 +33,8 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
 
 Everything but `CommitFailed`, `CommittedNotResumed` and `WriteUndone` is raised before the first
 byte is written, or after every rank has put back what it had overwritten: a `BaseMismatch` of a
-weight that changed between staging and commit may be found by the pass that writes. After
-`CommitFailed` some weights can be new and some old: generation answers 503 until a ``full`` sync
+weight that changed between staging and commit can be found by the pass that writes. After
+`CommitFailed` some weights might be new and some old: generation answers 503 until a ``full`` sync
 has committed.
 """
 
@@ -93,7 +93,7 @@ class Unauthorized(DeltaError):
 
 
 class AccessDenied(DeltaError):
-    """No token is set, and the request may come from neither this host nor a trusted network."""
+    """No token is set, and the request is not known to be from this host or a trusted network."""
 
     status = 403
 
@@ -139,7 +139,7 @@ class SyncInProgress(Conflict):
 
 
 class RunConflict(Conflict):
-    """Another run owns the weights (``owner``): its sender alone may change them."""
+    """Another run owns the weights (``owner``): only its sender can change them."""
 
 
 class RunFenced(RunConflict):

@@ -37,6 +37,12 @@ RULES: Final = [
 ]
 """Phrases, and what to write in their place."""
 
+ALLOWED: Final = {
+    "a reward is a number that tells a policy how well it did, and a policy learns from it",
+    "The trainer sends what changed, the engine writes it, and generation goes on.",
+}
+"""Whole texts that are data: sentences that a tokenizer is trained on."""
+
 _FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2", re.M | re.S)
 _CODE = re.compile(r"``.+?``|`[^`\n]+`|\]\([^)]*\)|https?://\S+", re.S)
 
@@ -61,7 +67,9 @@ def _markdown(text: str) -> Iterator[tuple[int, str]]:
 def _python(text: str) -> Iterator[tuple[int, str]]:
     """Yield line and text of each comment, docstring and other text of several words."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        if " " in node.value and node.value not in ALLOWED:
             yield node.lineno, node.value
     block: list[str] = []
     first = last = 0

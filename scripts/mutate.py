@@ -37,7 +37,7 @@ COPIED: Final = (
     *("engine_ext", "server", "trainer", "scripts", "tests", "docs", "examples", "patches"),
     *("pyproject.toml", "README.md", "CHANGELOG.md", "Makefile"),
 )
-# Of each room: the packages that are mutated, and the tests that should notice.
+# By room: the packages that are mutated, and the tests that should notice.
 ROOMS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "format": (("engine_ext/format",), ("tests/unit/wire",)),
     "sync": (

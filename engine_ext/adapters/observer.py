@@ -1,8 +1,8 @@
 """Watch an engine load a model: the same for both engines.
 
 Just before the engine processes the model, its loader is run dry. Then the processing of each
-module is probed, and what it computes is kept as it was. What was seen becomes part of the
-`LoadedModel` that start-up begins with.
+module is probed, and modules that it computes are kept unprocessed. The observations become part
+of the `LoadedModel` that start-up begins with.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from engine_ext.adapters.target_and_draft import Part, outside
+from engine_ext.adapters.target_and_draft import ModelRole, outside
 from engine_ext.model import ConstantsWatch
 from engine_ext.placement import Repack
 from engine_ext.startup import (
@@ -47,7 +47,7 @@ class EngineLoad(Protocol):
         """Return the engine's function that constructs the model: its module, and its name."""
 
     def reader(self, model: torch.nn.Module) -> CheckpointReader | None:
-        """Return what reads the loaded checkpoint; None if there is none.
+        """Return a reader of the loaded checkpoint; None if there is none.
 
         Raises:
             RuntimeError: the model cannot be updated. The engine must not start.
@@ -67,7 +67,7 @@ class ModelLoadObserver(Generic[Engine]):
     """Context manager in which a rank loads one model.
 
     Args:
-        part: the model's place in the receiver's model.
+        role: the model's place in the receiver's model.
         engine: how it is loaded.
         loading, states: of all models of the rank.
 
@@ -77,9 +77,9 @@ class ModelLoadObserver(Generic[Engine]):
     """
 
     def __init__(
-        self, part: Part, engine: Engine, loading: LoadingTrace, states: UnprocessedModules
+        self, role: ModelRole, engine: Engine, loading: LoadingTrace, states: UnprocessedModules
     ) -> None:
-        self.part, self.engine = part, engine
+        self.role, self.engine = role, engine
         self.model: torch.nn.Module | None = None
         self.learner: RepackLearner
         self.constants: ConstantsWatch
@@ -99,7 +99,7 @@ class ModelLoadObserver(Generic[Engine]):
 
     def _trace(self, model: torch.nn.Module) -> None:
         """Trace the loader of the model, which is not processed yet but for what was on loading."""
-        self.model, part = model, self.part
+        self.model, role = model, self.role
         reader = self.engine.reader(model)
         self._states.moved_too = reader is None
         inside = {id(module) for module in model.modules()}
@@ -108,18 +108,18 @@ class ModelLoadObserver(Generic[Engine]):
         self._loading.trace(
             *(unprocessed, self.engine.load_function(unprocessed), reader),
             self.engine.refuse_while,
-            path=part.path,
-            prefix=part.prefix,
+            path=role.path,
+            prefix=role.prefix,
         )
 
     def known(self, path: str, tensor: torch.Tensor) -> bool:
         """Return `ConstantsWatch.known`, by the path in the receiver's model."""
-        return self.constants.known(self.part.inside(path), tensor)
+        return self.constants.known(self.role.inside(path), tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadObservations:
-    """What was seen of all models of a rank; see `LoadedModel` for the attributes."""
+    """The observations of all models of a rank; see `LoadedModel` for the attributes."""
 
     repacks: Mapping[str, Repack]
     refusals: Mapping[str, str]
@@ -130,7 +130,7 @@ class LoadObservations:
 def observations(
     observers: Sequence[ModelLoadObserver[Any]], replaced: Iterable[str]
 ) -> LoadObservations:
-    """Return what was seen while the models were loaded.
+    """Return the observations from the loading of the models.
 
     Args:
         replaced: paths of the modules that the engine has since replaced by others.
@@ -139,8 +139,8 @@ def observations(
     repacks: dict[str, Repack] = {}
     refusals: dict[str, str] = {}
     for one in observers:
-        repacks |= outside(replaced, one.part.by_path(one.learner.repacks))
-        refusals |= outside(replaced, one.part.by_path(one.learner.refusals))
+        repacks |= outside(replaced, one.role.by_path(one.learner.repacks))
+        refusals |= outside(replaced, one.role.by_path(one.learner.refusals))
     return LoadObservations(
         repacks,
         refusals,

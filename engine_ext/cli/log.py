@@ -301,7 +301,7 @@ def _prune(options: argparse.Namespace) -> int:
     # A running engine needs newer versions, and its own to see that they continue its history;
     # older ones serve engines that start.
     limits += engines.values()
-    # Engines that follow may be held at any of the versions after theirs.
+    # Engines that follow can be held at any of the versions after theirs.
     followers = delta_log.live_heartbeats(options.log)
     limits += [follower.version for follower in followers]
     candidates = [entry for entry in listing.entries if entry.version < min(limits)]

@@ -239,7 +239,7 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = _WIDE
-    # Only who asks for a log pays for what reads it.
+    # Imported only if a log is asked for.
     if options.delta_log is not None:
         from engine_ext.log import follower_lags, open_log
 
@@ -288,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print the engines' status as JSON and exit")
     help = "between two requests (default: %(default)g)"
     add("--interval", type=_positive, default=2.0, metavar="SECONDS", help=help)
-    help = "how long an engine may take to answer (default: %(default)g)"
+    help = "how long to wait for an engine's answer (default: %(default)g)"
     add("--timeout", type=_positive, default=5.0, metavar="SECONDS", help=help)
     help = "syncs to show of each engine (default: 10)"
     add("--syncs", type=_count, default=10, metavar="N", help=help)

@@ -179,7 +179,7 @@ def removable(
 
     Args:
         entries: the deltas in the log.
-        candidates: those that may be deleted.
+        candidates: those that could be deleted.
         starts: versions from which the newest one must stay reachable.
 
     Returns:

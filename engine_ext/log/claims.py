@@ -1,10 +1,10 @@
 """Keep the writers of a log in an object store apart.
 
 The newest claim is the turn to write. A claim is the object of the next number, which can be
-created once: so of two senders one gets it, and the other one is out. A sender that opens a log
-takes the next claim, after which the one before it gets no more. What that one had begun is settled
-by the version's ``DONE``, which can be created once, too: by it, and the version is in the log, or
-by the new sender, as refused.
+created once: so one of two senders gets it, and the other one is out. A sender that opens a log
+takes the next claim, after which the sender before it gets no more. The version that this one had
+begun is settled by ``DONE``, which can be created once, too: by this one, and the version is in the
+log, or by the new sender, as refused.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Claims:
             self._objects.create(_name(turn), content)
         except FileExistsError:
             raise BlockingIOError(conflict) from None
-        # Past claims are deleted, and then could be created again: none may be newer than this.
+        # Past claims are deleted, and then could be created again: none must be newer than this.
         if self._turns()[-1] != turn:
             raise BlockingIOError(conflict)
         self._turn = turn

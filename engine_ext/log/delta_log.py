@@ -83,7 +83,7 @@ class DeltaLog:
         """List the content, without reading the parts.
 
         Args:
-            anew: also read what is known from before, as after a damage, which may be mended.
+            anew: also read what is known from before, as after a damage, which might be repaired.
 
         Raises:
             LogDamaged: it cannot be read.
@@ -229,7 +229,7 @@ class DeltaLog:
     def tidy(self, listing: Listing) -> None:
         """Delete what no reader sees, of versions below the newest: refused ones, and remains.
 
-        Where drafts are not hidden, senders that were thought dead may still live. So the marks of
+        Where drafts are not hidden, senders that were thought dead can still live. So the marks of
         refused versions stay, lest their senders finish them, and what is unfinished stays for a
         day.
         """
@@ -253,4 +253,5 @@ class DeltaLog:
 
 def _versions(store: Store) -> dict[str, Files]:
     """Return the files of each version, by its folder's name."""
-    return {name: files for name, files in store.list().items() if version_of(name) is not None}
+    found = store.list()
+    return {name: found[name] for name in sorted(found) if version_of(name) is not None}

@@ -56,8 +56,7 @@ def read_version(entry: Entry) -> list[DecodedPart]:
 def verify_version(entry: Entry) -> Digests:
     """Read and verify a version as far as that is possible without an engine.
 
-    Of a folder with an index that is everything but its checksums, which are of tensors' new
-    states.
+    The checksums in a folder with an index are not verified: they are of tensors' new states.
 
     Returns:
         The digests that its parts declare.
@@ -119,7 +118,7 @@ def fold_versions(
             differences; the result has values.
         before: the versions that lead from the checkpoint to `base_version`.
         source: the log that has the versions; `log` if None.
-        progress: iterates over the versions, and may display the progress.
+        progress: iterates over the versions, and can display the progress.
 
     Raises:
         CannotFold: some version sends differences, and there is no checkpoint or it is another one;

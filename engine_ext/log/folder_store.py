@@ -47,9 +47,9 @@ class FolderStore:
     def list(self, folder: str | None = None) -> dict[str, Files]:
         """Return the folders; each is read when its names are asked for."""
         if folder is None:
-            return {name: FolderFiles(self.local / name) for name in sorted(os.listdir(self.local))}
-        path = self.local / folder
-        return {folder: FolderFiles(path)} if path.is_dir() else {}
+            return {name: FolderFiles(self.local, name) for name in os.listdir(self.local)}
+        found = FolderFiles(self.local, folder)
+        return {folder: found} if os.path.isdir(found.path) else {}
 
     def read(self, name: str, most: int) -> bytes:
         """Return the content of a regular file."""
@@ -68,7 +68,7 @@ class FolderStore:
         """Write a small file, and rename it to its name."""
         path = self.local / name
         path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.tmp")  # another process may write it, too
+        draft = path.with_suffix(f".{os.getpid()}.tmp")  # another process can write it, too
         draft.write_bytes(data)
         draft.replace(path)
 
@@ -87,19 +87,20 @@ class FolderStore:
 
     def delete(self, names: Iterable[str]) -> None:
         """Hide folders and delete them, with one sync for all; delete files."""
-        removed = False
+        names = [*names]
+        folders = [name for name in names if "/" not in name]
         for name in names:
             if "/" in name:
                 (self.local / name).unlink(missing_ok=True)
-                continue
+        for name in folders:
             hidden = self.local / f".{name}.gone"
             shutil.rmtree(hidden, ignore_errors=True)
             os.rename(self.local / name, hidden)
-            removed = True
-        if removed:
+        if folders:
             sync_folder(self.local)
-        for hidden in self.local.glob(".weight_v*.gone"):
-            shutil.rmtree(hidden, ignore_errors=True)
+        if folders or not names:
+            for hidden in self.local.glob(".weight_v*.gone"):
+                shutil.rmtree(hidden, ignore_errors=True)
 
     def turn(self) -> FolderTurn:
         """Lock the folder, which is made if it is missing."""
@@ -109,14 +110,19 @@ class FolderStore:
 class FolderFiles:
     """The files in a folder, read when they are asked for; see `engine_ext.log.store.Files`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, log: Path, name: str) -> None:
+        self._log, self._name = log, name
+
+    @property
+    def path(self) -> str:
+        """The folder's path."""
+        return os.path.join(self._log, self._name)
 
     @cached_property
     def names(self) -> frozenset[str]:
         """The names in the folder."""
         with _damages("it cannot be read"):
-            return frozenset(os.listdir(self._path))
+            return frozenset(os.listdir(self.path))
 
     def size(self, name: str) -> int:
         """Return a file's length."""
@@ -131,12 +137,12 @@ class FolderFiles:
 
     def _stat(self, name: str) -> os.stat_result:
         with _damages(f"its {name} cannot be read"):
-            return (self._path / name).stat()
+            return os.stat(os.path.join(self.path, name))
 
     def published_at(self, mark: str) -> float:
         """Return when the last file was added to the folder, or was replaced."""
         with _damages("it cannot be read"):
-            return self._path.stat().st_mtime
+            return os.stat(self.path).st_mtime
 
 
 class FolderDraft:

@@ -5,7 +5,7 @@
     LOG/followers/host7-4711-9f2c.json    one engine: its version, what it waits for, its failures
 
 An engine replaces its file at every look, and a file that is older than it says counts no more. Age
-is measured by the clock of the log's file system or store alone: clocks of hosts may differ.
+is measured by the clock of the log's file system or store alone: clocks of hosts differ.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lag(msgspec.Struct, frozen=True, kw_only=True):
-    """What one follower has not applied yet, as the log is now.
+    """The part of a log that one follower has not applied yet.
 
     Attributes:
         seen_s: age of the heartbeat in seconds.
@@ -99,7 +99,7 @@ def read_heartbeats(log: DeltaLog) -> list[tuple[Heartbeat, float]]:
         store.delete([f"{FOLDER}/{probe}"])
     found = []
     for name in sorted(name for name in files.names if name.endswith(_SUFFIX)):
-        # It was removed since, or is none.
+        # Such a file was removed since, or is no heartbeat.
         with contextlib.suppress(FileNotFoundError, LogDamaged, msgspec.MsgspecError):
             text = store.read(f"{FOLDER}/{name}", _MAX_BYTES)
             age = max(0.0, now - files.written_at(name))

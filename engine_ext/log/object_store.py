@@ -8,8 +8,8 @@
     PREFIX/weight_v000013/REFUSED                    no engine took it; its number stays used
     PREFIX/followers/NAME.json                       a heartbeat
 
-What decides is created, never replaced: the store refuses to create an object that is there. So a
-claim has one owner, and a version one outcome; see `engine_ext.log.claims`.
+A claim and a mark are created, never replaced: the store refuses to create an object that is there.
+So a claim has one owner, and a version one outcome; see `engine_ext.log.claims`.
 
 A version's files come to a folder of this host while they are read: from a cache that the engines
 of a host share, by the hash that ``DONE`` has of them, or from the store.
@@ -221,7 +221,7 @@ class ObjectDraft:
             raise BlockingIOError(conflict) from None
 
     def drop(self) -> None:
-        """Delete what was written, unless readers may see it."""
+        """Delete what was written, unless readers might see it."""
         if not self.may_be_visible:
             self._objects.delete(self._written)
 

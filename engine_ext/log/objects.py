@@ -1,7 +1,7 @@
 """Read and write the objects below one prefix of a store.
 
 Every failure is an `OSError`, as with files: FileNotFoundError, FileExistsError, PermissionError,
-or with `errno.EIO`. Those that may pass are tried again first.
+or with `errno.EIO`. Failures that can pass are tried again first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ATTEMPTS: Final = 6
 _LONGEST_WAIT_S: Final = 4.0
 _LISTED_AT_ONCE: Final = 1000
 _MOST_MESSAGE: Final = 300
-# The client's own, of one request. It goes on where a body has ended early, too.
+# The client's own, of one request. It also continues where a body has ended early.
 _RETRIES: Final[Any] = {"max_retries": 2, "retry_timeout": timedelta(seconds=20)}
 
 
@@ -158,7 +158,7 @@ class Objects:
     def create(self, name: str, data: bytes) -> None:
         """Write an object that must not be there; FileExistsError if it has other content.
 
-        `data` is unique: the answer to a request that succeeded may be lost, so an object with
+        `data` is unique: the answer to a request that succeeded can be lost, so an object with
         just these bytes counts as this one.
         """
 

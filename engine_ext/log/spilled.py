@@ -27,6 +27,7 @@ class SpilledDeltas(AbstractContextManager["SpilledDeltas"]):
 
     def __init__(self) -> None:
         self._now: dict[str, MergedDelta] = {}
+        self._nbytes = 0  # of these
         self._stored: dict[str, list[_Stored]] = {}  # of each tensor, the oldest first
         self._file = tempfile.TemporaryFile(prefix="delta-fold-", buffering=0)  # noqa: SIM115
 
@@ -38,11 +39,14 @@ class SpilledDeltas(AbstractContextManager["SpilledDeltas"]):
 
         Raises:
             CannotFold: one has another dtype or shape than before.
-            OSError: the file cannot be written. What was added is lost after either.
+            OSError: the file cannot be written. All that was added is lost after either.
         """
         for delta in deltas:
+            before = self._now.get(delta.name)
+            self._nbytes -= 0 if before is None else before.nbytes
             add_delta(self._now, delta)
-        if sum(one.nbytes for one in self._now.values()) > WINDOW_BYTES:
+            self._nbytes += self._now[delta.name].nbytes
+        if self._nbytes > WINDOW_BYTES:
             self._store()
 
     def sizes(self) -> Iterator[tuple[str, str, int]]:
@@ -72,6 +76,7 @@ class SpilledDeltas(AbstractContextManager["SpilledDeltas"]):
         return merged[name].result()
 
     def _store(self) -> None:
+        self._nbytes = 0
         for name in [*self._now]:
             delta = self._now.pop(name).result()
             indices = None if delta.indices is None else self._write(delta.indices)

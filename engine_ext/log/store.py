@@ -1,14 +1,14 @@
-"""The port of a delta log: where its files are, of which `DeltaLog` makes versions.
+"""The port of a delta log: the files from which `DeltaLog` makes versions.
 
-`FolderStore` keeps them in a folder, `ObjectStore` in an object store. What they do is list, get
-(`read`, `fetched`), put (`put`, `draft`, `refuse`), delete, and let one writer at a time have the
-turn. A name is ``FOLDER/FILE``; the folder is a version's, or that of the heartbeats.
+`FolderStore` keeps them in a folder, `ObjectStore` in an object store. Both list, get (`read`,
+`fetched`), put (`put`, `draft`, `refuse`), delete, and let one writer at a time have the turn. A
+name is ``FOLDER/FILE``; the folder is a version's, or that of the heartbeats.
 
-What an implementation guarantees:
+Each implementation guarantees:
 
-- A version is published by `StoreDraft.publish` at once and once. Before, readers see no entry.
-- What was published is refused, or deleted, at once: readers see the whole version or none.
-- Of two writers at most one publishes a version, and the other one gets BlockingIOError.
+- `StoreDraft.publish` publishes a version at once and once. Before, readers see no entry.
+- A published version is refused, or deleted, at once: readers see the whole version or none.
+- At most one of two writers publishes a version, and the other one gets BlockingIOError.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StoreDraft(Protocol):
 
     @property
     def may_be_visible(self) -> bool:
-        """Whether readers may see it: it is published, or that was tried without an answer."""
+        """Whether readers might see it: it is published, or that was tried without an answer."""
         ...
 
     def part_name(self, number: int, sync_id: str | None) -> str:
@@ -76,7 +76,7 @@ class StoreDraft(Protocol):
         ...
 
     def drop(self) -> None:
-        """Delete everything written so far, unless readers may see it."""
+        """Delete everything written so far, unless readers might see it."""
         ...
 
 
@@ -124,7 +124,7 @@ class Store(Protocol):
         ...
 
     def list(self, folder: str | None = None) -> Mapping[str, Files]:
-        """Return all folders, or the one of this name if it is there; by name.
+        """Return all folders, or the one of this name if it is there, by their names.
 
         Raises:
             OSError: the store cannot be read.
@@ -177,7 +177,7 @@ class Store(Protocol):
         ...
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete folders, each as a whole, and files; also what a deletion cut off has left.
+        """Delete folders, each as a whole, and files; without any, the remains of a cut deletion.
 
         Raises:
             OSError: they cannot be deleted. None is visible in part.

@@ -1,6 +1,6 @@
 """Follow the values of a model through the versions of a log, from its checkpoint on.
 
-A version may send differences, new minus old bit patterns. Only with the old values they become
+A version can send differences, new minus old bit patterns. Only with the old values they become
 values, which `ModelValues` keeps: those of the checkpoint, and of every element changed since. The
 part's ``digest_part`` covers old and new values of all of its elements, so it proves both.
 """

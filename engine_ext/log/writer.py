@@ -68,7 +68,7 @@ class LogWriter(AbstractContextManager["LogWriter"]):
         """Mark a version that no engine took: its parts are deleted, its number stays in use.
 
         Raises:
-            BlockingIOError: another sender writes into the log, and may have gone on from it.
+            BlockingIOError: another sender writes into the log, and might have continued from it.
             OSError: the log cannot be written.
         """
         self._turn.claim(version, refuses=True)  # whoever takes over starts from what it leaves
@@ -85,7 +85,7 @@ class Draft:
 
     @property
     def may_be_visible(self) -> bool:
-        """Whether readers may see it: it is finished, or that was tried without an answer."""
+        """Whether readers might see it: it is finished, or that was tried without an answer."""
         return self._draft.may_be_visible
 
     def add(self, part: bytes, signature: str | None = None) -> None:
@@ -109,14 +109,14 @@ class Draft:
         Raises:
             BlockingIOError: another sender has taken over, or written this one; it is not in the
                 log as it is here.
-            OSError: it cannot be written. The version may be in the log, see `may_be_visible`.
+            OSError: it cannot be written. The version might be in the log, see `may_be_visible`.
         """
         assert self._manifest is not None
         self._draft.publish(DONE, _done(self._manifest, self._files))
         return self._folder
 
     def drop(self) -> None:
-        """Delete everything written so far, unless readers may see it."""
+        """Delete everything written so far, unless readers might see it."""
         self._draft.drop()
 
 

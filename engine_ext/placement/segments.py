@@ -83,7 +83,7 @@ class Segment:
         python_copy: whether the loader wrote it with Python's ``Tensor.copy_``, the only kind of
             write that a masked apply can intercept.
         repack: how the elements were moved within the live tensor, or None.
-        recast: whether the loader cast them before the copy. The casts keep all numbers, but may
+        recast: whether the loader cast them before the copy. The casts keep all numbers, but might
             change the bits of a NaN.
     """
 
@@ -112,7 +112,7 @@ class Segment:
 
 
 class Status(str, Enum):
-    """What is known about a checkpoint tensor on this rank.
+    """The state of a checkpoint tensor on this rank.
 
     Attributes:
         UNJUDGED: traced, but not certified yet.
@@ -143,7 +143,7 @@ class Placed:
         status: `UNJUDGED` between tracing and certification, one of the others afterwards.
         reason: why it is `UNCERTIFIED`, else empty.
         used: whether the loader read its elements for something else than a copy into live
-            memory, so that a copy may exist that was not found.
+            memory, so that a copy might exist that was not found.
         recomputed: paths of the derived tensors that are recomputed after it is written.
     """
 

@@ -7,9 +7,9 @@
     CACHE/3f…a0.fetch           locked by the rank that fetches it, or removes it
 
 A part gets its name once it is whole and verified. The first rank of a host that finds it in
-another delivery verifies it again: the folder may have been damaged meanwhile.
+another delivery verifies it again: the folder might have been damaged meanwhile.
 A rank maps the file within `_GRACE_S` and keeps it locked while it does, so no other rank removes
-it meanwhile. The folder may outlive the engine, and several engines may share it.
+it meanwhile. The folder can outlive the engine, and several engines can share it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class PartCache:
 
     Args:
         folder: made if it is missing; None is one in the temporary folder.
-        limit: bytes that its files may take.
+        limit: bytes that its files can take.
 
     Raises:
-        PermissionError: the folder is another user's, or others may write into it.
+        PermissionError: the folder is another user's, or others can write into it.
         OSError: it cannot be made.
     """
 
@@ -66,7 +66,7 @@ class PartCache:
         """Make the folder if it is missing, also when something has removed it since.
 
         Raises:
-            PermissionError: the folder is another user's, or others may write into it.
+            PermissionError: the folder is another user's, or others can write into it.
             OSError: it cannot be made.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ def _remove_unused(path: Path) -> bool:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what ranks that died have fetched in part."""
+    """Remove the unfinished files of ranks that died."""
     for unfinished in folder.glob("*" + _UNFINISHED):
         with contextlib.suppress(OSError):  # BlockingIOError: it is being fetched
             path = unfinished.with_suffix(_LOCK)

@@ -14,10 +14,10 @@ Locate = Callable[[str, PartSource | None], str]
 
 
 def locator(settings: Settings, *, several_hosts: bool) -> Locate | None:
-    """Return what finds parts on this rank's host; None if the engine has one host.
+    """Return a locator of parts on this rank's host; None if the engine has one host.
 
     Args:
-        several_hosts: whether ranks may be on other hosts than the server's process.
+        several_hosts: whether ranks can be on other hosts than the server's process.
 
     Raises:
         PermissionError, OSError: see `PartCache`.

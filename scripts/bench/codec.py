@@ -51,7 +51,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from delta_sender.diff_host import compare
+from delta_sender.diff.compare import compare
 from engine_ext.format import (
     ENCODINGS,
     DecodedPart,
@@ -149,7 +149,7 @@ def scatter_time(deltas: Sequence[ParamDelta], repeats: int) -> float:
 
 
 def decode(body: bytes) -> DecodedPart:
-    """Decode a body, which may be a zstd frame."""
+    """Decode a body, which can be a zstd frame."""
     wrapped = body.startswith(b"\x28\xb5\x2f\xfd")
     return decode_part(b"".join(FrameReader(1 << 32).feed(body)) if wrapped else body)
 
@@ -303,7 +303,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
     add("--threads", type=int, default=usable_cores(), help="threads (default: all cores)")
-    repeats_help = "runs of each measurement, of which the fastest counts (%(default)s)"
+    repeats_help = "runs of each measurement; the fastest counts (%(default)s)"
     add("--repeats", type=int, default=3, help=repeats_help)
     dtype_help = "of the synthetic weights (default: %(default)s)"
     add("--dtype", choices=[*DTYPES], default="bfloat16", help=dtype_help)

@@ -5,7 +5,7 @@
 
 Nothing is measured here. `COSTS` are what one core of an Intel Xeon with AMX took in an earlier
 tree, with two ranks of a live vLLM for the fixed costs. `gap8_ulp`, parts of 64 MiB before
-compression; a trainer host of 96 cores, eight threads of which encode; engines of eight ranks on
+compression; a trainer host of 96 cores that encodes with eight threads; engines of eight ranks on
 one host, with 48 cores and six threads for each rank.
 
 columns, in seconds of all parts, as if the stage ran alone:
@@ -31,7 +31,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from delta_sender.part_sizes import most_bytes
+from delta_sender.encode.part_builder import most_bytes
 from scripts import command_line
 
 # By element, tensor (`param`) and byte: nanoseconds of one core. By part and sync: seconds.

@@ -121,7 +121,7 @@ def _bodies(weights: _Weights, options: argparse.Namespace, parts: int) -> list[
 
 
 class _Slice(torch.nn.Module):
-    """What one rank holds of every tensor."""
+    """The slices of every tensor that one rank holds."""
 
     def __init__(self, weights: _Weights, rank: int, ranks: int) -> None:
         super().__init__()

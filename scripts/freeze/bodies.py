@@ -34,7 +34,7 @@ from engine_ext.format.digest import Digest, tensor_digest
 from scripts.freeze.recording import Recording, add_options, bits_of, finish
 
 ENCODINGS: Final = ("indices", "deltas", "deltas_zstd", "gap8_exp", "gap8_ulp")
-# What each step does to the weights: share of elements that change, and whether all are sent.
+# Per step: share of elements that change, and whether all are sent.
 STEPS: Final = ((0.01, False), (0.2, False), (1.0, False), (0.0, False), (0.05, True))
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHAPES: Final = {
@@ -172,12 +172,12 @@ def steps_of(sender: Any, base: Weights, steps: Sequence[tuple[float, bool]] = S
 
 
 def ordered(posted: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows by version and part; the parts of a version may come in any order."""
+    """Return the rows by version and part; the parts of a version can come in any order."""
     return sorted(posted, key=lambda row: (row["version"], row["part"]))
 
 
 def engine_bodies(**options: Any) -> list[dict[str, Any]]:
-    """Return what `DeltaSender` posts."""
+    """Return the bodies that `DeltaSender` posts."""
     base = toy_weights()
     sink = Sink(base)
     client = httpx.Client(transport=httpx.MockTransport(sink.mock))
@@ -192,7 +192,7 @@ def engine_bodies(**options: Any) -> list[dict[str, Any]]:
 
 
 def quantised_bodies(form: str) -> list[dict[str, Any]]:
-    """Return what `DeltaSender` posts that quantises, over a base of zeros."""
+    """Return the bodies of a `DeltaSender` that quantises, over a base of zeros."""
     base = {n: t for n, t in toy_weights().items() if t.dtype == torch.bfloat16}
     scale, dtype = {
         "fp8_block": ("weight_scale_inv", torch.float8_e4m3fn),
@@ -224,7 +224,7 @@ def quantised_bodies(form: str) -> list[dict[str, Any]]:
 
 
 def engines_bodies() -> list[Any]:
-    """Return what `MultiSender` posts to each of two engines."""
+    """Return the bodies that `MultiSender` posts to each of two engines."""
     base = toy_weights()
     sinks = {f"engine-{number}": Sink(base) for number in range(2)}
     client = httpx.Client(
@@ -321,7 +321,7 @@ def served(sink: Sink) -> Iterator[str]:
 
 
 def sharded_bodies(encoding: str) -> list[dict[str, Any]]:
-    """Return what the ranks of a `ShardedSender` post.
+    """Return the bodies that the ranks of a `ShardedSender` post.
 
     Raises:
         RuntimeError: a rank has failed.
@@ -344,7 +344,7 @@ def sharded_bodies(encoding: str) -> list[dict[str, Any]]:
 
 
 def recorders() -> dict[str, Callable[[], Any]]:
-    """Return what can be recorded, by name."""
+    """Return the recordings, by name."""
     found: dict[str, Callable[[], Any]] = {}
     for encoding in ENCODINGS:
         found[f"DeltaSender {encoding}"] = partial(engine_bodies, encoding=encoding)

@@ -25,7 +25,7 @@ class WorkerMemory:
         return True
 
     def freeze_changes(self) -> dict[str, Any]:
-        """Return what has changed since, by rank and name; see `recording.changes`."""
+        """Return the changes since then, by rank and name; see `recording.changes`."""
         found = changes(WorkerMemory._freeze_before, self._freeze_memory())
         return {f"rank{self.rank}:{name}": row for name, row in found.items()}
 

@@ -43,7 +43,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def recorders() -> dict[str, Callable[[], Recording]]:
-    """Return what can be recorded, by name."""
+    """Return the recordings, by name."""
     found: dict[str, Callable[[], Recording]] = {"toys": toys}
     for model in (*MODELS, *QUANTISED):
         for tp in _TPS:
@@ -81,7 +81,7 @@ def live(model: str, tp: int) -> Recording:
 def syncs(
     engine: EngineProcess, weights: Weights, refused: set[str]
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield what is done with an engine, one by one, and by which name it is recorded."""
+    """Yield the steps done with an engine, and the name by which each is recorded."""
     for seed, encoding in enumerate(ENCODINGS):
         old, weights = weights, stepped(weights, seed, refused)
         yield encoding, partial(send, engine, old, weights, encoding=encoding)

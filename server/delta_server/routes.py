@@ -249,7 +249,7 @@ async def delta_catch_up(request: Request) -> dict[str, Any]:
 
 @_answering
 async def delta_pin(request: Request) -> dict[str, Any]:
-    """Hold an engine that follows its delta log at a version; without one, let it go on."""
+    """Hold an engine that follows its delta log at a version; without one, let it continue."""
     service = _service(request)
     if service.follower is None:
         raise Conflict("the engine does not follow a delta log; start it with --delta-follow")

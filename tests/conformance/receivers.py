@@ -46,7 +46,7 @@ _UNPROCESSED_BYTES = 1 << 20
 
 
 class Refused(Exception):
-    """What a receiver answered instead of writing."""
+    """A receiver's answer in place of a write."""
 
 
 class Project:
@@ -108,7 +108,7 @@ def masked() -> Project:
 
 
 def _everywhere(do: Callable[[Any], Any], ranks: Sequence[Any]) -> list[Any]:
-    """What every rank makes of it, in rank order; all ranks run at once."""
+    """The result of every rank, in rank order; all ranks run at once."""
     if len(ranks) == 1:
         return [do(ranks[0])]
     with ThreadPoolExecutor(len(ranks)) as threads:

@@ -66,7 +66,7 @@ def _memory(model: ToyModel) -> Memory:
 
 
 def record(cases: Sequence[Any] = CASES) -> dict[str, Any]:
-    """Return what was written, by case, models, sync, and way of sending it."""
+    """Return the written elements, by case, models, sync, and way of sending it."""
     found: dict[str, Any] = {}
     for case in cases:
         for setup, sync in case.runs():

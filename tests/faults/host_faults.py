@@ -86,7 +86,7 @@ def link_elsewhere(path: Path) -> None:
 
 
 def cache_emptied(harness: FollowHarness) -> Iterator[None]:
-    """Of everything, also of the folder that the engine has there for itself."""
+    """Delete all of the cache, including the folder that the engine has there for itself."""
     for path in harness.cache().iterdir():
         if path.is_dir():
             shutil.rmtree(path)

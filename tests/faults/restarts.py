@@ -218,7 +218,7 @@ class RestartHarness(Harness):
             return True
         except httpx.TransportError:
             return False  # it is about to end
-        # Ranks that still run may answer status requests.
+        # Ranks that still run might answer status requests.
         assert answer.status_code >= 500 or method == "GET", (path, answer.text)
         return False
 

@@ -100,7 +100,7 @@ def metadata_of(body: bytes) -> dict[str, str]:
 
 
 def test_http(tmp_path: Path) -> None:
-    """Requests to every route: an answer of the table, and weights that it tells the truth of."""
+    """Requests to every route: an answer of the table, and weights that agree with it."""
     root = tmp_path / "root"
     root.mkdir()
     (root / "a").write_bytes(delta_part())

@@ -28,7 +28,7 @@ HOSTS = ["a", "b"]
 
 
 class Host:
-    """What engines of one host share: a cache, and the way to the store."""
+    """Resources that engines of one host share: a cache, and the way to the store."""
 
     def __init__(self, name: str, store: StoreServer, folder: Path) -> None:
         self.proxy = StoreProxy(store)

@@ -35,7 +35,7 @@ CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 def shims(kind: str, layout: tuple[str, ...]) -> list[Path]:
-    """Return what vLLM lacks to generate with pipeline stages on CPU."""
+    """Return a shim that lets vLLM generate with pipeline stages on CPU."""
     return [SHIMS / "vllm_cpu_pp"] if kind == "vllm" and layout else []
 
 

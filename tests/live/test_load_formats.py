@@ -1,4 +1,4 @@
-"""What a checkpoint is certified with, where the engine reads it in a way of its own."""
+"""Certification with the checkpoint as read, where the engine reads it in a way of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from delta_sender.checkpoint import read_checkpoint
+from engine_ext.files import read_checkpoint
 from engine_ext.ranks import SingleRank
 from engine_ext.settings import Settings
 from engine_ext.startup import LoadedModel
@@ -62,7 +62,7 @@ class Pair(ToyModel):
 def test_vllm_certifies_the_files_that_it_has_loaded(
     load_format: str, is_indexed: bool, tmp_path: Path
 ) -> None:
-    """Of a folder that has other values under the same names in Mistral's file."""
+    """The folder has other values under the same names in Mistral's file."""
     from vllm.config import LoadConfig
     from vllm.model_executor.model_loader import get_model_loader
 
@@ -124,7 +124,7 @@ def test_vllm_certifies_the_files_that_it_has_loaded(
 
 
 def assert_same(found: dict[str, torch.Tensor], folder: Path) -> None:
-    """What was read is the checkpoint."""
+    """Check that the read tensors are the checkpoint's."""
     expected = tiny_models.load_tensors(folder)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -56,7 +56,7 @@ def test_another_version_is_refused_with_the_list(engine: str) -> None:
 
 
 def test_replicas_of_vllm_need_answers_of_all() -> None:
-    """What start-up checks, of vLLM's own command line."""
+    """The checks of start-up, on vLLM's own command line."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

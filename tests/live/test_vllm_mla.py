@@ -24,7 +24,7 @@ from tests.live.conftest import fingerprint
 from tests.support.in_process_vllm import run
 from tests.support.plain_trainer import Trainer, container
 
-# What each sync changes: parts of the names; and how many derived tensors are copies.
+# SYNCS: parts of the names that each sync changes. DERIVED: how many derived tensors are copies.
 SYNCS = ("", "kv_b_proj", "q_a_proj")
 DERIVED = {"--views": 0, "--copies": 4, "--default": 0}
 ABSORBED = ("W_UV", "W_UK_T", "impl._w_uv_packed", "impl._w_uk_packed")

@@ -121,8 +121,8 @@ class Rig:
     def spooled(self) -> list[str]:
         """The files in the spool.
 
-        What lies beside a part that was removed is waited for, a while: a rank that still decodes
-        the part removes what it makes.
+        Files next to a removed part are waited for, a while: a rank that still decodes the part
+        removes its own files.
         """
         deadline = time.monotonic() + 10
         while True:

@@ -73,7 +73,7 @@ class Engine:
     faults: dict[int, Callable[[Handler, httpx.Request], httpx.Response]] = field(
         default_factory=dict
     )
-    # Parts come side by side. Faults may wait for each other, so they do not hold it.
+    # Parts come side by side. Faults can wait for each other, so they do not hold it.
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
@@ -319,7 +319,7 @@ def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
 
 
 def snapshot_is(sender: DeltaSender, engine: Engine) -> bool:
-    snapshot = sender._sender._sender._snapshot
+    snapshot = sender._publisher.snapshot
     return all(
         np.array_equal(held, engine.weights[name].view(held.dtype))
         for name in snapshot

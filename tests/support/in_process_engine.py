@@ -168,7 +168,7 @@ class Shard:
 
     @property
     def plan(self) -> Shard:
-        """What a receiver asks the plan for."""
+        """The attributes of the plan that a receiver reads."""
         return self
 
     def table(self) -> list[dict[str, Any]]:

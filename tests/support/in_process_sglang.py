@@ -45,7 +45,7 @@ class Case:
 
 
 def run(python: Path, start: Path, cases: Sequence[Case], folder: Path) -> dict[str, Any]:
-    """Return what `main` found of each case, by its name.
+    """Return the results of `main` for each case, by its name.
 
     Args:
         python: SGLang's interpreter.
@@ -163,7 +163,7 @@ def _names_in_mxfp8() -> list[str]:
 
 
 def _runner(case: Case, folder: str) -> Any:
-    """Return what the adapter is given as SGLang's model runner; its model is not loaded yet."""
+    """Return the adapter's stand-in for SGLang's model runner; its model is not loaded yet."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig

@@ -102,7 +102,7 @@ def with_header(header: Any, data: bytes) -> bytes:
 
 
 def unwrap(body: bytes, max_bytes: int = 1 << 30, step: int | None = None) -> bytes:
-    """What a `FrameReader` makes of a body that arrives in chunks of `step` bytes, or at once."""
+    """The result of `FrameReader` for a body in chunks of `step` bytes, or at once."""
     reader = FrameReader(max_bytes)
     step = step or max(len(body), 1)
     chunks = (body[at : at + step] for at in range(0, len(body), step))

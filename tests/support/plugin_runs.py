@@ -77,7 +77,7 @@ class Scene:
         return tiny_models.save_checkpoint(self.base, target, tensors_of(model))
 
     def held(self) -> dict[str, Any]:
-        """Return what a refusal must leave as it is."""
+        """Return the state that a refusal must not change."""
         status = self.status()
         keys = ("version", "run", "engine_state", "foreign")
         return {"digest": self._digest(), **{key: status[key] for key in keys}}

@@ -79,7 +79,7 @@ def loaded(model: type[Model], checkpoint: Checkpoint, rank: int = 0, ranks: int
 
 
 def probe(module: nn.Module) -> torch.Tensor | None:
-    """What a layer computes from random rows; None for other modules."""
+    """A layer's outputs for random rows; None for other modules."""
     if not isinstance(module, Layer) or module.quant_method is None:
         return None
     rows = torch.randn(3, IN, generator=torch.Generator().manual_seed(5)).to(DEVICE)
@@ -252,7 +252,7 @@ class Serving:
         self.assert_digests()
 
     def assert_digests(self) -> None:
-        """What each rank tracks is what its memory says."""
+        """The digests that each rank tracks are those of its memory."""
         scans = self.engine.call("digest", scan=True)
         for answer in scans:
             assert answer["ok"]["tensors"] == answer["ok"]["tracked"]

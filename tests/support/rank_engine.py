@@ -1,4 +1,4 @@
-"""Appliers that record what they are told, and an engine of several receivers in this process."""
+"""Appliers that record their calls, and an engine of several receivers in this process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.verified_file import identity_of, verified_file
 
 
 class RecordingApplier:
-    """Writes nothing and remembers what it was told; each step can be made to fail.
+    """Writes nothing and records its calls; each step can be made to fail.
 
     Attributes:
         undoes: whether a write that failed can be taken back.
-        log: what takes a sync back.
-        given_up: the logs of which it could use the memory.
+        log: the undo log that a commit returns.
+        given_up: the logs whose memory it could use.
     """
 
     name = "recording"
@@ -197,14 +197,14 @@ class Engine:
 
 
 def errors_of(answers: Sequence[Mapping[str, Any]], *, none: bool = False) -> list[dict[str, Any]]:
-    """The error of every rank, all of which must have one (or, with `none`, none may)."""
+    """The error of every rank. All must have one (or, with `none`, no rank has one)."""
     errors = [answer["error"] for answer in answers if "error" in answer]
     assert len(errors) == (0 if none else len(answers)), answers
     return errors
 
 
 def part_id(body: bytes, **changes: Any) -> PartId:
-    """What the HTTP side makes of a body."""
+    """The HTTP side's view of a body."""
     manifest = decode_part(body).manifest
     version = manifest.current_version
     assert version is not None

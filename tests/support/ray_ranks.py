@@ -66,7 +66,7 @@ def base_checkpoint() -> Checkpoint:
 
 
 class MortalRanks(GroupRanks):
-    """Ranks of which this one can be told at which of its next votes to die; 0 is never."""
+    """Ranks; this one can be made to die at one of its next votes, by its number; 0 is never."""
 
     dies_at = 0
 

@@ -148,11 +148,11 @@ def load(model: type[ToyModel], checkpoint: Checkpoint) -> ToyModel:
 class Peer:
     """Rank 0's view of a second rank, which holds exactly what rank 0 does not.
 
-    What is missing is found from the segments' views, not with the code under test.
+    The missing elements are found from the segments' views, not with the code under test.
 
     Args:
         placement: of rank 0.
-        elsewhere: tensors of which rank 0 holds nothing, and the second rank all.
+        elsewhere: tensors that only the second rank holds, all of them.
     """
 
     rank = 0
@@ -176,7 +176,7 @@ class Peer:
         return [value, self._answers.pop(0)] if self.missing else [value]
 
     def brief(self, parts: Sequence[DecodedPart]) -> dict[str, Any]:
-        """What the second rank says of a sync."""
+        """The second rank's summary of a sync."""
         none = np.empty(0, np.int64)
         counted = 0
         for delta in (d for part in parts for d in part.deltas):
@@ -378,5 +378,5 @@ def as_full(part: DecodedPart) -> DecodedPart:
 
 
 def assert_digests(applier: DeltaApplier) -> None:
-    """What is tracked is what live memory says, of the same tensors."""
+    """The tracked digests are those of live memory, for the same tensors."""
     assert applier.digests == applier.plan.scan()

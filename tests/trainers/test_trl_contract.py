@@ -22,7 +22,7 @@ from trl.generation import vllm_client, vllm_generation
 
 from delta_sender import SyncError
 from delta_sender.integrations.trl_trainers import DeltaWeightTransfer, use_deltas
-from delta_sender.model_tensors import empty_model
+from delta_sender.models import empty_model
 from scripts.live_engine import tiny_models
 from tests.support.fake_engine import Engine, error, sends
 from tests.support.trainer_models import change, make_model, save, saved

@@ -1,4 +1,4 @@
-"""What is the URL of an object store."""
+"""Which texts are URLs of an object store."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_a_rank_that_dies_between_stage_and_commit(mortal: RayRig) -> None:
 
 @pytest.mark.parametrize("vote", [1, 2])
 def test_a_rank_that_dies_at_a_vote(mortal: RayRig, vote: int) -> None:
-    """The others do not hear it, and take back what they may have written."""
+    """The others do not hear it, and take back what they might have written."""
     before, (first, second) = survivors(mortal), parts(2)
     assert mortal.send(first).json()["status"] == "staged"
     ray.get(mortal.engine.actors[-1].die_at_vote.remote(vote))

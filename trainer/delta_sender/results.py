@@ -75,14 +75,14 @@ class SyncReport:
 class SyncError(Exception):
     """The sync did not commit, as far as is known; the version is as before it.
 
-    If no answer to the last part came, the engine may have committed; the next sync finds out and
+    If no answer to the last part came, the engine might have committed; the next sync finds out and
     sends what is missing. If the engine did commit and its digest differs from the sender's, the
     message says so, and the next sync is a full one.
 
     Attributes:
         status: HTTP status of the last answer; None if none came.
         error: The engine's ``error`` object; {} if the answer was not the engine's.
-        unanswered: An earlier post of the same part got no answer, so the engine may have it.
+        unanswered: An earlier post of the same part got no answer, so the engine might have it.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ def raising_as_one(engines: int) -> Iterator[None]:
 class RankError(SyncError):
     """Ranks of a `ShardedSender` disagree, or one has failed or died; `message` says which.
 
-    The engine has not committed; only if a rank dies while the last part is under way it may have,
-    and the message says so.
+    The engine has not committed; only if a rank dies while the last part is under way it might
+    have, and the message says so.
 
     Attributes:
         ranks: Numbers of the ranks that have failed or disagree, as far as known.

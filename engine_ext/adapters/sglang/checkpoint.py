@@ -12,7 +12,7 @@ import torch
 
 from engine_ext.adapters.observer import ModelLoadObserver
 from engine_ext.adapters.sglang.postload import constants_kept, repack_learner
-from engine_ext.adapters.target_and_draft import Part, TargetAndDraft, read
+from engine_ext.adapters.target_and_draft import ModelRole, TargetAndDraft, read
 from engine_ext.startup import (
     CheckpointReader,
     LoadingTrace,
@@ -61,10 +61,10 @@ Observer = ModelLoadObserver[RunnerLoad]
 
 
 def observer_of(
-    part: Part, runner: Any, loading: LoadingTrace, states: UnprocessedModules
+    role: ModelRole, runner: Any, loading: LoadingTrace, states: UnprocessedModules
 ) -> Observer:
     """Return the context in which a runner loads its model."""
-    return ModelLoadObserver(part, RunnerLoad(runner), loading, states)
+    return ModelLoadObserver(role, RunnerLoad(runner), loading, states)
 
 
 def load_format(runner: Any) -> str:
@@ -74,7 +74,7 @@ def load_format(runner: Any) -> str:
 
 
 def checkpoint(runner: Any, model: torch.nn.Module) -> CheckpointReader | None:
-    """Return what reads the loaded checkpoint's tensors on the CPU, or None if there is none.
+    """Return a reader of the loaded checkpoint's tensors on the CPU, or None if there is none.
 
     The formats whose readers need all ranks at once, or whose tensors are gone after the reading,
     read the same files as ``safetensors``.
@@ -92,13 +92,13 @@ def checkpoint(runner: Any, model: torch.nn.Module) -> CheckpointReader | None:
 
 
 def checkpoints(observed: Sequence[Observer]) -> CheckpointReader | None:
-    """Return what reads the checkpoints of all models, or None if one has none."""
+    """Return a reader of the checkpoints of all models, or None if one has none."""
     runners = [one.engine.runner for one in observed]
     readers = [checkpoint(runner, runner.model) for runner in runners]
     if None in readers:
         return None
-    parts = [one.part for one in observed]
-    return lambda: read(parts, [reader() for reader in readers if reader is not None])
+    roles = [one.role for one in observed]
+    return lambda: read(roles, [reader() for reader in readers if reader is not None])
 
 
 def load_function(runner: Any, model: Any) -> LoadWeights:

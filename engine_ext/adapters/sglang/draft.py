@@ -1,8 +1,8 @@
 """The draft model of SGLang's speculative decoding, which is updated together with the target.
 
 SGLang loads it after the target, by a runner of its own. When the memory pools are made, it gives
-EAGLE heads and MTP layers the target's embedding and output head. Only then is it known what the
-two models share, so the receiver is made after that.
+EAGLE heads and MTP layers the target's embedding and output head. Which tensors the two models
+share is known only then, so the receiver is made after that.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import Any, Final
 from engine_ext.adapters.refusals import Refusal
 from engine_ext.adapters.sglang import refusals
 from engine_ext.adapters.sglang.checkpoint import Observer, checkpoint, observer_of
-from engine_ext.adapters.target_and_draft import DRAFT, PREFIX, TARGET, Part
+from engine_ext.adapters.target_and_draft import DRAFT, PREFIX, TARGET, ModelRole
 from engine_ext.ranks import replicas
 from engine_ext.startup import LoadingTrace, UnprocessedModules
 
 _FOLLOWED: Final = ("EAGLE", "EAGLE3", "STANDALONE")
 _REVISION: Final = "main"
 
-# What observes the draft model when it is loaded; a process loads at most one, after its target.
+# Observers of the draft model's load; a process loads at most one, after its target.
 _expected: list[Callable[[Any, Callable[[], None]], None]] = []
 
 
-def target_part(runner: Any) -> Part:
-    """Return the part of a target that a runner is about to load.
+def target_role(runner: Any) -> ModelRole:
+    """Return the role of the model that a target's runner is about to load.
 
     Raises:
-        RuntimeError: the weights of its draft model are not known to be reached. SGLang does not
-            start then.
+        RuntimeError: syncs might not reach all weights of its draft model. SGLang does not start
+            then.
     """
     algorithm = runner.spec_algorithm
     if algorithm.is_none() or algorithm.is_ngram():
-        return Part("", "", True)
+        return ModelRole("", "", True)
     refusal = _unsupported(algorithm)
     if refusal is not None:
         raise RuntimeError(refusal.message)
-    return Part(TARGET, "", True)
+    return ModelRole(TARGET, "", True)
 
 
 def _unsupported(algorithm: Any) -> Refusal | None:
@@ -67,7 +67,7 @@ def expect(
     loaded: list[weakref.ref[Any]] = []  # what SGLang replaces is not kept
 
     def observe(runner: Any, load: Callable[[], None]) -> None:
-        draft = observer_of(_draft_part(target.engine.runner, runner), runner, loading, states)
+        draft = observer_of(_draft_role(target.engine.runner, runner), runner, loading, states)
         with draft:
             load()
         observed.append(draft)
@@ -95,18 +95,18 @@ def load(runner: Any, load_now: Callable[[], None]) -> None:
     observe(runner, load_now)
 
 
-def _draft_part(target: Any, runner: Any) -> Part:
-    """Return the part of a draft model that its runner is about to load."""
+def _draft_role(target: Any, runner: Any) -> ModelRole:
+    """Return the role of the draft model that its runner is about to load."""
     models = [one.model_config for one in (target, runner)]
     if models[0].dtype != models[1].dtype:
         raise RuntimeError(refusals.DRAFT_DTYPE.message)
     # SGLang names the default revision of a draft model only.
     same = len({(model.model_path, model.revision or _REVISION) for model in models}) == 1
-    return Part(DRAFT, "" if same else PREFIX, not same)
+    return ModelRole(DRAFT, "" if same else PREFIX, not same)
 
 
 def _require_known(worker: Any, observed: list[Observer], loaded: list[weakref.ref[Any]]) -> None:
-    """Refuse a worker that may serve other weights than the two models'."""
+    """Refuse a worker that might serve other weights than the two models'."""
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
     from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 

@@ -1,4 +1,4 @@
-"""What SGLang computes from the weights after loading them: repacked and derived tensors."""
+"""Tensors that SGLang computes from the weights after loading: repacked and derived ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def repack_learner(
 
     Args:
         before: called with the model before it is processed.
-        states: keeps what cannot be followed; `before` may still set its `moved_too`.
+        states: keeps what cannot be followed; `before` can still set its `moved_too`.
     """
     from sglang.srt.model_loader import loader
 
@@ -80,7 +80,7 @@ def _preceded(method: Any, run: Callable[[], None]) -> Callable[[Any], None]:
 
 @contextlib.contextmanager
 def constants_kept() -> Iterator[None]:
-    """Keep what the constructor has filled with one number from being replaced by dummy weights."""
+    """Keep tensors that the constructor has filled with one number from becoming dummy weights."""
     from sglang.srt.model_loader import loader
 
     original = loader.initialize_dummy_weights
@@ -99,7 +99,7 @@ def constants_kept() -> Iterator[None]:
 
 
 def probe(module: torch.nn.Module) -> torch.Tensor | None:
-    """Return what a linear layer computes from random rows; None for other modules."""
+    """Return a linear layer's outputs for random rows; None for other modules."""
     from sglang.srt.layers.linear import LinearBase
 
     return probe_linear(module) if isinstance(module, LinearBase) else None
@@ -141,10 +141,10 @@ def _processings(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[
 
 
 class _RecordingDispatcher:
-    """Stands for the dispatcher of a copy of an experts module, which is the live module's.
+    """Replaces the live dispatcher in a copy of an experts module.
 
     Attributes:
-        quant_config: what processing has set, or None.
+        quant_config: the configuration that processing has set, or None.
     """
 
     def __init__(self, dispatcher: Any) -> None:
@@ -159,10 +159,10 @@ class _RecordingDispatcher:
 
 
 def _process_copy(copy: Any) -> None:
-    """Process a copy of a module without a change of the dispatcher that the live one has, too.
+    """Process a copy of a module without changing the dispatcher that it shares with the live one.
 
     Raises:
-        RuntimeError: processing sets something else than the live dispatcher has.
+        RuntimeError: the live dispatcher has another configuration.
     """
     dispatcher = getattr(copy, "dispatcher", None)
     if dispatcher is None:
@@ -173,4 +173,4 @@ def _process_copy(copy: Any) -> None:
     copy.dispatcher = dispatcher
     known = dispatcher.quant_config  # empty before the live module is processed
     if known and recording.quant_config is not None and recording.quant_config != known:
-        raise RuntimeError("processing sets the dispatcher to something else than before")
+        raise RuntimeError("processing sets another quant_config of the dispatcher than before")

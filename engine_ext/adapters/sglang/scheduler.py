@@ -1,4 +1,4 @@
-"""SGLang's scheduler side: a receiver in every rank, made when what it serves is loaded."""
+"""SGLang's scheduler side: a receiver in every rank, made when its models are loaded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
         draft.load(runner, load)
         return
     loading, states = LoadingTrace(), UnprocessedModules(chosen.shadow_bytes)
-    target = observer_of(draft.target_part(runner), runner, loading, states)
+    target = observer_of(draft.target_role(runner), runner, loading, states)
     with target:
         load()
 
@@ -68,7 +68,7 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
         runner.delta_receiver, runner.delta_ranks = receiver, ranks
         runner.delta_runners = [one.engine.runner for one in observed]
 
-    if target.part.path:
+    if target.role.path:
         draft.expect(target, loading, states, attach)
     else:
         attach([target])
@@ -94,7 +94,7 @@ def build_receiver(
         raise RuntimeError(f"delta updates: {reason}")
     model, replaced = runner.model, list[str]()
     if len(observed) > 1:
-        model = TargetAndDraft(model, runners[1].model, observed[1].part.prefix)
+        model = TargetAndDraft(model, runners[1].model, observed[1].role.prefix)
         replaced = model.shared()
         model.dropped = loading.forget(replaced)
     seen = observations(observed, replaced)
@@ -185,11 +185,11 @@ def _carry_out(updater: Any, call: Call) -> Reply:
 
 
 def _refuse_together(updater: Any, *, writes: bool) -> None:
-    """Raise on all ranks what `_refuse_here` raises on some rank; all ranks must call it.
+    """Raise on all ranks the error of `_refuse_here` on some rank; all ranks must call it.
 
-    Before a write all replicas agree, and each rank drops what it has computed of images. A part is
-    refused by one alone, and forgotten by the others: a replica that hangs must not keep them from
-    generating.
+    Before a write all replicas agree, and each rank drops its image embeddings. When a part is
+    staged, a replica decides alone, and the others forget the part if it refuses: a replica that
+    hangs must not keep them from generating.
     """
     own: dict[str, Any] | None = None
     try:
@@ -215,7 +215,7 @@ def _refuse_here(updater: Any, writes: bool) -> None:
     if writes:
         if not scheduler._engine_paused and not scheduler.is_fully_idle():
             raise Conflict("generation was resumed during the commit")
-        # A forward pass may still run on a stream of its own. If its error surfaces here, on this
+        # A forward pass might still run on a stream of its own. If its error surfaces here, on this
         # rank alone, no rank enters the vote.
         torch.get_device_module().synchronize()
 

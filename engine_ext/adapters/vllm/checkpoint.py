@@ -13,7 +13,7 @@ import torch
 
 from engine_ext.adapters.target_and_draft import read
 from engine_ext.adapters.vllm import refusals
-from engine_ext.adapters.vllm.draft import Part
+from engine_ext.adapters.vllm.draft import ModelRole
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.postload import constants_kept, repack_learner
 from engine_ext.startup import CheckpointReader, LoadWeights, RepackLearner, UnprocessedModules
@@ -29,7 +29,7 @@ class WorkerLoad:
         config: vLLM's, of the worker.
     """
 
-    part: Part
+    role: ModelRole
     config: Any
 
     def constants_kept(self) -> contextlib.AbstractContextManager[None]:
@@ -48,8 +48,8 @@ class WorkerLoad:
     def reader(self, model: torch.nn.Module) -> CheckpointReader | None:
         if getattr(model, "_expert_substitutions", None) is not None:  # since 0.33
             raise RuntimeError(refusals.EXPERT_SUBSTITUTION.message)
-        reads = reads_checkpoint(self.part)
-        return functools.partial(checkpoint, model, self.part) if reads else None
+        reads = reads_checkpoint(self.role)
+        return functools.partial(checkpoint, model, self.role) if reads else None
 
     def load_function(self, model: Any) -> LoadWeights:
         return load_function(model, self.config)
@@ -59,18 +59,18 @@ class WorkerLoad:
 
 
 def checkpoints(
-    parts: Sequence[Part], models: Sequence[torch.nn.Module]
+    roles: Sequence[ModelRole], models: Sequence[torch.nn.Module]
 ) -> Callable[[], Iterable[tuple[str, torch.Tensor]]] | None:
-    """Return what reads the loaded checkpoints, or None if there is none."""
-    if not all(map(reads_checkpoint, parts)):
+    """Return a reader of the loaded checkpoints, or None if there is none."""
+    if not all(map(reads_checkpoint, roles)):
         return None
-    return lambda: read(parts, [checkpoint(*one) for one in zip(models, parts, strict=True)])
+    return lambda: read(roles, [checkpoint(*one) for one in zip(models, roles, strict=True)])
 
 
 def reads_checkpoint(config: Any) -> bool:
     """Return whether the load format reads a checkpoint's tensors one by one.
 
-    Takes a `Part`, or a configuration of vLLM.
+    Takes a `ModelRole`, or a configuration of vLLM.
     """
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -84,7 +84,7 @@ def checkpoint(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, torch
     The formats whose readers need all ranks at once read the same files as ``safetensors``.
 
     Args:
-        config: a `Part`, or a configuration of vLLM.
+        config: a `ModelRole`, or a configuration of vLLM.
     """
     from vllm.model_executor.model_loader import get_model_loader
 

@@ -20,7 +20,7 @@ from engine_ext.adapters.vllm.checkpoint import (
     load_function,
     reads_checkpoint,
 )
-from engine_ext.adapters.vllm.draft import always_shares, around_load, parts
+from engine_ext.adapters.vllm.draft import always_shares, around_load, roles
 from engine_ext.adapters.vllm.features import may_span_hosts, weight_changes
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.lora import without_lora
@@ -57,13 +57,13 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
         if chosen.keep_plain:
             _keep_checkpoint_layout()
         config, loading = worker.vllm_config, LoadingTrace()
-        models = parts(config)
+        models = roles(config)
         reads = all(map(reads_checkpoint, models))
         if len(models) > 1 and not reads:
             raise RuntimeError(refusals.DRAFT_WITHOUT_CHECKPOINT.message)
         states = UnprocessedModules(chosen.shadow_bytes, moved_too=not reads)
         observed = [
-            ModelLoadObserver(part, WorkerLoad(part, config), loading, states) for part in models
+            ModelLoadObserver(role, WorkerLoad(role, config), loading, states) for role in models
         ]
         with contextlib.ExitStack() as hooks:
             hooks.enter_context(online_processing(states.keep))
@@ -166,7 +166,7 @@ def build_receiver(
     models, replaced = [model], list[str]()
     if len(observed) > 1:
         models.append(_draft_model(worker, observed[1]))
-        model = TargetAndDraft(model, models[1], observed[1].part.prefix)
+        model = TargetAndDraft(model, models[1], observed[1].role.prefix)
         replaced = model.shared()
         lost = loading.forget(replaced)
         if always_shares(models[1]):  # then no engine uses them
@@ -175,7 +175,7 @@ def build_receiver(
     loaded = LoadedModel(
         model=model,
         load_weights=load_function(model, config),
-        checkpoint=checkpoints([one.engine.part for one in observed], models),
+        checkpoint=checkpoints([one.engine.role for one in observed], models),
         # The class's method: the worker's own is wrapped by `_reporting`.
         reload=lambda w: type(worker).reload_weights(worker, weights_iterator=iter(w)),
         ranks=_ranks(parallel),

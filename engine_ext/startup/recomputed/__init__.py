@@ -11,9 +11,10 @@ Imports: `trace`, `permuted` and `derived` of this room, and the rooms below it.
 from engine_ext.startup.recomputed.compare import RebuildError, module_place
 from engine_ext.startup.recomputed.loader_rebuild import rebuild_by_loading
 from engine_ext.startup.recomputed.lockstep import LockstepRunner
-from engine_ext.startup.recomputed.module_rebuild import ModuleRebuild, Probe
+from engine_ext.startup.recomputed.module_rebuild import ModuleRebuild
 from engine_ext.startup.recomputed.probe import apply_to_rows, probe_linear
-from engine_ext.startup.recomputed.prove import Rebuild, prove_rebuilds
+from engine_ext.startup.recomputed.prove import prove_rebuilds
+from engine_ext.startup.recomputed.rebuild import Probe, Rebuild
 from engine_ext.startup.recomputed.reload import load_and_process
 from engine_ext.startup.recomputed.unprocessed_model import (
     make_unprocessed_model,

@@ -9,7 +9,7 @@ parameters that it writes to.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
 
@@ -18,7 +18,7 @@ import torch
 from engine_ext.model import LiveTensor, StorageIndex, hash_memory, layout
 from engine_ext.placement import Placed, Placement, Segment
 from engine_ext.startup.recomputed.compare import RebuildError
-from engine_ext.startup.recomputed.module_rebuild import (
+from engine_ext.startup.recomputed.rebuild import (
     Change,
     Context,
     Difference,
@@ -40,12 +40,7 @@ class LoaderRebuild:
         tensor: the checkpoint tensor, contiguous, in host memory.
         written: names of the live parameters that the loader writes to, all that they have.
 
-    Attributes:
-        path: what is rebuilt, for messages and as the prefix of the tensor's name.
-        names, in_place: see `ModuleRebuild`.
-        computed: names of the live tensors.
-        numel: elements of the checkpoint tensor.
-        proven: see `ModuleRebuild`.
+    The attributes are those of `Rebuild`.
     """
 
     def __init__(
@@ -80,7 +75,10 @@ class LoaderRebuild:
         return Segment(live, 0, (1,), (self.numel,), 0, (1,), python_copy=False)
 
     def rebuild(self, changes: Mapping[str, Iterable[Change]]) -> RebuildResult:
-        """See `ModuleRebuild.rebuild`."""
+        """See `Rebuild.rebuild`."""
+        unknown = sorted(changes.keys() - {_TENSOR})
+        if unknown:
+            raise RebuildError(f"{self.path} reads no {', '.join(unknown)}")
         tensor = self._tensor.clone()
         for change in changes.get(_TENSOR, ()):
             change.elements.within(tensor).put(change.new)
@@ -105,13 +103,17 @@ class LoaderRebuild:
         return RebuildResult(differences, fingerprints)
 
     def is_intact(self, expected: Mapping[str, str]) -> bool:
-        """See `ModuleRebuild.is_intact`."""
+        """See `Rebuild.is_intact`."""
         found = self.rebuild({})
         return not found.differences and not found.unlike(expected)
 
     def shares(self, name: str) -> bool:
         """Return False: the loader is given nothing but the tensor."""
         return False
+
+    def shared_tensors(self) -> Sequence[torch.Tensor]:
+        """Return none: the loader is only given copies."""
+        return ()
 
     def keeps(self, name: str) -> bool:
         """Return True: what the loader writes must depend on the tensor."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Final
 
-import numpy as np
 import torch
 
-from engine_ext.kernels import host_bits
-from engine_ext.model import StorageIndex, address_range, extent, hash_tensor, layout
-from engine_ext.placement import DeviceElements, HostElements, LiveElements, flat_bits
+from engine_ext.model import (
+    StorageIndex,
+    address_range,
+    hash_tensor,
+    layout,
+    location,
+    reachable_tensors,
+)
 from engine_ext.startup.permuted import ModuleCopy
 from engine_ext.startup.recomputed.compare import (
     Pair,
-    Place,
     RebuildError,
     check_replaceable,
     pairs,
@@ -25,6 +28,14 @@ from engine_ext.startup.recomputed.compare import (
 from engine_ext.startup.recomputed.elements import AttributeElements, Replacement
 from engine_ext.startup.recomputed.perturbation import Perturbation
 from engine_ext.startup.recomputed.plain_objects import opaque_part
+from engine_ext.startup.recomputed.rebuild import (
+    Change,
+    Context,
+    Difference,
+    Probe,
+    RebuildResult,
+    tensor_differences,
+)
 from engine_ext.startup.recomputed.unprocessed_modules import (
     UnprocessedModule,
     loaded_tensors,
@@ -33,60 +44,9 @@ from engine_ext.startup.recomputed.unprocessed_modules import (
 
 logger = logging.getLogger(__name__)
 
-# Elements compared at a time.
-_CHUNK: Final = 1 << 20
-
 _NO_HANDLES: Final = (bool, float, complex, str, bytes, type(None))
 # What the module computes, among what a rebuild gives.
 _COMPUTED: Final = "()"
-
-Context = Callable[[], contextlib.AbstractContextManager[Any]]
-
-Probe = Callable[[torch.nn.Module], torch.Tensor | None]
-"""Return what a live module computes from an input, the same every time; None if unknown."""
-
-
-class Change(Protocol):
-    """Elements of the unprocessed weights and their new bits."""
-
-    @property
-    def elements(self) -> Any: ...
-
-    @property
-    def new(self) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Difference:
-    """Elements of live memory, or an attribute, and what a rebuild makes of them.
-
-    Attributes:
-        path: from the module.
-        place: of a tensor or attribute that need not stay there; None for a parameter.
-    """
-
-    path: str
-    elements: LiveElements
-    new: Any
-    place: Place | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RebuildResult:
-    """What a rebuild gives.
-
-    Attributes:
-        differences: from live memory.
-        fingerprints: of every tensor and value, by path, whether it differs or not. Handles count
-            by what the module computes with them.
-    """
-
-    differences: list[Difference]
-    fingerprints: dict[str, str]
-
-    def unlike(self, expected: Mapping[str, str]) -> list[str]:
-        """Return the paths whose fingerprints are not as expected."""
-        return sorted(p for p, text in expected.items() if self.fingerprints.get(p) != text)
 
 
 class ModuleRebuild:
@@ -98,10 +58,8 @@ class ModuleRebuild:
         probe: tries out the module with its handles.
 
     Attributes:
-        names: the unprocessed weights, by their names in the unprocessed model's index; see `bind`.
-        numel: elements of the unprocessed weights.
-        proven: the fingerprints that rebuilding it gave at start-up, of what comes out alike every
-            time; empty until it is proven.
+        state: the module as it was before processing.
+        The others are those of `Rebuild`; see `bind` for its names.
     """
 
     def __init__(
@@ -121,17 +79,7 @@ class ModuleRebuild:
         self._prefix = f"{path}." if path else ""
 
     def rebuild(self, changes: Mapping[str, Iterable[Change]]) -> RebuildResult:
-        """Return what live memory must hold with other unprocessed weights. Nothing is written.
-
-        Takes the memory of a copy of the module while it runs.
-
-        Args:
-            changes: of the unprocessed weights, by their names in the module.
-
-        Raises:
-            RebuildError: processing leaves something else than on the live module.
-            Exception: the engine's own.
-        """
+        """See `Rebuild.rebuild`."""
         copy = ModuleCopy(self.state.before, {})
         try:
             left = set(changes)
@@ -155,12 +103,9 @@ class ModuleRebuild:
             copy.release()
 
     def is_intact(self, expected: Mapping[str, str]) -> bool:
-        """Return whether the live module is what processing makes of the unprocessed weights.
+        """See `Rebuild.is_intact`.
 
-        All of its tensors and values are compared, and what it computes with its handles.
-
-        Args:
-            expected: fingerprints that processing must give.
+        All of the module's tensors and values are compared, and what it computes with its handles.
         """
         found = self.rebuild({})
         computed = found.fingerprints.get(_COMPUTED)
@@ -187,6 +132,13 @@ class ModuleRebuild:
     def shares(self, name: str) -> bool:
         """Return whether processing can reach an unprocessed weight by another way."""
         return name in self.state.shared
+
+    def shared_tensors(self) -> Sequence[torch.Tensor]:
+        """Return the tensors of objects that the live module and its copies both hold."""
+        copied = {id(tensor) for _, _, _, tensor in reachable_tensors(self.state.before)}
+        around = (tensor for _, _, _, tensor in reachable_tensors(self.module))
+        found = {location(t): t for t in around if id(t) in copied and not t.is_meta}
+        return list(found.values())
 
     def keeps(self, name: str) -> bool:
         """Return whether the live module still has an unprocessed weight, with elements."""
@@ -296,27 +248,3 @@ class ModuleRebuild:
 def _is_handle(pair: Pair) -> bool:
     """Return whether a new object may stand for something outside of Python, as addresses do."""
     return not (pair.is_tensor or pair.is_same or isinstance(pair.new, _NO_HANDLES))
-
-
-def tensor_differences(path: str, live: torch.Tensor, new: torch.Tensor) -> Iterator[Difference]:
-    """Yield the elements of a live tensor whose bits differ in another one of its layout.
-
-    Raises:
-        RebuildError: there are gaps between its elements.
-    """
-    if extent(live) != live.numel():
-        raise RebuildError(f"{path} has gaps between its elements")
-    memory, other = flat_bits(live), flat_bits(new)
-    if memory.device.type != "cpu":
-        found = (memory != other).nonzero().view(-1)
-        if len(found):
-            yield Difference(path, DeviceElements(memory, found), other[found])
-        return
-    of_live, of_new = host_bits(memory), host_bits(other)
-    dtype = np.int32 if len(of_live) < 1 << 31 else np.int64
-    for start in range(0, len(of_live), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        offsets = np.flatnonzero(of_live[part] != of_new[part])
-        if len(offsets):
-            offsets = (offsets + start).astype(dtype)
-            yield Difference(path, HostElements(of_live, offsets), of_new[offsets])

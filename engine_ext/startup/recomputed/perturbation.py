@@ -11,7 +11,7 @@ from engine_ext.startup.derived import varied
 
 
 class Perturbation:
-    """A change of a whole tensor, see `engine_ext.startup.recomputed.module_rebuild.Change`.
+    """A change of a whole tensor, see `engine_ext.startup.recomputed.rebuild.Change`.
 
     Floats get another mantissa or sign, integers other bits.
     """

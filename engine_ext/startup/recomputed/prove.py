@@ -29,25 +29,17 @@ from typing import Any
 import torch
 
 from engine_ext.errors import DeltaError
-from engine_ext.model import (
-    content_changed,
-    hash_tensor,
-    location,
-    reachable_containers,
-    reachable_tensors,
-)
+from engine_ext.model import content_changed, hash_tensor, reachable_containers
 from engine_ext.placement import Placed, Placement, Status, flat_bits
 from engine_ext.ranks import Ranks, SingleRank
 from engine_ext.startup.recomputed.compare import RebuildError
 from engine_ext.startup.recomputed.elements import Replacement
-from engine_ext.startup.recomputed.loader_rebuild import LoaderRebuild
 from engine_ext.startup.recomputed.lockstep import LockstepRunner
-from engine_ext.startup.recomputed.module_rebuild import Difference, ModuleRebuild, Probe
 from engine_ext.startup.recomputed.perturbation import Perturbation
+from engine_ext.startup.recomputed.rebuild import Difference, Probe, Rebuild
 
 logger = logging.getLogger(__name__)
 
-Rebuild = ModuleRebuild | LoaderRebuild
 Container = dict[Any, Any] | list[Any]
 
 
@@ -199,14 +191,10 @@ class _Held:
     def __init__(self, one: Rebuild) -> None:
         modules = [] if one.module is None else list(one.module.modules())
         containers: list[Container] = [vars(module) for module in modules]
-        tensors: dict[object, torch.Tensor] = {}
-        if isinstance(one, ModuleRebuild):
+        if one.module is not None:
             containers += reachable_containers(one.module)
-            copied = {id(tensor) for _, _, _, tensor in reachable_tensors(one.state.before)}
-            around = [tensor for _, _, _, tensor in reachable_tensors(one.module)]
-            tensors = {location(t): t for t in around if id(t) in copied and not t.is_meta}
         self._containers = [(container, container.copy()) for container in containers]
-        self._tensors = [(t, t.clone(), hash_tensor(t)) for t in tensors.values()]
+        self._tensors = [(t, t.clone(), hash_tensor(t)) for t in one.shared_tensors()]
 
     def check(self) -> None:
         """Raise RebuildError if something else is there now, or has other bits."""

@@ -13,8 +13,7 @@ import torch
 
 from engine_ext.model import PLAIN
 from engine_ext.startup.permuted import ModuleCopy
-from engine_ext.startup.recomputed.module_rebuild import Context, tensor_differences
-from engine_ext.startup.recomputed.prove import Rebuild
+from engine_ext.startup.recomputed.rebuild import Context, Rebuild, tensor_differences
 from engine_ext.startup.recomputed.unprocessed_model import with_modules, with_parts
 from engine_ext.startup.recomputed.unprocessed_modules import UnprocessedModule, loaded_tensors
 from engine_ext.startup.trace import LoadWeights

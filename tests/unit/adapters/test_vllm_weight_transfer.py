@@ -153,7 +153,7 @@ def test_a_sync_that_lacks_parts_is_not_committed(api: Api) -> None:
 
 
 def test_a_trainer_that_starts_again(api: Api) -> None:
-    """What the first try staged keeps nobody out."""
+    """Parts that the first try staged keep nobody out."""
     api.post(START)
     api.update(inline(parts()[0]))
     api.post(START)

@@ -62,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def status(rig: Rig) -> dict[str, Any]:
-    """What a server answers after a sync and a refusal."""
+    """A server's answers after a sync and a refusal."""
     rig.send(delta_part(sync_id="a"))
     rig.send(delta_part(version=VERSION + 5, base_version=VERSION + 4))
     found: dict[str, Any] = rig.get("/delta_status", params={"history": "true"}).json()

@@ -76,7 +76,7 @@ def write_version(writer: LogWriter, owner: str) -> int:
 
 
 def owners(memory: MemoryStore, folder: Path) -> dict[int, str]:
-    """Return who wrote each version that a reader sees, all of which are sound."""
+    """Return who wrote each version that a reader sees; all are sound."""
     log = DeltaLog(store_of(memory, scratch=folder))
     listing = log.listing()
     assert listing.damaged == {}
@@ -95,7 +95,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_sender_is_killed_at_every_step(folder: Path) -> None:
-    """What is visible is whole, and the next sender goes on."""
+    """Visible versions are whole, and the next sender continues."""
     for steps in range(1000):
         memory = MemoryStore()
         count = iter(range(steps))
@@ -122,7 +122,7 @@ def test_a_sender_is_killed_at_every_step(folder: Path) -> None:
 
 
 class Schedule:
-    """Lets one of several threads go on at a time, in a given order and then in turn."""
+    """Lets one of several threads run at a time, in a given order and then in turn."""
 
     def __init__(self, order: Sequence[int], threads: int) -> None:
         self._order, self._living = list(order), set(range(threads))
@@ -159,7 +159,7 @@ class Schedule:
 @example(order=[0, 0, 0, 1, 0, 1], versions=1)  # a claim that is gone when it is compared
 @given(order=st.lists(st.integers(0, 1), max_size=80), versions=st.integers(1, 2))
 def test_two_senders_never_both_win(order: list[int], versions: int, folder: Path) -> None:
-    """In whatever order their requests reach the store: one of them goes on from the other."""
+    """In whatever order their requests reach the store: one of them continues from the other."""
     memory, schedule = MemoryStore(), Schedule(order, 2)
     finished: dict[int, str] = {}
     out: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a delta log promises, in whatever store its files are."""
+"""The promises of a delta log, in whatever store its files are."""
 
 from __future__ import annotations
 

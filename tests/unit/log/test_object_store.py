@@ -108,7 +108,7 @@ def test_a_cached_part_that_was_tampered_with_is_fetched_again(
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("fault", [Fault(flip=7), Fault(status=404)], ids=["flip", "404"])
-def test_what_changed_on_the_way_or_was_not_found_is_asked_for_again(
+def test_file_lost_or_changed_on_the_way_is_read_again(
     log: DeltaLog, proxy: StoreProxy, tmp_path: Path, cached: bool, fault: Fault
 ) -> None:
     body = part(1, 0)

@@ -1,4 +1,4 @@
-"""Objects in a real store: what is read is what was written, through every fault that may pass."""
+"""Objects in a real store are read as they were written, through every transient fault."""
 
 from __future__ import annotations
 

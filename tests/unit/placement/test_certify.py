@@ -38,7 +38,7 @@ def judged(tensor: Placed, *checkpoint: tuple[str, torch.Tensor]) -> Placed:
 def test_status_of_every_habit(model: type[ToyModel]) -> None:
     """`exact` only for what some sync can update; nothing stays unjudged; nothing is written.
 
-    What a loader skips is `ignored`.
+    A tensor that the loader skips is `ignored`.
     """
     base = base_checkpoint(model)
     served = serve(model, base)

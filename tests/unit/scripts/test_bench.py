@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from delta_sender import sync_round
+from delta_sender.encode import sync_round
 
 REPEATS: Final = ["--repeats", "1", "--json"]
 RUNS: Final = ["--runs", "1", "--json"]

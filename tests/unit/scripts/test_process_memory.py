@@ -1,4 +1,4 @@
-"""What counts as memory: pages that no file backs; and the peak, which can be reset."""
+"""Memory counts pages that no file backs; and the peak, which can be reset."""
 
 from __future__ import annotations
 

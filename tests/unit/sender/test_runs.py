@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from delta_sender import DeltaSender, FullSyncRefused, MultiSender, RunConflict, RunFenced
+from delta_sender.publish.state_file import StateFile
 from delta_sender.results import PartialSyncError, SyncError
-from delta_sender.state_file import StateFile
 from tests.support.fake_engine import (
     Engine,
     Handler,
@@ -398,7 +398,7 @@ def test_restart_with_its_state_continues(model: Model, file: Path) -> None:
     train(model)
     killed.sync(model.items())
     StateFile(file)  # readable meanwhile
-    killed._sender._sender._tracker.file.close()  # as the end of its process
+    killed._publisher._tracker.file.close()  # as the end of its process
     with sender_of(engine, model, state=file) as sender:
         assert (sender.run, sender.epoch) == (killed.run, killed.epoch + 1)
         target = touched(model)

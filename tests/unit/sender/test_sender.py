@@ -8,7 +8,8 @@ import hmac
 import pytest
 import torch
 
-from delta_sender import DeltaSender, part_sizes
+from delta_sender import DeltaSender
+from delta_sender.encode import part_builder
 from engine_ext.dtypes import itemsize, torch_bits_dtype
 from engine_ext.format.positions import ENCODINGS
 from engine_ext.format.zstd_frames import ZSTD_MAGIC
@@ -109,7 +110,7 @@ def test_parts_are_capped_and_of_one_dtype() -> None:
 
 def test_the_first_parts_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may have twice as much as the one before, up to `bucket_bytes`."""
-    monkeypatch.setattr(part_sizes, "_FIRST", 100)
+    monkeypatch.setattr(part_builder, "_FIRST", 100)
     model = model_of(tensors=70, numel=9)
     engine = Engine.of(model)
     options = {"bucket_bytes": 350, "encoding": "deltas", "posts_in_flight": 1}
@@ -255,5 +256,5 @@ def test_only_an_own_client_is_closed() -> None:
         sender.sync(model.items())
     assert not client.is_closed
     with DeltaSender("http://engine", model.items()) as sender:
-        own = sender._sender._sender._sessions[0].destination.client
+        own = sender._publisher.sessions[0].destination.client
     assert own.is_closed

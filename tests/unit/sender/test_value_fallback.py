@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, SyncError
-from delta_sender.state_file import StateFile
+from delta_sender.publish.state_file import StateFile
 from engine_ext.log import open_log
 from engine_ext.log.writer import manifest_of
 from tests.support.fake_engine import (
@@ -263,7 +263,7 @@ def test_one_of_several_is_healed(bucket_bytes: int, monkeypatch: pytest.MonkeyP
     model = model_of(tensors=3)
     base, engines = copied(model), [Witness.of(model) for _ in "abc"]
     sender = multi_of([*engines], model, bucket_bytes=bucket_bytes)
-    snapshot, moves, advance = sender._snapshot, [], sender._snapshot.advance
+    snapshot, moves, advance = sender._publisher.snapshot, [], sender._publisher.snapshot.advance
     monkeypatch.setattr(snapshot, "advance", lambda new: moves.append(len(new)) or advance(new))
     train(model)
     spoil(base, model, engines[1])

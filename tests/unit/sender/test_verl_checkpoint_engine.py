@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from delta_sender import DeltaSender, PartialSyncError, RunConflict, quantize_weight
-from delta_sender.quantize import FORMS
+from delta_sender.diff.quantize import FORMS
 from tests.support.fake_engine import Engine
 from tests.support.trainer_models import change, make_model, save, saved
 

@@ -6,6 +6,7 @@ Importing this registers it; verl does so for
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -21,18 +22,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from delta_sender.checkpoint import read_checkpoint
-from delta_sender.model_sync import on_all_ranks
-from delta_sender.model_tensors import empty_model
-from delta_sender.model_tensors.model_state import live_buffers
-from delta_sender.model_tensors.reader import is_named, refuse_left_out
-from delta_sender.multi_sender import MultiSender
-from delta_sender.observations import UNCHANGED
-from delta_sender.options import EngineOptions, MultiOptions, declared
-from delta_sender.quantize import Quantizer
+from delta_sender.diff.observations import UNCHANGED
+from delta_sender.diff.observations import count as count_rounded
+from delta_sender.diff.quantize import Quantizer
+from delta_sender.models import empty_model
+from delta_sender.models.model_state import live_buffers
+from delta_sender.models.model_sync import on_all_ranks
+from delta_sender.models.reader import is_named, refuse_left_out
+from delta_sender.options import DEFAULTS
+from delta_sender.publish.multi_sender import MultiSender
 from delta_sender.results import SyncReport, raising_as_one
-from delta_sender.rounding import count as count_rounded
 from delta_sender.sharded import ShardedSender, model_shards
+from engine_ext.files import read_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ _MERGE: Final = (
 )
 
 _LIVE: Final = "send_weights verl's engine, whose module it is then read from"
-_WARNS_AFTER: Final = declared(MultiOptions)["unchanged_warning"].default
+_WARNS_AFTER: Final = DEFAULTS["unchanged_warning"]
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -135,7 +136,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Send what changed since the last sync; on every rank of the actor.
 
         Args:
-            weights: What verl's engines yield, the checkpoint's names with whole tensors; or an
+            weights: Whole tensors by the checkpoint's names, as verl's engines yield them; or an
                 engine: its `module`'s shards are sent, if the class can, or else its
                 `get_per_tensor_param` is called.
             global_steps: verl's step. Versions count on their own; ranks that send shards check
@@ -168,7 +169,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _sends_shards(self, weights: Any) -> bool:
         """Return whether this is an engine whose ranks can send their own shards."""
         model = getattr(weights, "module", None)
-        common = self._options.keys() <= EngineOptions.__annotations__.keys()
+        common = self._options.keys() <= inspect.signature(ShardedSender).parameters.keys()
         one = self._urls is not None and len(self._urls) == 1
         return (
             isinstance(model, FSDPModule) and not hasattr(model, "peft_config") and common and one
@@ -199,7 +200,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         try:
             return self._sync(source, live) if self._is_master else None
         finally:
-            for _ in source:  # other ranks may be gathering it
+            for _ in source:  # other ranks might be gathering it
                 pass
 
     def _sync(

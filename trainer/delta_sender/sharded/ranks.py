@@ -104,7 +104,7 @@ class Ranks:
         """Check that every rank has the same facts and copies, and that none has failed.
 
         Args:
-            copies: Digests of shards, of which other ranks may have others; see `Copies.digest`.
+            copies: Digests of shards that other ranks can hold too; see `Copies.digest`.
 
         Raises:
             RankError: They differ, or a rank has failed; the same on every rank.

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import FullSyncRefused, RankError, Shard, ShardedSender, SyncError, part_sizes
+from delta_sender import FullSyncRefused, RankError, Shard, ShardedSender, SyncError
+from delta_sender.encode import part_builder
 from tests.support.fake_engine import (
     Engine,
     Model,
@@ -89,7 +90,7 @@ def test_syncs_of_sparse_dense_and_no_changes(encoding: str) -> None:
 
 
 def test_the_first_parts_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_sizes, "_FIRST", 100)
+    monkeypatch.setattr(part_builder, "_FIRST", 100)
     model = model_of(tensors=70, numel=9)
     engine = Engine.of(model)
     options = {"bucket_bytes": 350, "encoding": "deltas", "posts_in_flight": 1}
@@ -181,7 +182,7 @@ def test_a_refusal_leaves_all_as_it_was(number: int) -> None:
 
 @pytest.mark.parametrize("fault", [loses, breaks])
 def test_an_unknown_outcome_is_found_out(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delta_sender.http_client import EngineClient
+    from delta_sender.publish.http_client import EngineClient
 
     monkeypatch.setattr(EngineClient._request.retry, "stop", lambda state: True)  # type: ignore[attr-defined]
     model = model_of()

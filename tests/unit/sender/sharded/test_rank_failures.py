@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from delta_sender import Shard, ShardedSender, SyncError
-from delta_sender.http_client import EngineClient
+from delta_sender.publish.http_client import EngineClient
 from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.support.gloo_ranks import run_ranks
 from tests.support.sharded_trainers import served

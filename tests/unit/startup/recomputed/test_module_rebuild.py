@@ -1,4 +1,4 @@
-"""What is different in live memory with other unprocessed weights."""
+"""Rebuilds of modules: handles, names, the context of processing; see `test_rebuild_contract`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from engine_ext.placement import DeviceElements, HostElements, flat_bits
 from engine_ext.startup.recomputed import ModuleRebuild, UnprocessedModules
 from engine_ext.startup.recomputed.compare import RebuildError
 from engine_ext.startup.recomputed.elements import Replacement
-from engine_ext.startup.recomputed.module_rebuild import tensor_differences
-from tests.support.quantised_engine import probe, processing, served
+from engine_ext.startup.recomputed.rebuild import tensor_differences
+from tests.support.quantised_engine import probe, processing
 from tests.support.served_models import bits, random_tensor
-from tests.support.toy_quantised import IN, OUT, Int8, Layer, Method, Packed, SecondCopy
+from tests.support.toy_quantised import IN, OUT, Int8, Layer, Method, Packed
 
 
 @dataclass
@@ -49,36 +49,6 @@ def rebuild_of(layer: Any, context: Any = contextlib.nullcontext) -> ModuleRebui
     states.keep(processing(layer), False)
     layer.quant_method.process_weights_after_loading(layer)
     return ModuleRebuild("lin", states.states[0], context)
-
-
-def put(layer: Any, rebuild: ModuleRebuild, **new: torch.Tensor) -> list[Any]:
-    weights = dict(rebuild.weights())
-    changes = {n: [Change.to(weights[n], t)] for n, t in new.items()}
-    found = rebuild.rebuild(changes).differences
-    for one in found:
-        one.elements.put(one.new)
-    return found
-
-
-@pytest.mark.parametrize("method", [Int8, SecondCopy, Method])
-def test_unchanged_weights_give_no_difference(method: type[Method]) -> None:
-    assert not rebuild_of(loaded(method)).rebuild({}).differences
-
-
-@pytest.mark.host_memory
-@pytest.mark.parametrize("method", [Int8, Packed, SecondCopy, Method])
-def test_the_differences_make_what_processing_makes(method: type[Method]) -> None:
-    layer, expected = loaded(method), loaded(method)
-    weight = random_tensor((OUT, IN), torch.bfloat16, 9)
-    expected.weight.data.copy_(weight)
-    expected.quant_method.process_weights_after_loading(expected)
-    rebuild = rebuild_of(layer)
-    before, weights = served(layer), [t.clone() for _, t in rebuild.weights()]
-    rebuild.rebuild({"weight": [Change.to(weights[0], weight)]})
-    assert served(layer) == before
-    assert all(torch.equal(a, b) for a, (_, b) in zip(weights, rebuild.weights(), strict=True))
-    put(layer, rebuild, weight=weight)
-    assert served(layer) == served(expected)
 
 
 @pytest.mark.host_memory
