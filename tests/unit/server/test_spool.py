@@ -16,8 +16,22 @@ import zstandard
 from delta_server import spool_files
 from delta_server.intake import Intake, VerifiedPart
 from delta_server.upload_limits import MinimumRate
-from engine_ext.errors import DeltaError, MalformedPart, SpoolFull, TooLarge, UploadTooSlow
-from engine_ext.format import Limits, read_verified
+from engine_ext.errors import (
+    ChecksumMismatch,
+    DeltaError,
+    MalformedPart,
+    SpoolFull,
+    TooLarge,
+    UploadTooSlow,
+)
+from engine_ext.format import (
+    Limits,
+    manifest_checksum,
+    read_container,
+    read_verified,
+    write_container,
+    xxh3_checksum,
+)
 from tests.support.delta_bodies import STEP, delta_part, pieces, zstd_declaring
 from tests.support.verified_file import verified_file
 
@@ -86,6 +100,25 @@ def test_identity_is_of_what_is_written(spool: Intake) -> None:
     other = delta_part({**STEP, "norm.weight": {7: 0x3334}}, encoding="deltas")
     assert identity(PLAIN) == identity(again)
     assert identity(PLAIN) != identity(other)
+
+
+@pytest.mark.parametrize("body", [PLAIN, PACKED], ids=["plain", "packed"])
+def test_changed_data_leaves_no_file(spool: Intake, body: bytes) -> None:
+    changed = body[:-1] + bytes([body[-1] ^ 1])
+    with pytest.raises(ChecksumMismatch):
+        receive(spool, pieces(changed, 1 << 20))
+    assert files(spool) == []
+
+
+def test_a_corrupt_frame_with_the_right_checksum_leaves_no_file(spool: Intake) -> None:
+    header, positions, values = read_container(PACKED, Limits())
+    broken = positions[:-1]
+    metadata = {**header.metadata, "checksum": xxh3_checksum(broken.data, values.data)}
+    metadata["manifest_checksum"] = manifest_checksum(metadata)
+    body = write_container(broken, [values], "uint8", metadata)
+    with pytest.raises(MalformedPart, match="frame"):
+        receive(spool, pieces(body, 1 << 20))
+    assert files(spool) == []
 
 
 def test_a_part_of_exactly_the_limit_is_taken(tmp_path: Path) -> None:

@@ -188,6 +188,17 @@ def test_ranks_that_cannot_signal_are_asked(rig: Rig, monkeypatch: pytest.Monkey
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)
 
 
+@pytest.mark.parametrize("encoding", ["deltas", "gap8_exp"])
+def test_no_rank_hears_of_a_damaged_part(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    calls = recorded(rig, monkeypatch)
+    body = delta_part(encoding=encoding)
+    answer = rig.send(body[:-1] + bytes([body[-1] ^ 1]))
+    assert_error(answer, 400, "ChecksumMismatch")
+    assert (calls, rig.spooled()) == ([], [])
+
+
 def test_a_dead_rank_is_noticed_while_others_stage(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
