@@ -114,7 +114,7 @@ def test_every_tensor_counts_and_the_gaps_between_elements() -> None:
         assert judge(setup, syncs_of(setup)[0], lambda s=subject: s).outcome == expected
 
 
-def test_deltas_are_the_same_at_every_call_and_lead_to_the_target() -> None:
+def test_deltas_repeat_and_lead_to_target() -> None:
     for setup in ((FusedQkv,), (models.ManyDtypes,), (models.OtherFloats,), (AssignsData,)):
         for sync in syncs_of(setup):
             base, target = checkpoints(setup, sync)

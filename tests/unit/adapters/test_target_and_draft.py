@@ -144,7 +144,7 @@ def test_both_models_are_certified_by_their_names() -> None:
 
 
 @pytest.mark.parametrize("module", [True, False])
-def test_what_the_draft_takes_from_the_target_has_the_targets_names_alone(module: bool) -> None:
+def test_draft_weights_of_target_keep_target_names(module: bool) -> None:
     """A copy in the checkpoint that no engine uses is ignored, and refuses nothing."""
     target = checkpoint("0", "mtp")
     own = {"layers.mtp.weight": target["layers.mtp.weight"]}
@@ -165,7 +165,7 @@ def test_what_the_draft_takes_from_the_target_has_the_targets_names_alone(module
     }
 
 
-def test_what_is_written_through_both_is_refused_under_both_names() -> None:
+def test_weights_written_through_both_names_are_refused() -> None:
     target, own = checkpoint("0"), checkpoint("0")
     own["embed.weight"] = target["embed.weight"].clone()
     loaded = Loaded("draft.", target, own)

@@ -125,7 +125,7 @@ def test_the_drafter_loads_within_the_context_only() -> None:
     assert entered == ["in", "loads for target", "out", "loads for another"]
 
 
-def test_an_eagle_head_with_an_embedding_of_its_own_shares_while_it_is_equal() -> None:
+def test_eagle_head_shares_embedding_while_equal() -> None:
     head: Any = nn.Module()
     assert draft.always_shares(head)
     head.has_own_embed_tokens = True

@@ -267,7 +267,7 @@ def test_other_hosts_reach_this_one_if_there_may_be_some(
 
 
 @pytest.mark.parametrize("possible", [True, False])
-def test_a_flush_drops_what_is_computed_from_weights_and_nothing_else(possible: bool) -> None:
+def test_flush_drops_only_what_weights_determine(possible: bool) -> None:
     """Processed images stay: the front end believes that the engine has those that it has sent."""
     asked: list[Any] = []
 

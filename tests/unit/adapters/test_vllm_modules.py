@@ -75,7 +75,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_names_are_those_of_the_checkpoint_and_modules_the_live_ones() -> None:
+def test_names_come_from_checkpoint_and_modules_are_live() -> None:
     model = nn.ModuleDict({"block": Block(Attention())})
     live: Any = model["block"]
     base = without_lora(model)
@@ -116,7 +116,7 @@ def test_attention_with_wrapped_layers_is_refused() -> None:
         without_lora(model)
 
 
-def test_gates_that_vllm_copies_when_it_first_generates_are_refused() -> None:
+def test_gates_copied_at_first_generation_are_refused() -> None:
     """The router's and the shared expert's, where they are fused."""
     model = nn.Module()
     for name, fused in (("fused", True), ("plain", False)):
@@ -128,7 +128,7 @@ def test_gates_that_vllm_copies_when_it_first_generates_are_refused() -> None:
     assert [*copied_on_first_use(model)] == ["fused.gate.weight", "fused.shared_expert_gate.weight"]
 
 
-def test_attention_that_packs_its_projection_is_processed_as_a_whole() -> None:
+def test_attention_that_packs_projection_is_one_module() -> None:
     """First the projection, then the layer; the projection has no processing of its own."""
     projection, linear = nn.Linear(2, 2), nn.Linear(2, 2)
     for part in (projection, linear):

@@ -53,7 +53,7 @@ def test_the_function_is_put_back_when_loading_fails() -> None:
     assert module.make is fails
 
 
-def test_a_loader_that_makes_its_model_by_other_means_leaves_the_constants_unknown() -> None:
+def test_other_loader_leaves_constants_unknown() -> None:
     with ConstantsWatch(engine(), "make") as constants:
         model = Model()
     assert not constants.known("table", model.table * 3)

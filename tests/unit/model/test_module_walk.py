@@ -98,7 +98,7 @@ def test_an_object_that_is_reached_again_with_more_levels_left(levels: int) -> N
         assert tensors_in(x=[nested(shared, levels), shared]) == found
 
 
-def test_an_object_of_a_cycle_that_is_reached_again_with_more_levels_left() -> None:
+def test_cycle_is_walked_again_with_more_levels_left() -> None:
     tensor = torch.zeros(3)
     root: dict[str, Any] = {}
     member = {"up": root, "deep": nested(tensor, 3)}
