@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from engine_ext.errors import BaseMismatch, CommitFailed, Conflict, WriteUndone
+from engine_ext.errors import BaseMismatch, CommitFailed, Conflict, EngineUncertain, WriteUndone
 from engine_ext.format import PartId
 from engine_ext.model import TracingError
 from engine_ext.ranks import Ranks, together
@@ -285,6 +285,8 @@ class SyncOperations:
         """Agree on a sync with the other ranks, see `Transaction.agree`."""
         try:
             return self._transaction.agree(prepare)
+        except EngineUncertain:  # since an earlier write; what is staged may end it
+            raise
         except CommitFailed as error:
             self._fail(error)
         except BaseMismatch as error:  # the same on all ranks

@@ -204,6 +204,9 @@ class Shard:
 class Engine:
     """`delta_server.engine.Engine`, with the failures that a test wants.
 
+    Args:
+        receivers: of two ranks that serve a model; by default those of two `Shard`.
+
     Attributes:
         events: what was asked of the engine that generation feels, in order.
         fails: what a method (or an operation of the receivers) raises, once, instead of doing it.
@@ -217,12 +220,12 @@ class Engine:
     shared = False
     address: str | None = None
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, receivers: Sequence[Receiver] = ()) -> None:
         barrier = threading.Barrier(RANKS)
         values: list[Any] = [None] * RANKS
         self.ranks = [Rank(rank, values, barrier) for rank in range(RANKS)]
         self.shards = [Shard(rank) for rank in range(RANKS)]
-        self.receivers = [
+        self.receivers = list(receivers) or [
             Receiver(
                 shard,
                 rank,

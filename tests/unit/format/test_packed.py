@@ -333,7 +333,7 @@ def test_index_errors_name_the_tensor() -> None:
         assert caught.value.operands["tensor"] in ("a.weight", "c")
 
 
-def test_an_unpacked_size_over_the_limit_is_refused_from_the_header() -> None:
+def test_header_with_too_large_unpacked_size_is_refused() -> None:
     body = packed(params=changed(2, shape=[10**9], pos_end=2000))
     with pytest.raises(MalformedPart, match="declares 5 bytes"):
         decode_part(body, Limits(max_part_bytes=2010))

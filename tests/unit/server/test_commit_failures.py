@@ -14,6 +14,7 @@ from tests.support.delta_bodies import (
     OTHER_STEP,
     RESYNCED,
     STEP,
+    VERSION,
     after,
     delta_part,
     fresh_weights,
@@ -242,3 +243,15 @@ def test_another_server_of_the_same_engine_sees_it(rig: Rig) -> None:
     assert rig.run(other.status())["engine_state"] == "certain"
     assert rig.run(rig.request("POST", COMPLETIONS, app=app)).status_code == 200
     other.intake.close()
+
+
+def test_refused_rollback_keeps_staged_parts(rig: Rig) -> None:
+    """Those of the full sync that makes an uncertain engine certain again."""
+    rig.fail_commit()
+    names = list(RESYNCED)
+    numbers = {"sync_id": "full", "num_parts": 2}
+    rig.send(full_part(RESYNCED, VERSION + 1, names[:1], part=0, **numbers))
+    assert_error(rig.post("/delta_rollback"), 503, "EngineUncertain", "uncertain")
+    assert rig.status()["staged"]["parts"] == [0]
+    final = rig.send(full_part(RESYNCED, VERSION + 1, names[1:], part=1, **numbers))
+    rig.assert_committed(final, RESYNCED, VERSION + 1)

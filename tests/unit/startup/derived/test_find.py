@@ -144,7 +144,7 @@ def test_all_are_named() -> None:
     assert "layers.0.W_UV, layers.0.W_UK_T" in placement["layers.0.kv_b_proj"].reason
 
 
-def test_what_hangs_on_a_module_without_weights_counts_for_the_one_around_it() -> None:
+def test_attribute_of_weightless_module_counts_for_parent() -> None:
     def absorb(model: Latent) -> None:
         backend: Any = model.layers[0].backend
         backend.packed = torch.rand(3)

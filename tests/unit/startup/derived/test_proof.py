@@ -219,7 +219,7 @@ def test_integer_weights_cannot_be_tried(tmp_path: Path, monkeypatch: pytest.Mon
     assert "norm" not in refusals
 
 
-def test_a_function_that_writes_elsewhere_keeps_the_engine_from_starting(tmp_path: Path) -> None:
+def test_function_that_writes_elsewhere_stops_start(tmp_path: Path) -> None:
     def functions(model: Latent) -> list[Recomputation]:
         model.attentions[0].fails = lambda: model.norm.add_(1)
         return each(model)

@@ -23,7 +23,7 @@ def failing(times: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_function_that_raises_in_the_commit_is_undone_everywhere(
+def test_function_that_raises_in_commit_is_undone_everywhere(
     tmp_path: Path, attention: type[Attention], rank: int
 ) -> None:
     service = Service(tmp_path, attention=attention)
@@ -36,7 +36,7 @@ def test_a_function_that_raises_in_the_commit_is_undone_everywhere(
     service.assert_holds(service.target)
 
 
-def test_one_that_fails_for_the_undo_too_makes_the_engine_uncertain(tmp_path: Path) -> None:
+def test_function_that_fails_in_undo_leaves_engine_uncertain(tmp_path: Path) -> None:
     service = Service(tmp_path)
     service.models[0].attentions[0].fails = failing(2)
     assert {e["type"] for e in errors_of(service.sync(list(KV)))} == {"CommitFailed"}

@@ -92,7 +92,7 @@ def test_a_wrong_map_is_not_certified() -> None:
     assert placement["w"].status is Status.UNCERTIFIED
 
 
-def test_a_refused_parameter_is_uncertified_though_its_bytes_are_right() -> None:
+def test_refused_parameter_stays_uncertified_with_right_bytes() -> None:
     loaded = random_tensor((2, 6), torch.bfloat16, 0)
     placement = placement_of(entry_of(loaded.clone()), (2, 6))
     compose(placement, {}, {"live": "post-load processing also keeps it in handle"})

@@ -217,7 +217,7 @@ def test_what_is_not_called_is_not_learned() -> None:
     assert not learner.complete
 
 
-def test_a_model_with_a_hook_of_its_own_is_not_learned_completely() -> None:
+def test_model_with_own_hook_is_learned_incompletely() -> None:
     class Model(nn.Sequential):
         def process_weights_after_loading(self) -> None:
             """Moves what it likes."""

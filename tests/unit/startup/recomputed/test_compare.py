@@ -184,7 +184,7 @@ def test_the_training_flag_does_not_count() -> None:
     assert not found(module().eval(), module().train())
 
 
-def test_a_place_is_lost_with_its_container_its_tensor_or_its_memory() -> None:
+def test_place_is_lost_with_container_tensor_or_memory() -> None:
     live, new = module(a={"b": [ones()]}), module(a={"b": [ones()]})
     place = found(live, new)["a.b[0]"].place
     held: Any = live.a

@@ -122,7 +122,7 @@ def test_processing_that_changes_it_later_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.host_memory
-def test_processing_that_changes_it_later_is_an_error_of_the_rebuild() -> None:
+def test_processing_that_changes_it_later_fails_rebuild() -> None:
     layer = loaded(Clamp)
     rebuild, _ = shared(layer)
     new = layer.weight.clone()

@@ -84,7 +84,7 @@ def test_names_within_the_model() -> None:
     assert not rebuild_of(loaded(Packed)).keeps("weight")
 
 
-def test_processing_runs_in_its_context_without_gradients_and_leaves_the_random_state() -> None:
+def test_processing_keeps_context_and_random_state() -> None:
     events: list[str] = []
 
     @contextlib.contextmanager

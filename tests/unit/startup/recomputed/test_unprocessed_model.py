@@ -82,7 +82,7 @@ def test_a_module_with_two_parents_has_one_copy() -> None:
     assert unprocessed.one is not root.one
 
 
-def test_a_part_that_is_elsewhere_in_the_model_too_is_that_of_the_kept_module() -> None:
+def test_aliased_module_uses_kept_copy() -> None:
     """So the loader finds it as it was, under any name; a part that is kept itself is that."""
     root: Any = nn.Module()
     root.outer = Layer(Int8())

@@ -40,7 +40,7 @@ def processed(model: ToyModel, loading: LoadingTrace | None, *, reads: bool = Tr
 
 
 @pytest.mark.parametrize("model", [LoaderReplaced, HalfReplaced])
-def test_without_it_a_replaced_loader_looks_like_a_dropped_tensor(model: type[ToyModel]) -> None:
+def test_untraced_replaced_loader_looks_like_dropped_tensor(model: type[ToyModel]) -> None:
     name = next(iter(model.shapes))
     seen = processed(model(), None)[name].status
     assert seen in (Status.NOT_ON_RANK, Status.UNJUDGED)
@@ -147,7 +147,7 @@ def test_the_specs_are_the_checkpoints_and_no_memory_is_kept() -> None:
     assert alive() is None
 
 
-def test_memory_that_processing_frees_is_not_shared_with_the_next_model() -> None:
+def test_freed_memory_is_not_shared_with_next_model() -> None:
     """vLLM loads a draft model after the target, and it may get the target's old addresses."""
     target, loading = PackedAway(), LoadingTrace()
     tensors = checkpoint(PackedAway)
