@@ -11,8 +11,6 @@ FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
 
 BIN := .venv/bin
 TRAINERS := .venv-trainers/bin
-VERL := .venv-verl/bin
-DASHBOARD := .venv-dashboard/bin
 # Engines want all cores for themselves; what starts none takes turns on two. There each process has
 # one thread: torch's would wait for each other in a loop, and take twice the time of both cores.
 PARALLEL := -n 2 --dist worksteal
@@ -28,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang setup-trainers setup-verl setup-dashboard demo soak test test-fast test-slow test-all test-dashboard test-gpu test-versions fuzz lint format docs package clean clean-all
+.PHONY: help setup .venv-sglang .venv-trainers demo soak test test-fast test-slow test-all test-gpu test-versions fuzz lint format docs package clean clean-all
 
 ifneq ($(filter demo soak,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -39,69 +37,57 @@ endif
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  PYTHON=python3.11   the interpreter that setup makes .venv with"
+	@echo "  PYTHON=python3.11   the interpreter of the environments"
+	@echo "  NAME=sglang         the environment of make setup: vllm, sglang, trainers or an older engine's"
 	@echo "  ENGINE=vllm         the engine of make demo and make soak, vllm or sglang"
 	@echo "  DEMO_ARGS=...       goes to scripts.demo, SOAK_ARGS=... (--syncs 1000) to scripts.soak"
 	@echo "  PYTEST_ARGS=...     goes to pytest"
 	@echo "  VERSIONS=...        environments of make test-versions: $(VERSIONS)"
 	@echo "  FUZZ_SECONDS=600    how long make fuzz takes; FUZZ_SEED=... repeats one"
 
-setup: ## make .venv with the pinned packages; nothing to do when it is current
-	@PYTHON="$(PYTHON)" scripts/setup_env.sh
+setup: ## make .venv with the pinned packages, or another environment with NAME=...
+	@PYTHON="$(PYTHON)" scripts/setup_env.sh $(NAME)
 
-setup-sglang: ## make .venv-sglang with SGLang's pinned packages; nothing to do when it is current
-	@PYTHON="$(PYTHON)" scripts/setup_env.sh sglang
+.venv-sglang .venv-trainers: setup
+	@PYTHON="$(PYTHON)" scripts/setup_env.sh $(@:.venv-%=%)
 
-setup-trainers: setup ## make .venv-trainers, which adds the trainers' pinned packages to .venv; nothing to do when it is current
-	@PYTHON="$(PYTHON)" scripts/setup_env.sh trainers
-
-setup-verl: setup ## make .venv-verl, which adds verl to .venv; nothing to do when it is current
-	@PYTHON="$(PYTHON)" scripts/setup_env.sh verl
-
-setup-dashboard: setup ## make .venv-dashboard, which adds a browser's driver to .venv; nothing to do when it is current
-	@for program in chromium prometheus promtool; do \
-		command -v $$program >/dev/null || { \
-			echo "setup: error: no $$program here; install Debian's packages chromium and prometheus:" \
-				"apt-get install --no-install-recommends chromium prometheus" >&2; exit 1; }; \
-	done
-	@PYTHON="$(PYTHON)" scripts/setup_env.sh dashboard
-
-demo: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## update a live engine and check every weight
+demo: setup $(if $(filter sglang,$(ENGINE)),.venv-sglang) ## update a live engine and check every weight
 	@$(BIN)/python -m scripts.demo --engine $(ENGINE) $(DEMO_ARGS)
 
-soak: setup $(if $(filter sglang,$(ENGINE)),setup-sglang) ## 1000 syncs of a live engine under load: figures, and whether all is well
+soak: setup $(if $(filter sglang,$(ENGINE)),.venv-sglang) ## 1000 syncs of a live engine under load: figures, and whether all is well
 	@$(BIN)/python -m scripts.soak --engine $(ENGINE) $(SOAK_ARGS)
 
-test: setup setup-sglang setup-trainers lint test-fast test-slow ## lint, and every test but those marked full (this is what CI runs)
+test: setup .venv-sglang .venv-trainers lint test-fast test-slow ## lint, and every test but those marked full (this is what CI runs)
 	@echo "test: the tests that start engines, but for the full ones"
 	@$(BIN)/python -m pytest -m "engine and not full" $(PYTEST_ARGS)
 	@$(TRAINERS)/python -m pytest tests/trainers -m "engine and not full" $(PYTEST_ARGS)
 
-test-fast: setup setup-trainers ## the quick tests of those that start no engine
+test-fast: setup .venv-trainers ## the quick tests of those that start no engine
 	@echo "test-fast: the tests that start no engine, but for the slow ones"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not engine and not full and not slow" $(PARALLEL) $(PYTEST_ARGS)
 	@OMP_NUM_THREADS=1 $(TRAINERS)/python -m pytest tests/trainers -m "not engine and not full" \
 		$(PARALLEL) $(PYTEST_ARGS)
 
-test-slow: setup ## the other tests that start no engine
+test-slow: setup
 	@echo "test-slow: the slow tests of those that start no engine"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not engine and not full" $(PARALLEL) $(PYTEST_ARGS)
 
-test-all: setup setup-sglang setup-trainers setup-verl setup-dashboard lint test-fast test-slow ## lint, and every test
+test-all: setup .venv-sglang .venv-trainers lint test-fast test-slow ## lint, and every test; needs chromium and prometheus
+	@for program in chromium prometheus promtool; do \
+		command -v $$program >/dev/null || { \
+			echo "test-all: error: no $$program here; install Debian's packages chromium and prometheus:" \
+				"apt-get install --no-install-recommends chromium prometheus" >&2; exit 1; }; \
+	done
 	@echo "test-all: the tests that start engines, and the full ones"
 	@$(BIN)/python -m pytest -m "engine or full" $(PYTEST_ARGS)
 	@$(TRAINERS)/python -m pytest tests/trainers -m "engine or full" $(PYTEST_ARGS)
-	@$(VERL)/python -m pytest tests/verl $(PYTEST_ARGS)
-	@$(DASHBOARD)/python -m pytest tests/dashboard $(PYTEST_ARGS)
+	@$(TRAINERS)/python -m pytest tests/verl $(PYTEST_ARGS)
+	@$(TRAINERS)/python -m pytest tests/dashboard $(PYTEST_ARGS)
 
-test-dashboard: setup-dashboard ## the status page in Chromium, dashboard and alerts in Prometheus
-	@echo "test-dashboard: the tests that need a browser and a Prometheus"
-	@$(DASHBOARD)/python -m pytest tests/dashboard $(PYTEST_ARGS)
-
-test-gpu: ## the receiver's tests with their models on a CUDA device, by an interpreter that has its packages: GPU_PYTHON=python3
-	@echo "test-gpu: placement, apply, rebuild, scrub and kernels on cuda:0"
+test-gpu: ## the receiver's tests on a CUDA device, by GPU_PYTHON=python3
+	@echo "test-gpu: placement, start-up, sync and kernels on cuda:0"
 	@DELTA_TEST_DEVICE=cuda:0 OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m "not engine and not full" -n 8 \
-		$(addprefix tests/unit/,apply derived kernels model placement rebuild repacks scrub tracing) $(PYTEST_ARGS)
+		$(addprefix tests/unit/,kernels model placement startup sync) $(PYTEST_ARGS)
 
 test-versions: setup ## the basics on every supported version of both engines
 	@set -e; for name in $(VERSIONS); do \
@@ -128,13 +114,15 @@ fuzz: setup ## throw broken parts and requests at the receiver, for FUZZ_SECONDS
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) \
 		$(BIN)/python -m pytest -s tests/fuzz $(PYTEST_ARGS)
 
-lint: setup ## ruff, the import contracts, and mypy
+lint: setup ## ruff, the import contracts, private attributes in tests, and mypy
 	@echo "lint: ruff check"
 	@$(BIN)/ruff check .
 	@echo "lint: ruff format"
 	@$(BIN)/ruff format --check .
 	@echo "lint: import contracts"
 	@PYTHONPATH=.:server:trainer $(BIN)/lint-imports --no-logo
+	@echo "lint: private attributes in tests"
+	@$(BIN)/python -m scripts.count_road --check
 	@echo "lint: mypy"
 	@$(BIN)/mypy
 
@@ -143,18 +131,17 @@ format: setup ## let ruff format and fix the code
 	@$(BIN)/ruff format .
 
 docs: setup ## write the reference tables and build the documentation into site/
-	@PYTHON="$(PYTHON)" scripts/setup_env.sh docs
 	@$(BIN)/python -m scripts.doc_tables --fast
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "docs: site/index.html"
 
 package: setup ## build wheel and sdist, and try the wheel in an empty environment
 	@PYTHON="$(PYTHON)" BUILD_PYTHON=$(BIN)/python scripts/try_package.sh
 
-clean: ## remove build outputs and caches; the environments stay
+clean: ## remove build outputs and caches; clean-all: the environments too
 	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.venv*' -not -path './.git/*' \
 		-prune -exec rm -rf {} +
 
-clean-all: clean ## remove the environments too
-	@rm -rf .venv .venv-trainers .venv-verl .venv-dashboard .venv-vllm-0.31 .venv-vllm-0.33-sources .venv-sglang .venv-sglang-0.5.22 .venv-docs
+clean-all: clean
+	@rm -rf .venv .venv-*

@@ -7,7 +7,7 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
     ├── MalformedPart          400  truncated or malformed container, unknown encoding, bad version
     │   └── ChecksumMismatch   400  the bytes are not the ones the sender hashed
     ├── Unauthorized           401  no token or signature, or a wrong one
-    ├── LoopbackOnly           403  no token is set, and the client is not trusted
+    ├── AccessDenied           403  no token is set, and the client is not trusted
     ├── PathForbidden          403  a path outside every --delta-root
     ├── UploadTooSlow          408  the body did not arrive in time
     ├── Conflict               409  the request is sound, but not now
@@ -27,14 +27,15 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
     ├── PartUnavailable        502  another host of the engine could not get the part
     ├── SpoolFull              507  no room for the body
     ├── WriteUndone            500  the write failed, and every rank was put back
-    ├── PublishFailed          500  committed, but publishing or resuming failed: send it again
+    ├── CommittedNotResumed    500  committed, but publishing or resuming failed: send it again
     └── CommitFailed           500  the write failed half-way: the engine is ``uncertain``
         └── EngineUncertain    503  an earlier write did; only a full resync is taken
 
-Everything but `CommitFailed`, `PublishFailed` and `WriteUndone` is raised before the first byte is
-written, or after every rank has put back what it had overwritten: a `BaseMismatch` of a weight that
-changed between staging and commit may be found by the pass that writes. After `CommitFailed` some
-weights may be new and some old: generation answers 503 until a ``full`` sync has committed.
+Everything but `CommitFailed`, `CommittedNotResumed` and `WriteUndone` is raised before the first
+byte is written, or after every rank has put back what it had overwritten: a `BaseMismatch` of a
+weight that changed between staging and commit can be found by the pass that writes. After
+`CommitFailed` some weights might be new and some old: generation answers 503 until a ``full`` sync
+has committed.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class Unauthorized(DeltaError):
     status = 401
 
 
-class LoopbackOnly(DeltaError):
-    """No token is set, and the request may come from neither this host nor a trusted network."""
+class AccessDenied(DeltaError):
+    """No token is set, and the request is not known to be from this host or a trusted network."""
 
     status = 403
 
@@ -138,7 +139,7 @@ class SyncInProgress(Conflict):
 
 
 class RunConflict(Conflict):
-    """Another run owns the weights (``owner``): its sender alone may change them."""
+    """Another run owns the weights (``owner``): only its sender can change them."""
 
 
 class RunFenced(RunConflict):
@@ -204,7 +205,7 @@ class WriteUndone(DeltaError):
     """
 
 
-class PublishFailed(DeltaError):
+class CommittedNotResumed(DeltaError):
     """Every rank has committed, but publishing the version or resuming generation failed.
 
     A repeat of the sync does both again, and is answered ``already_applied``.
@@ -225,14 +226,26 @@ class EngineUncertain(CommitFailed):
     status = 503
 
 
-_BY_STATE: dict[str, type[DeltaError]] = {"uncertain": CommitFailed, "committed": PublishFailed}
+_BY_STATE: dict[str, type[DeltaError]] = {
+    "uncertain": CommitFailed,
+    "committed": CommittedNotResumed,
+}
+
+
+# Names that engines of earlier versions answer with.
+_FORMER_NAMES: dict[str, type[DeltaError]] = {
+    "LoopbackOnly": AccessDenied,
+    "PublishFailed": CommittedNotResumed,
+}
 
 
 def from_wire(error: dict[str, Any]) -> DeltaError:
     """Return the error that `DeltaError.to_wire` has encoded, in a rank's or an HTTP answer."""
     operands = {k: v for k, v in error.items() if k not in ("type", "message", "engine_state")}
     unknown = _BY_STATE.get(str(error.get("engine_state")), DeltaError)
-    return BY_NAME.get(str(error.get("type")), unknown)(str(error.get("message")), **operands)
+    name = str(error.get("type"))
+    known = BY_NAME.get(name) or _FORMER_NAMES.get(name, unknown)
+    return known(str(error.get("message")), **operands)
 
 
 def as_delta_error(error: Exception, *, log: bool = True) -> DeltaError:

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from engine_ext.object_store import is_store_url, store_url
+from engine_ext.store_urls import is_store_url, store_url
 
 ENVIRONMENT = "DELTA_UPDATES_SETTINGS"
 API_KEY_ENVIRONMENT = "DELTA_API_KEY"

@@ -10,15 +10,15 @@ The version and the SHA-256 of every file are checked first: an engine that some
 changed is refused. All files are changed or none: all new files are written next to the old ones
 before they replace them one by one, and a failure puts back what was replaced. A killed run leaves
 each file either as it was or patched, and perhaps temporary files (*.apply_patches.new). --status
-then shows "applied to some files only"; the next run recognises each file by its hash, patches the
-rest or, with --revert, takes the patches out, and removes the temporary files. A second run changes
-nothing. Only the standard library is used. What each patch is for: patches/README.md.
+then shows "applied to some files only". The next run recognises each file by its hash, patches the
+rest (or, with --revert, takes the patches out) and removes the temporary files. A second run
+changes nothing. Only the standard library is used. patches/README.md describes each patch.
 
 exit status:
   0  done, or nothing to do; --check: it would work; --status: applied
   1  refused, and nothing was changed; --status: not applied
   2  wrong usage
-  3  failed halfway and could not be taken back; the message says how to go on
+  3  failed halfway and could not be undone; the message says what to do next
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 class HalfDone(Exception):
-    """Some files are changed and others are not; the next run goes on from there."""
+    """Some files are changed and others are not; the next run continues from there."""
 
 
 class State(enum.Enum):
@@ -226,7 +226,7 @@ def choose(engine: Engine, use: str | None = None) -> PatchSet:
     folders = sorted((folder for folder in every if use in (None, folder.name)), key=distance)
     for by_hash, folder in itertools.product((True, False), folders):
         found = PatchSet(folder, engine.root, by_hash=by_hash)
-        # A checkout may not record its version; its files' hashes identify it.
+        # A checkout might not record its version; its files' hashes identify it.
         fits = found.state is not State.FOREIGN and not (by_hash and engine.version)
         if fits or (by_hash and found.version == engine.version):
             return found
@@ -264,7 +264,7 @@ def apply(root: Path, found: PatchSet, *, revert: bool, check: bool, use: str | 
 
 
 def _replace_all(before: dict[Path, bytes], after: dict[Path, bytes]) -> None:
-    """Replace all files or none. None is written in place: it may be linked to a package cache."""
+    """Replace all files or none, and none in place: it might be linked to a package cache."""
     try:
         for file, content in after.items():
             _write_temporary(file, content)
@@ -289,7 +289,7 @@ def _replace_all(before: dict[Path, bytes], after: dict[Path, bytes]) -> None:
 def _write_temporary(file: Path, content: bytes) -> None:
     status = file.stat()
     with open(f"{file}{_NEW}", "wb") as handle:
-        with contextlib.suppress(OSError):  # only root may give files away
+        with contextlib.suppress(OSError):  # only root can give files away
             os.fchown(handle.fileno(), status.st_uid, status.st_gid)
         os.fchmod(handle.fileno(), status.st_mode & 0o7777)
         handle.write(content)

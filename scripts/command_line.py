@@ -1,4 +1,4 @@
-"""What the programs in this folder share: their parser, how they fail, and how they are stopped."""
+"""Parts that the programs in this folder share: their parser, their errors, and their stop."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ def _members(node: ast.AST) -> frozenset[str]:
 
 
 def compared(old: Package, new: Package, uses: list[Use]) -> list[tuple[str, Use]]:
-    """Return what became of each use, what breaks first."""
+    """Return the fate of each use, broken ones first."""
     rows = [(changed, use) for use in uses if (changed := changes(use, old, new)) is not None]
     return sorted(rows, key=lambda row: (ORDER.index(row[0].partition(":")[0]), row[1]))
 

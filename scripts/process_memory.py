@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 # Mapped files are left out: which of their pages are in memory depends on what else runs on the
@@ -24,7 +23,8 @@ def unmapped_bytes(pid: int) -> int:
 
 def reset_peak() -> int:
     """Start a new peak of this process's resident memory; return what is resident now."""
-    return reset_peak_of(os.getpid())
+    Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+    return peak_resident()
 
 
 def peak_resident() -> int:
@@ -32,20 +32,5 @@ def peak_resident() -> int:
 
     `resource.getrusage` is no substitute: its peak cannot be reset.
     """
-    return peak_of(os.getpid())
-
-
-def reset_peak_of(pid: int) -> int:
-    """Start a new peak of a process's resident memory; return what is resident now.
-
-    Raises:
-        OSError: The process has ended, or belongs to another user.
-    """
-    Path(f"/proc/{pid}/clear_refs").write_text(_RESET_PEAK)
-    return peak_of(pid)
-
-
-def peak_of(pid: int) -> int:
-    """Return the most memory that a process had resident since `reset_peak_of`; raises OSError."""
-    status = Path(f"/proc/{pid}/status").read_text()
+    status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) << 10

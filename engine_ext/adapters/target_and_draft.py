@@ -23,13 +23,13 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelRole:
     """A model that one rank loads.
 
     Attributes:
         path: its place in the receiver's model; empty if it is that model.
         prefix: what the names of its checkpoint's tensors have before them in a sync.
-        own: whether it has a checkpoint that no other part has.
+        own: whether it has a checkpoint that no other role has.
     """
 
     path: str
@@ -37,7 +37,7 @@ class Part:
     own: bool
 
     def by_path(self, found: Mapping[str, _T]) -> dict[str, _T]:
-        """Return what was found on the model by the paths of the receiver's model."""
+        """Return a mapping by the model's paths as one by the receiver's paths."""
         return {f"{self.path}.{name}".lstrip("."): one for name, one in found.items()}
 
     def inside(self, path: str) -> str:
@@ -65,9 +65,9 @@ class TargetAndDraft(torch.nn.Module):
     def split(
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> list[tuple[Any, list[tuple[str, torch.Tensor]]]]:
-        """Return each model with its tensors, unless it has none; all are both's without a prefix.
+        """Return each model with its tensors, if it has some; without a prefix both get all.
 
-        Some loaders fail, or fill in, if they are given nothing.
+        Some loaders fail, or fill in defaults, if they get no tensor.
         """
         pairs, prefix = list(weights), self._prefix
         kept = ((n, t) for n, t in pairs if n not in self.dropped)
@@ -95,25 +95,25 @@ class TargetAndDraft(torch.nn.Module):
 
 
 def read(
-    parts: Sequence[Part], checkpoints: Iterable[Iterable[tuple[str, torch.Tensor]]]
+    roles: Sequence[ModelRole], checkpoints: Iterable[Iterable[tuple[str, torch.Tensor]]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of all checkpoints by the names that they have in a sync.
 
     Raises:
         RuntimeError: a name of the target's checkpoint looks like one of the draft model's.
     """
-    prefixes = tuple(part.prefix for part in parts if part.prefix)
-    for part, tensors in zip(parts, checkpoints, strict=True):
-        for name, tensor in tensors if part.own else ():
-            if not part.prefix and name.startswith(prefixes):
+    prefixes = tuple(role.prefix for role in roles if role.prefix)
+    for role, tensors in zip(roles, checkpoints, strict=True):
+        for name, tensor in tensors if role.own else ():
+            if not role.prefix and name.startswith(prefixes):
                 raise RuntimeError(
                     f"delta updates: {name} of the target's checkpoint has the name of a tensor of "
                     "the draft model"
                 )
-            yield part.prefix + name, tensor
+            yield role.prefix + name, tensor
 
 
 def outside(modules: Iterable[str], found: Mapping[str, _T]) -> dict[str, _T]:
-    """Return what was found on tensors, by path, but not in some modules."""
+    """Return the entries, by a tensor's path, that are in none of some modules."""
     inside = tuple(f"{path}." for path in modules)
     return {name: one for name, one in found.items() if not name.startswith(inside)}

@@ -1,4 +1,4 @@
-"""Which versions of an engine an adapter is written for and tested on, and what they lack."""
+"""The versions of an engine that an adapter supports, and the features that some of them lack."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Versions:
         `ENVIRONMENT` names.
 
         Raises:
-            ValueError: it is none of them. The engine must not start.
+            ValueError: the version is not supported. The engine must not start.
         """
         named = os.environ.get(ENVIRONMENT)
         if named:
@@ -69,7 +69,7 @@ class Feature:
     """Something that not every supported version of an engine has.
 
     Attributes:
-        what: what it is.
+        what: its description.
         owner: the module, and after a colon the class if there is one, that has it.
         name: the attribute of `owner` that shows that it is there.
         since: the first supported version that has it.

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_ext import delta_log, settings
-from engine_ext.delta_log import CannotFold, DeltaLog, Entry, Listing, route
+from engine_ext import log as delta_log
+from engine_ext import settings
 from engine_ext.errors import LogDamaged, PartUnavailable
+from engine_ext.log import CannotFold, DeltaLog, Entry, Listing, route
 
 OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -300,7 +301,7 @@ def _prune(options: argparse.Namespace) -> int:
     # A running engine needs newer versions, and its own to see that they continue its history;
     # older ones serve engines that start.
     limits += engines.values()
-    # Engines that follow may be held at any of the versions after theirs.
+    # Engines that follow can be held at any of the versions after theirs.
     followers = delta_log.live_heartbeats(options.log)
     limits += [follower.version for follower in followers]
     candidates = [entry for entry in listing.entries if entry.version < min(limits)]

@@ -2,7 +2,7 @@
 
 ``python -m engine_ext.cli.plan TARGET`` is the same command. TARGET is a checkpoint's folder, which
 is loaded, traced and certified as by a server with ``--enable-delta-updates``, or the address of a
-running server, which is asked.
+running server, whose plan is shown.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from engine_ext.errors import DeltaError
 from engine_ext.settings import API_KEY_ENVIRONMENT, bearer_headers
 
 if TYPE_CHECKING:
-    from engine_ext.delta_log import Lag
+    from engine_ext.log import Lag
 
 _WIDE = 200  # columns if the output is not a terminal
 _COLOURS = dict.fromkeys(("committed", "already_applied", "certain"), "green")
@@ -239,9 +239,9 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = _WIDE
-    # Only who asks for a log pays for what reads it.
+    # Imported only if a log is asked for.
     if options.delta_log is not None:
-        from engine_ext.delta_log import follower_lags, open_log
+        from engine_ext.log import follower_lags, open_log
 
         log = await asyncio.to_thread(open_log, options.delta_log)
     async with httpx.AsyncClient(headers=bearer_headers(), timeout=options.timeout) as client:
@@ -288,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print the engines' status as JSON and exit")
     help = "between two requests (default: %(default)g)"
     add("--interval", type=_positive, default=2.0, metavar="SECONDS", help=help)
-    help = "how long an engine may take to answer (default: %(default)g)"
+    help = "how long to wait for an engine's answer (default: %(default)g)"
     add("--timeout", type=_positive, default=5.0, metavar="SECONDS", help=help)
     help = "syncs to show of each engine (default: 10)"
     add("--syncs", type=_count, default=10, metavar="N", help=help)

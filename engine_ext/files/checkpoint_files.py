@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 if TYPE_CHECKING:
     import torch
 
-_INDEX: Final = "model.safetensors.index.json"
+INDEX: Final = "model.safetensors.index.json"
 # Files that folders hold next to the model's own: the same weights under Mistral's names, adapters.
 _OTHERS: Final = ("consolidated*.safetensors", "adapter_model*.safetensors")
 _LFS: Final = b"version https://git-lfs"
@@ -39,12 +39,12 @@ def checkpoint_entries(folder: Path) -> list[tuple[Path, str]]:
     """
     if not folder.is_dir():
         raise FileNotFoundError(_not_a_folder(folder))
-    index = folder / _INDEX
+    index = folder / INDEX
     if index.exists():
         entries = sorted((folder / file, name) for name, file in _weight_map(index).items())
         for path in {path for path, _ in entries}:
             if not path.exists():
-                raise FileNotFoundError(f"{path}: {_INDEX} names it, but it is not there")
+                raise FileNotFoundError(f"{path}: {INDEX} names it, but it is not there")
         return entries
     entries = []
     for path in _own_files(folder):
@@ -53,7 +53,7 @@ def checkpoint_entries(folder: Path) -> list[tuple[Path, str]]:
     if not entries:
         others = sorted(path.name for path in folder.glob("*.bin"))
         only = f", only {others[0]}, which is not read" if others else ""
-        raise FileNotFoundError(f"{folder}: no {_INDEX} and no tensors in *.safetensors{only}")
+        raise FileNotFoundError(f"{folder}: no {INDEX} and no tensors in *.safetensors{only}")
     return entries
 
 

@@ -38,7 +38,7 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
         flags: `os.open`'s; they decide whether a missing file is created.
         conflict: the message if another process has the lock; None waits for it instead.
 
-    `is_enforced` is False if the file system has no locks, so that others may have one too.
+    `is_enforced` is False if the file system has no locks, so that others can have one too.
 
     Raises:
         BlockingIOError: another process has the lock.
@@ -49,7 +49,7 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
         self._path, self._pid = path, os.getpid()
         self._descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
         self._close = weakref.finalize(self, os.close, self._descriptor)
-        self._close.atexit = False  # threads may still write then; the process's end releases it
+        self._close.atexit = False  # threads might still write then; the process's end releases it
         self.is_enforced = True
         wait = 0 if conflict is None else fcntl.LOCK_NB
         try:

@@ -28,14 +28,11 @@ from engine_ext.format.container import (
     read_container,
     write_container,
 )
-from engine_ext.format.decoded_part import is_decoded, read_decoded, write_decoded
 from engine_ext.format.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.format.digest_on_device import device_digest
 from engine_ext.format.gap_streams import byte_stream, join_streams
-from engine_ext.format.gathered_change import gather_change
-from engine_ext.format.gathered_change import warm_up as warm_up_gathering
-from engine_ext.format.identity import IdentityHash, Origin, PartId, RunSender, part_identity
+from engine_ext.format.identity import Origin, PartId, RunSender, Unproven, part_identity
 from engine_ext.format.manifest import (
     ANONYMOUS,
     BIT_CHANGES,
@@ -53,7 +50,7 @@ from engine_ext.format.manifest import (
     split_owner,
 )
 from engine_ext.format.param_delta import ParamDelta
-from engine_ext.format.part import Part, decode_part, encode_part
+from engine_ext.format.part import DecodedPart, decode_part, encode_part, warm_up_unpacking
 from engine_ext.format.positions import decode_positions, encode_positions, position_bytes
 from engine_ext.format.signature import (
     HMAC_KEY_ENVIRONMENT,
@@ -64,6 +61,7 @@ from engine_ext.format.signature import (
     signing_key,
 )
 from engine_ext.format.ulp_differences import differences_of
+from engine_ext.format.verified_part import VerifiedContents, read_verified, verify_container
 from engine_ext.format.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame, inflate
 
 __all__ = [
@@ -79,21 +77,22 @@ __all__ = [
     "SIGNATURE_HEADER",
     "SIGNATURE_SUFFIX",
     "ZSTD_MAGIC",
+    "DecodedPart",
     "Digest",
     "FrameReader",
     "Header",
-    "IdentityHash",
     "Limits",
     "Manifest",
     "Origin",
     "ParamDelta",
     "ParamEntry",
-    "Part",
     "PartGate",
     "PartId",
     "RunSender",
     "Span",
     "StateHash",
+    "Unproven",
+    "VerifiedContents",
     "Verifier",
     "byte_stream",
     "change_digest",
@@ -106,9 +105,7 @@ __all__ = [
     "digest_if_equal",
     "encode_part",
     "encode_positions",
-    "gather_change",
     "inflate",
-    "is_decoded",
     "join_streams",
     "manifest_checksum",
     "optional_version",
@@ -117,7 +114,7 @@ __all__ = [
     "part_identity",
     "position_bytes",
     "read_container",
-    "read_decoded",
+    "read_verified",
     "sign",
     "signing_key",
     "slime_checksum",
@@ -125,8 +122,8 @@ __all__ = [
     "state_hash",
     "tensor_digest",
     "verify_checksum",
-    "warm_up_gathering",
+    "verify_container",
+    "warm_up_unpacking",
     "write_container",
-    "write_decoded",
     "xxh3_checksum",
 ]

@@ -57,8 +57,8 @@ def slime_checksum(positions: NDArray[np.uint8], values: torch.Tensor) -> int:
 
 def verify_checksum(
     declared: str, positions: NDArray[np.uint8], values: NDArray[Any], values_dtype: str
-) -> None:
-    """Verify the checksum that a part declares.
+) -> str | None:
+    """Verify the checksum that a part declares; return it if it is an `xxh3_checksum`.
 
     Args:
         declared: ``xxh3_128:<hex>``, or slime's decimal integer.
@@ -82,6 +82,7 @@ def verify_checksum(
         raise ChecksumMismatch(
             "the data is not what the sender hashed", expected=declared, actual=actual
         )
+    return declared if _XXH3.fullmatch(declared) else None
 
 
 class StateHash(Protocol):

@@ -27,7 +27,10 @@ digest_sums = digest._sparse_loop
 gather_change = gathered_change._gather_loop
 """``(live, shift, seed0, seed1, factors, places, values, differences, offsets, old, new)``.
 
-Fill the last three and return both lanes' sums of the change; see `gathered_change.gather_change`.
+Fill the last three and return both lanes' sums of the change. `live` is a run of live memory, in
+which the element of flat index i is at ``i - shift``; `places` and `offsets` are int32 or int64,
+and the places ascend; `values` are new bits, or new minus old ones if `differences` is True and not
+None.
 """
 
 write_gaps = gap_streams._write_loop

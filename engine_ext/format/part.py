@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import DeltaError, MalformedPart
+from engine_ext.format import exponent_planes, ulp_differences
 from engine_ext.format.bit_changes import decode_changes, encode_changes
 from engine_ext.format.checksum import verify_checksum, xxh3_checksum
 from engine_ext.format.container import Header, read_container, write_container
@@ -52,23 +53,35 @@ _WORTH_THREADS = 1 << 19  # bytes that take far longer to pack or unpack than th
 _SHARE = 1 << 20  # bytes of gap streams that are worth a thread of their own
 
 _Indices = NDArray[Any] | None  # None for a dense param
-_Own = tuple[NDArray[Any], NDArray[Any] | None]  # values, and the bits cleared before
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DecodedPart:
     """A decoded part; the deltas are in the order of ``params``."""
 
-    header: Header
+    manifest: Manifest
     deltas: tuple[ParamDelta, ...]
 
-    @property
-    def manifest(self) -> Manifest:
-        """The part's parsed metadata."""
-        return self.header.manifest
+
+@dataclass(frozen=True, slots=True)
+class UnpackedPart:
+    """A part without compression, one array per param; `expand_part` makes deltas of it.
+
+    Attributes:
+        streams: uint8 [bytes], the positions as the encoding has them.
+        values: unsigned ints [nnz], in the width of `values_dtype`, or of the param's own dtype if
+            that is None.
+        cleared: like `values`, only of ``gap8_xor``; None if all of them are 0.
+    """
+
+    manifest: Manifest
+    values_dtype: str | None
+    streams: Sequence[NDArray[np.uint8]]
+    values: Sequence[NDArray[Any]]
+    cleared: Sequence[NDArray[Any]] | None = None
 
 
-def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
+def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> DecodedPart:
     """Verify a decompressed container and decode all its params.
 
     The deltas may keep views of `buffer`, so it must stay unchanged as long as they live.
@@ -87,65 +100,93 @@ def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> Part:
         array([2], dtype=int32)
     """
     header, positions, values = read_container(buffer, limits)
+    verify_checksum(header.manifest.checksum, positions, values, header.values.dtype)
+    return expand_part(unpack_part(header, positions, values))
+
+
+def unpack_part(
+    header: Header, positions: NDArray[np.uint8], values: NDArray[np.uint8]
+) -> UnpackedPart:
+    """Decompress what a verified container holds, with threads if it is large.
+
+    Args:
+        positions, values: The bytes of both tensors. What is not compressed stays a view of them.
+
+    Raises:
+        MalformedPart: A frame is corrupt, or a size is not that of the manifest.
+    """
     manifest = header.manifest
-    verify_checksum(manifest.checksum, positions, values, header.values.dtype)
-    if manifest.encoding in PACKED_ENCODINGS:
-        places, own_values = _unpacked(manifest, positions, values)
-    else:
-        streams = (positions[entry.pos_start : entry.pos_end] for entry in manifest.params)
-        places = _places(manifest.encoding, manifest.params, streams)
-        own_values = [(own, None) for own in plain_values(header, values)]
-    deltas = (
-        make_delta(manifest.encoding, entry, indices, *own)
-        for entry, indices, own in zip(manifest.params, places, own_values, strict=True)
-    )
-    return Part(header, tuple(deltas))
+    params = manifest.params
+    if manifest.encoding not in PACKED_ENCODINGS:
+        wide = header.values.dtype
+        streams = [positions[entry.pos_start : entry.pos_end] for entry in params]
+        own = np.require(values.view(bits_dtype(wide)), requirements="A")
+        return UnpackedPart(
+            manifest, wide, streams, [own[entry.val_start : entry.val_end] for entry in params]
+        )
+    if positions.size + values.size < _WORTH_THREADS or usable_cores() == 1:
+        streams = [*unpack_streams(positions, params)]
+        return UnpackedPart(manifest, None, streams, *_packed_values(manifest, values))
+    with ThreadPoolExecutor(1, thread_name_prefix="delta-decode") as pool:
+        unpacked = pool.submit(_packed_values, manifest, values)
+        streams = [*unpack_streams(positions, params)]
+        return UnpackedPart(manifest, None, streams, *unpacked.result())
 
 
-def make_delta(
-    encoding: str,
-    entry: ParamEntry,
-    indices: NDArray[Any] | None,
-    values: NDArray[Any],
-    cleared: NDArray[Any] | None,
-) -> ParamDelta:
-    """Return one param of a part, from what was decoded of it; see `ParamDelta`."""
-    return ParamDelta(
-        entry.name,
-        entry.dtype,
-        entry.shape,
-        indices,
-        values,
-        differences=encoding == DIFFERENCES,
-        cleared=cleared,
-        new_checksum=entry.new_checksum,
-    )
+def _packed_values(
+    manifest: Manifest, raw: NDArray[np.uint8]
+) -> tuple[list[NDArray[Any]], list[NDArray[Any]] | None]:
+    """Return the values of each param of a packed part, and the bits cleared before."""
+    if manifest.encoding == BIT_CHANGES:
+        return decode_changes(raw, manifest.params)
+    decode = decode_differences if manifest.encoding == DIFFERENCES else decode_planes
+    return decode(raw, manifest.params), None
 
 
-def _unpacked(
-    manifest: Manifest, positions: NDArray[np.uint8], values: NDArray[np.uint8]
-) -> tuple[list[_Indices], list[_Own]]:
-    """Decode the params of a packed part, with threads if it is large."""
+def expand_part(part: UnpackedPart) -> DecodedPart:
+    """Make the indices and values of each param, with threads if there are many positions.
+
+    The deltas may keep views of the arrays.
+
+    Raises:
+        MalformedPart: The positions are not as many as the values, or a value does not narrow to
+            its param's dtype.
+        NotUpdatable: An index is out of range or not ascending.
+    """
+    manifest = part.manifest
     encoding, params = manifest.encoding, manifest.params
-
-    def read(values: NDArray[np.uint8], params: Sequence[ParamEntry]) -> list[_Own]:
+    size, cores = sum(stream.size for stream in part.streams), usable_cores()
+    if encoding not in PACKED_ENCODINGS or size < _WORTH_THREADS or cores == 1:
+        places = _places(encoding, params, part.streams)
+    else:
+        with ThreadPoolExecutor(cores, thread_name_prefix="delta-decode") as pool:
+            shares = [
+                pool.submit(_places, encoding, params[share], part.streams[share])
+                for share in _shares(params, cores)
+            ]
+            places = [place for share in shares for place in share.result()]
+    deltas = []
+    for number, (entry, indices, values) in enumerate(
+        zip(params, places, part.values, strict=True)
+    ):
+        if part.values_dtype is not None:
+            values = narrow_values(values, part.values_dtype, entry.dtype, entry.name)
+        cleared = None
         if encoding == BIT_CHANGES:
-            return [*decode_changes(values, params)]
-        decode = decode_differences if encoding == DIFFERENCES else decode_planes
-        return [(own, None) for own in decode(values, params)]
-
-    cores = usable_cores()
-    if positions.size + values.size < _WORTH_THREADS or cores == 1:
-        streams = unpack_streams(positions, params)
-        return _places(encoding, params, streams), read(values, params)
-    with ThreadPoolExecutor(cores, thread_name_prefix="delta-decode") as pool:
-        own_values = pool.submit(read, values, params)
-        unpacked = [*unpack_streams(positions, params)]
-        shares = [
-            pool.submit(_places, encoding, params[share], unpacked[share])
-            for share in _shares(params, cores)
-        ]
-        return [place for share in shares for place in share.result()], own_values.result()
+            cleared = np.zeros_like(values) if part.cleared is None else part.cleared[number]
+        deltas.append(
+            ParamDelta(
+                entry.name,
+                entry.dtype,
+                entry.shape,
+                indices,
+                values,
+                differences=encoding == DIFFERENCES,
+                cleared=cleared,
+                new_checksum=entry.new_checksum,
+            )
+        )
+    return DecodedPart(manifest, tuple(deltas))
 
 
 def _shares(params: Sequence[ParamEntry], most: int) -> list[slice]:
@@ -158,16 +199,15 @@ def _shares(params: Sequence[ParamEntry], most: int) -> list[slice]:
 
 
 def _places(
-    encoding: str, params: Sequence[ParamEntry], streams: Iterable[NDArray[np.uint8]]
+    encoding: str, params: Sequence[ParamEntry], streams: Sequence[NDArray[np.uint8]]
 ) -> list[_Indices]:
     """Decode each param's indices."""
-    raw = [*streams]
-    known: Sequence[_Indices] = [None] * len(raw)
+    known: Sequence[_Indices] = [None] * len(streams)
     if encoding in PACKED_ENCODINGS:
-        known = decode_many_gaps(raw, params)
+        known = decode_many_gaps(streams, params)
     return [
         None if entry.is_dense else _indices(entry, encoding, stream) if own is None else own
-        for entry, stream, own in zip(params, raw, known, strict=True)
+        for entry, stream, own in zip(params, streams, known, strict=True)
     ]
 
 
@@ -180,15 +220,6 @@ def _indices(entry: ParamEntry, encoding: str, raw: NDArray[np.uint8]) -> NDArra
         error.operands["tensor"] = entry.name
         raise
     return indices
-
-
-def plain_values(header: Header, raw: NDArray[np.uint8]) -> Iterator[NDArray[Any]]:
-    """Yield each param's values from a tensor that holds them as they are or promoted."""
-    wide = header.values.dtype
-    values = np.require(raw.view(bits_dtype(wide)), requirements="A")
-    for entry in header.manifest.params:
-        own = values[entry.val_start : entry.val_end]
-        yield narrow_values(own, wide, entry.dtype, entry.name)
 
 
 def encode_part(
@@ -341,3 +372,12 @@ def _check_delta(delta: ParamDelta, encoding: str, bits: np.dtype[Any]) -> None:
             raise ValueError(f"{delta.name}: indices are not int32 or int64 in one dimension")
         if sent and indices[-1] >= numel:
             raise ValueError(f"{delta.name}: an index beyond its {numel} elements")
+
+
+def warm_up_unpacking() -> None:
+    """Compile what `unpack_part` needs now, so that the first part does not wait for the compiler.
+
+    Expanding has loops of its own, see `engine_ext.format.gap_streams.warm_up`.
+    """
+    exponent_planes.warm_up()
+    ulp_differences.warm_up()

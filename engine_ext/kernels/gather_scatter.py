@@ -1,9 +1,9 @@
 """Gather and scatter single elements of live tensors, as integers.
 
 In host memory the loops are compiled by numba if it is installed and run without the GIL; otherwise
-numpy's indexing does the same. On other devices PyTorch's index operators are used; of many tensors
-at once `engine_ext.kernels.triton` takes care. Every element is a cache line of its own, so the
-compiled loops prefetch the lines.
+numpy's indexing does the same. On other devices PyTorch's index operators are used, and
+`engine_ext.kernels.triton` for many tensors at once. Every element is a cache line of its own, so
+the compiled loops prefetch the lines.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def write_many(
     """Overwrite elements of some tensors in host memory, in one compiled call for all; see `write`.
 
     Args:
-        live: One or more, contiguous, all of one element size.
-        offsets, bits: Of each of them.
+        live: One or more tensors, contiguous, all of one element size.
+        offsets, bits: One array of each per tensor.
     """
     width = live[0].element_size()
     addresses = np.array([tensor.data_ptr() for tensor in live], np.uint64)
@@ -196,9 +196,9 @@ def swap(live: Bits, offsets: Offsets, bits: Bits) -> Bits:
 
 
 def swap_checked(live: Bits, offsets: Offsets, bits: Bits, old: Bits) -> bool:
-    """Write elements, and return whether `old` is what they were, in one pass; see `swap`.
+    """Write elements, and return whether they had the bits `old`, in one pass; see `swap`.
 
-    If it is not, it becomes what they were, so that writing it restores them.
+    If they had not, `old` gets the bits found, so that writing it restores them.
     """
     loops = _loops(live.itemsize, offsets.itemsize)
     if loops is None:

@@ -48,7 +48,7 @@ def made_with_numba(make: Callable[..., _Made]) -> Callable[..., _Made | None]:
 
 
 def array(types: Any, dtype: str, *, readonly: bool = True) -> Any:
-    """Return the numba type of a contiguous 1-D array; a read-only one may be unaligned."""
+    """Return the numba type of a contiguous 1-D array; a read-only one can be unaligned."""
     return types.Array(getattr(types, dtype), 1, "C", readonly=readonly, aligned=not readonly)
 
 
@@ -68,7 +68,7 @@ def compile_loop(function: Callable[..., Any], signature: Any) -> Callable[..., 
     except Exception:  # no writable cache folder, or a corrupt cache
         compiled = njit(signature, nogil=True)(function)
     # If several processes write numba's cache at once, as ranks do at their first start, one
-    # signature's code may end up under another's name.
+    # signature's code might end up under another's name.
     if tuple(signature.args) not in compiled.overloads:
         compiled = njit(signature, nogil=True)(function)
     loop: Callable[..., Any] = compiled

@@ -1,4 +1,4 @@
-"""What numba lacks for compiled loops: prefetch, vector compare, bit counts, memory by address.
+"""Operations that numba lacks: prefetch, vector compare, bit counts, memory by address.
 
 The functions here do nothing in Python. They work in loops compiled after `register_intrinsics`.
 """
@@ -28,7 +28,7 @@ def popcount(mask: Any) -> Any:
 
 
 def prefetch(array: Any, offset: Any) -> None:
-    """Prefetch the cache line of an element, which may be beyond the array's end."""
+    """Prefetch the cache line of an element, which can be beyond the array's end."""
 
 
 def memory_at(address: Any, size: Any, like: Any) -> Any:

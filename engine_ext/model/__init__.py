@@ -1,4 +1,4 @@
-"""What a live ``torch.nn.Module`` holds: its tensors, by address and by name.
+"""The contents of a live ``torch.nn.Module``: its tensors, by address and by name.
 
 The storage index (`storage_index`), a walk over what a module reaches (`module_walk`), numbers and
 other objects without parts (`leaves`), snapshots of a model around a dry run (`state_guard`),

@@ -1,7 +1,7 @@
 """Recognise tensors on a model that are not computed from its weights.
 
-A tensor that no checkpoint tensor is loaded into may still have been computed from one (see
-`engine_ext.derived.find`). Two things show that it was not:
+A tensor that no checkpoint tensor is loaded into might still have been computed from one (see
+`engine_ext.startup.derived.find`). Two things show that it was not:
 
 - its kind: rotary tables, key-value caches, integer tables and the like (`is_constant`);
 - its history: it was on the model, with the same bits, before any weight was loaded
@@ -52,12 +52,12 @@ def is_constant(path: str, tensor: torch.Tensor) -> bool:
 def is_default(tensor: torch.Tensor) -> bool:
     """Return whether a constructor has filled a tensor with one number.
 
-    That is the default of a scale or zero point which no checkpoint need have.
+    Scales and zero points that a checkpoint can omit have such defaults.
     """
     if not 0 < tensor.numel() <= _LARGE or tensor.is_meta:
         return False
     values = tensor.detach().flatten().float()
-    # Zeros may be memory that nothing was written to.
+    # Zeros might be memory that nothing was written to.
     return not bool((values != values[0]).any()) and (len(values) == 1 or bool(values[0]))
 
 

@@ -1,4 +1,4 @@
-"""List what a module reaches that is neither a tensor nor made of parts, such as numbers."""
+"""List a module's reachable objects that are neither tensors nor made of parts, like numbers."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ def reachable_leaves(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def leaves_of(value: object) -> dict[str, Any]:
-    """Return the same of an object."""
+    """Return the objects without parts that an object reaches; see `reachable_leaves`."""
     found: dict[str, Any] = {}
     walk(value, "", {}, {}, leaves=found)
     return found
 
 
 def same_leaf(one: object, other: object) -> bool:
-    """Return whether two of them are equal; one that ``==`` says nothing about equals itself.
+    """Return whether two objects without parts are equal.
 
-    Tuples and frozen sets of values are compared by value, too.
+    Numbers, strings, numpy's arrays, and tuples and frozen sets of these are compared by value,
+    other objects by identity.
     """
     if one is other:
         return True

@@ -98,9 +98,9 @@ def walk(
 
     Args:
         value, name: where to start, and its path; it is listed too.
-        seen: ids of the objects to leave out unless more levels are left than were walked, which
-            are the values; those listed here are added.
-        tensorless: the same of objects without tensors, for all modules.
+        seen: by the id of an object, the levels below it that were walked. It is left out unless
+            more levels are left now. Listed objects are added.
+        tensorless: the same for objects without tensors, shared by all modules.
         opaque: prefixes of modules whose classes' instances are not entered.
         leaves: gets the objects without parts by their paths, such as numbers; modules and classes
             are left out.
@@ -110,7 +110,7 @@ def walk(
     """
     found: list[tuple[str, Any]] = []
     entered: dict[int, int] = {}  # objects that are being walked, with their depth
-    # Objects whose only tensors may be an entered one's: their depth, and that one's.
+    # Objects that reach tensors only through an entered object: their depth, and its depth.
     cyclic: dict[int, tuple[int, int]] = {}
 
     def visit(value: object, name: str, depth: int) -> tuple[bool, int]:
@@ -198,7 +198,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _is_leaf(value: object, opaque: tuple[str, ...]) -> bool:
-    """Return whether an object without known parts may hold something all the same."""
+    """Return whether an object without known parts might still have contents."""
     if isinstance(value, _NO_LEAVES):
         return False
     return type(value).__module__.startswith(opaque) or not hasattr(value, "__dict__")

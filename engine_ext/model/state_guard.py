@@ -1,6 +1,6 @@
 """Snapshot model state so that a dry run can be undone and verified.
 
-A loader whose writes to memory are suppressed still runs its Python code: it may attach other
+A loader whose writes to memory are suppressed still runs its Python code: it can attach other
 tensors to the modules, or give a parameter other memory. `ModelStateGuard` detects that by
 comparing objects and addresses, restores them, and can verify that every bit is unchanged.
 """
@@ -108,7 +108,7 @@ class ModelStateGuard:
         return any(content_changed(one, before) for one, before in self._containers)
 
     def known_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of before, wherever they are reached from, with their paths."""
+        """Yield the tensors of the snapshot, wherever they are reached from, with their paths."""
         yield from self._tensors.items()
 
     def new_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -118,7 +118,7 @@ class ModelStateGuard:
                 yield path, tensor
 
     def restore(self) -> None:
-        """Undo everything that a loader may do to the modules except writes to memory."""
+        """Undo everything that a loader can do to the modules except writes to memory."""
         for container, content in self._containers:
             if isinstance(container, list):
                 container[:] = content
@@ -149,12 +149,12 @@ class ModelStateGuard:
             )
 
     def _memory(self) -> dict[str, torch.Tensor]:
-        """Return what is hashed: every distinct piece of memory but caches, by its first path."""
+        """Return the memory to hash: each distinct piece but caches, by its first path."""
         if not self._bits:
             return {}
         found: dict[Any, tuple[str, torch.Tensor]] = {}
         known = [(attached.path, attached.memory) for attached in self.registered + self.attributes]
-        # What modules keep in objects of theirs, too.
+        # Tensors in objects of modules, too.
         inside = [(path, one) for path, one in self._tensors.items() if not is_cache(path)]
         for path, memory in [*known, *inside]:
             key = location(memory)
@@ -168,7 +168,7 @@ class ModelStateGuard:
 def _hashing(memory: Mapping[str, torch.Tensor]) -> Iterator[dict[str, str]]:
     """Hash pieces of memory while the block runs, which must not write to them.
 
-    What it gives holds the hashes, by path, once the block is left without an exception.
+    Yields a dict that holds the hashes, by path, once the block is left without an exception.
     """
     hashes: dict[str, str] = {}
     if not memory:

@@ -18,12 +18,12 @@ from engine_ext.placement.live_elements import (
     LiveElements,
     WholeBox,
 )
+from engine_ext.placement.locator import box_loop
 from engine_ext.placement.ownership import boxes, resolve
 from engine_ext.placement.place_again import place_again
 from engine_ext.placement.plan import Plan, covered, make_plan
 from engine_ext.placement.repacked import CHUNK, flat_bits, smallest_block, unmoved
 from engine_ext.placement.segments import Placed, Placement, Repack, Segment, Status, TensorSpec
-from engine_ext.placement.target_table import LocatedElements, TargetTable, fits_table
 from engine_ext.placement.targets import Target
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "DeviceElements",
     "HostElements",
     "LiveElements",
-    "LocatedElements",
     "Placed",
     "Placement",
     "Plan",
@@ -42,15 +41,14 @@ __all__ = [
     "Segment",
     "Status",
     "Target",
-    "TargetTable",
     "TensorSpec",
     "WholeBox",
     "as_host",
+    "box_loop",
     "boxes",
     "certify_placement",
     "checkpoint_bits",
     "covered",
-    "fits_table",
     "flat_bits",
     "has_nan",
     "live_bits",

@@ -37,7 +37,7 @@ def checkpoint_bits(bits: Bits, live: torch.dtype, dtype: str) -> Bits:
 
 
 def appended_bits(bits: Bits, live: torch.dtype, dtype: str) -> Bits | None:
-    """Return what the cast has appended to the checkpoint's bits, zero unless memory was changed.
+    """Return the bits that the cast appends to the checkpoint's; zero unless memory was changed.
 
     Arguments as for `checkpoint_bits`; None if the cast appends nothing.
     """
@@ -56,5 +56,5 @@ def has_nan(values: Bits, dtype: str) -> bool:
 
 
 def as_host(bits: Any) -> Bits:
-    """Return what `HostElements.read` or `DeviceElements.read` returned as an array."""
+    """Return the result of `HostElements.read` or `DeviceElements.read` as an array."""
     return host_bits(bits) if isinstance(bits, torch.Tensor) else bits

@@ -25,7 +25,7 @@ Certified = dict[str, dict[SourceBox, Digest]]
 """The digests of certified elements, by checkpoint tensor and box."""
 
 _PIECE = 1 << 20  # elements that a thread compares and digests at a time
-_AHEAD = 64 << 20  # bytes of the checkpoint that may be read ahead of the oldest unjudged tensor
+_AHEAD = 64 << 20  # bytes of the checkpoint that can be read ahead of the oldest unjudged tensor
 
 
 def certify_placement(
@@ -37,8 +37,8 @@ def certify_placement(
 ) -> Certified:
     """Compare every traced tensor with the checkpoint and set its status.
 
-    The model is only read. What is contiguous in the checkpoint and in host memory is digested in
-    the same pass. A tensor that `checkpoint` does not contain becomes uncertified.
+    The model is only read. Tensors that are contiguous in the checkpoint and in host memory are
+    digested in the same pass. A tensor that `checkpoint` does not contain becomes uncertified.
 
     Args:
         placement: the traced placement; the status of every `UNJUDGED` entry is set.

@@ -1,7 +1,7 @@
 """Elements of several live tensors on accelerators, read or written together.
 
-One kernel visits those of a dtype, and what it reads or takes crosses the bus in one copy, up to
-`_MOST` elements at a time. Without the kernels, PyTorch's operators visit one tensor after another.
+One kernel visits all elements of a dtype, up to `_MOST` at a time, and its input or output crosses
+the bus in one copy. Without the kernels, PyTorch's operators visit one tensor after another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine_ext.placement.live_elements import DeviceElements
 
 Bits = list[torch.Tensor]  # of each tensor's elements, as integers, [n] each
 
-# Elements at a time: what it takes of a device, tens of megabytes, must be free for an undo, too.
+# Elements at a time. An undo needs the same memory of the device, tens of megabytes, too.
 _MOST: Final = 1 << 24
 
 
@@ -53,7 +53,7 @@ class DeviceBatch:
         return [found[number] for number in range(self._size)]
 
     def holds(self, bits: Sequence[torch.Tensor]) -> bool:
-        """Return whether these are their bits."""
+        """Return whether the elements have these bits."""
         return all(group.holds(group.own(bits)) for group in self._groups) and all(
             one.holds(bits[number]) for number, one in self._alone
         )
@@ -68,7 +68,7 @@ class DeviceBatch:
     def swap(self, bits: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """Overwrite them like `put`, and yield the old bits in host memory, with their numbers.
 
-        If it raises, those that it has yielded are overwritten, and no others.
+        If it raises, exactly the elements whose bits it has yielded are overwritten.
         """
         # All memory is allocated before anything is written.
         ready = [(group, group.begin_swap(group.own(bits))) for group in self._groups]
@@ -84,7 +84,7 @@ def upload(bits: Sequence[torch.Tensor], device: torch.device) -> Bits:
 
 
 def _joined(bits: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return 1-D tensors of one dtype in host memory as one, [n]; a view if they lie in a row."""
+    """Return 1-D tensors of one dtype in host memory as one, [n]; a view if they are contiguous."""
     start, at = bits[0].data_ptr(), bits[0].data_ptr()
     storage = bits[0].untyped_storage().data_ptr()
     for one in bits:
@@ -119,7 +119,7 @@ class _Group:
         self._counts.append(count)
 
     def own(self, bits: Sequence[torch.Tensor]) -> Bits:
-        """Return those of the group's numbers."""
+        """Return the bits of the group's tensors."""
         return [bits[number] for number in self.numbers]
 
     @property
@@ -142,7 +142,7 @@ class _Group:
         self._prepare(self._flat, sent, write=True)()
 
     def begin_swap(self, bits: Bits) -> Callable[[], Bits]:
-        """Return a function that overwrites them and returns the old bits; allocates all for it."""
+        """Allocate all memory; return a function that overwrites and returns the old bits."""
         old = self._on_device()
         kept = _host_memory(old.numel(), old.dtype)
         sent = self._sent(bits)

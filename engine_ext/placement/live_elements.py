@@ -13,7 +13,7 @@ from engine_ext.kernels import Bits, Offsets, bits_of, gather_scatter, host_bits
 from engine_ext.placement.repacked import flat_bits
 from engine_ext.placement.segments import Segment
 
-SAMPLED: Final = 256  # of so many elements one is compared before the write: a percent of its time
+SAMPLED: Final = 256  # one of so many elements is compared before the write, in 1 % of its time
 
 
 class LiveElements(Protocol):
@@ -55,7 +55,7 @@ class HostElements(msgspec.Struct, eq=False, gc=False):
         return gather_scatter.holds(self.flat, self.offsets, bits)
 
     def seems_to_hold(self, bits: Bits) -> bool:
-        """Return whether a sample of the bits is these."""
+        """Return whether a sample of the elements has these bits."""
         return gather_scatter.holds(self.flat, self.offsets, bits, SAMPLED)
 
     def put(self, bits: Bits) -> None:
@@ -66,7 +66,7 @@ class HostElements(msgspec.Struct, eq=False, gc=False):
         return gather_scatter.swap(self.flat, self.offsets, bits)
 
     def swap_checked(self, bits: Bits, old: Bits) -> bool:
-        """Overwrite them and return whether `old` are the old bits, as it is afterwards."""
+        """Overwrite them; return whether they had the bits `old`, which then holds those found."""
         return gather_scatter.swap_checked(self.flat, self.offsets, bits, old)
 
     def within(self, tensor: torch.Tensor) -> HostElements:
@@ -76,7 +76,7 @@ class HostElements(msgspec.Struct, eq=False, gc=False):
 
 @dataclass(slots=True)
 class DeviceElements:
-    """Single elements of a live tensor on another device; new bits may be there, too.
+    """Single elements of a live tensor on another device; new bits can be there, too.
 
     Attributes:
         flat: the live tensor as integers, [extent].
@@ -120,7 +120,7 @@ class WholeBox:
         return bits_of(self.segment.live_view())
 
     def read(self, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """Return their bits, in `memory` if it is what `read` has returned for the same segment."""
+        """Return their bits; `memory` is a result for the same segment, which is used again."""
         box = self._box()
         return self._memory(box, memory).copy_(box)
 

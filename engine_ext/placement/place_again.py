@@ -2,8 +2,8 @@
 
 A certified placement says where elements are in a live tensor. If the tensor has other memory by
 now, but the same layout, and the engine's loader writes the same elements to the same places in it,
-the placement holds there, too. What the new memory holds is not known: only a ``full`` sync can be
-written to it.
+the placement holds there, too. The contents of the new memory are not known, so only a ``full``
+sync can be written to it.
 """
 
 from __future__ import annotations

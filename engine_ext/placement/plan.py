@@ -26,7 +26,7 @@ from engine_ext.placement.targets import Target, make_targets
 from engine_ext.ranks import Ranks
 
 _SCAN_ELEMENTS = 1 << 20
-# Of a run on a device, where a piece costs a launch: 16 us of an H100's time.
+# The limit for a run on a device, where a piece costs a launch: 16 us of an H100's time.
 _DEVICE_SCAN_ELEMENTS = 1 << 24
 _SCAN_INDICES = 1 << 15  # if indices are needed, too: their temporaries stay in a core's cache
 # The loader reads the tensor, but no copy of it was found on the rank.
@@ -45,10 +45,10 @@ class Plan:
         targets: the segments on this rank of each tensor that can be updated.
         held: the tensors that some rank holds; the same on every rank.
         digested: the tensors that the digest covers; the same on every rank.
-        dropped: names that the checkpoint does not hold, of tied tensors, that the loader of every
-            rank drops, with the tensors' own specs.
-        tied: names whose memory on this rank is that of another tensor, with that one's name: those
-            that are dropped, and tensors of the checkpoint. A sync must give both the same values.
+        dropped: names of tied tensors that the checkpoint does not hold and that the loader of
+            every rank drops, with the tensors' own specs.
+        tied: by name, the tensor that it shares memory with on this rank: names that are dropped,
+            and tensors of the checkpoint. A sync must give both the same values.
     """
 
     rank: int
@@ -68,7 +68,7 @@ class Plan:
         return placed.segments != self.placement[other].segments
 
     def ignores(self, name: str) -> TensorSpec | None:
-        """Return the spec of a tensor that no rank makes anything of, or None if some may."""
+        """Return the spec of a tensor that no rank uses, or None if a rank uses it."""
         placed = self.placement.get(name)
         if placed is None:
             return self.dropped.get(name)
@@ -96,8 +96,8 @@ class Plan:
     def scan(self, threads: int = 1, known: Certified | None = None) -> dict[str, Digest]:
         """Return, by tensor, the digest of the elements that this rank counts, from live memory.
 
-        If this rank holds several copies of an element, it is that of the first one. What is
-        `known` by the certification is not read again.
+        If this rank holds several copies of an element, the first one counts. Boxes that the
+        certification has digested (`known`) are not read again.
         """
         found: dict[str, Digest] = {}
         pieces = []
@@ -161,7 +161,7 @@ class Plan:
 
 
 def _step(target: Target) -> int:
-    # What is not one run takes 48 bytes of a device for each element: its indices are computed.
+    # Elements that are no run take 48 bytes of a device each: their indices are computed.
     is_run = target.host is None and target.locator.shift is not None
     return _DEVICE_SCAN_ELEMENTS if is_run else _SCAN_ELEMENTS
 
@@ -200,7 +200,7 @@ def make_plan(
     Args:
         placement: this rank's certified placement; tensors that contradict the other ranks'
             become uncertified in it. Tensors that no rank holds become ignored, or uncertified
-            if some rank's loader uses them, because it may keep a copy that was not found.
+            if some rank's loader uses them, because it might keep a copy that was not found.
         dropped: the other names of tied tensors that this rank's loader is proven to drop.
         tied: the checkpoint's tensors that this rank's loader drops, each with the one that it is
             tied to. One that some rank refuses is not compared with that: it is never written.

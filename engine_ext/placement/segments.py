@@ -2,7 +2,7 @@
 
 A placement is a list of strided segments per tensor. A segment maps a strided box of the checkpoint
 tensor (row-major flat coordinates) to a strided box of one live tensor. Placements are traced from
-the engine's own loader (`engine_ext.tracing.trace`), and therefore include its name mapping, fusing
+the engine's own loader (`engine_ext.startup.trace`), and therefore include its name mapping, fusing
 and slicing. They are used only after `engine_ext.placement.certify` has compared both sides.
 """
 
@@ -83,7 +83,7 @@ class Segment:
         python_copy: whether the loader wrote it with Python's ``Tensor.copy_``, the only kind of
             write that a masked apply can intercept.
         repack: how the elements were moved within the live tensor, or None.
-        recast: whether the loader cast them before the copy. The casts keep all numbers, but may
+        recast: whether the loader cast them before the copy. The casts keep all numbers, but might
             change the bits of a NaN.
     """
 
@@ -112,14 +112,14 @@ class Segment:
 
 
 class Status(str, Enum):
-    """What is known about a checkpoint tensor on this rank.
+    """The state of a checkpoint tensor on this rank.
 
     Attributes:
         UNJUDGED: traced, but not certified yet.
         EXACT: its live bytes are the checkpoint's.
         CAST: its live bytes are the checkpoint's after a cast to the live dtype.
         REBUILT: the engine computes its modules from it, and so can a sync; its segments are in the
-            shadow, see `engine_ext.rebuild`.
+            unprocessed weights, see `engine_ext.startup.recomputed`.
         NOT_ON_RANK: other ranks hold it.
         IGNORED: no rank holds it, because the loader drops it.
         UNCERTIFIED: it cannot be updated exactly.
@@ -143,7 +143,7 @@ class Placed:
         status: `UNJUDGED` between tracing and certification, one of the others afterwards.
         reason: why it is `UNCERTIFIED`, else empty.
         used: whether the loader read its elements for something else than a copy into live
-            memory, so that a copy may exist that was not found.
+            memory, so that a copy might exist that was not found.
         recomputed: paths of the derived tensors that are recomputed after it is written.
     """
 

@@ -26,7 +26,7 @@ def make_targets(
 ) -> tuple[Target, ...]:
     """Return the targets of a certified tensor, by its segments and the holders of each box.
 
-    A loader may copy a tensor to the same place twice; that makes one target.
+    A loader can copy a tensor to the same place twice; that makes one target.
     """
     segments = list({_place(segment): segment for segment in segments}.values())
     boxes = [box_of(segment) for segment in segments]
@@ -41,7 +41,7 @@ def make_targets(
 
 
 def _place(segment: Segment) -> tuple[Any, ...]:
-    """Return what two segments share only if they write the same elements to the same places."""
+    """Return a key; two segments share it only if they write the same elements to one place."""
     live = (segment.live.start, segment.live.tensor.dtype, segment.offset, segment.strides)
     return *live, segment.sizes, segment.source_offset, segment.source_strides, segment.repack
 

@@ -81,7 +81,7 @@ def gather_bytes(ranks: Ranks, data: Bytes, to: int) -> list[Bytes] | None:
 
 
 def cores_per_rank(ranks: Ranks) -> int:
-    """Return this rank's share of the cores that it may run on, at least 1. All ranks must call it.
+    """Return this rank's share of the cores that it can run on, at least 1. All ranks must call it.
 
     Ranks that an engine binds to cores of their own share none.
     """
@@ -98,18 +98,18 @@ def ranks_of_host(ranks: Ranks) -> int:
 
 
 def _host() -> str:
-    """Return what this host has and no other, until it is started again."""
+    """Return an identity of this host, until it is started again."""
     return _BOOT_ID.read_text().strip()
 
 
 def together(ranks: Ranks, work: Callable[[], _T]) -> _T:
     """Do some work that does not communicate; if it fails on one rank, it fails on all.
 
-    So what follows may communicate. All ranks must call it.
+    So the code after it can communicate. All ranks must call it.
 
     Raises:
-        DeltaError: what the work raised on another rank.
-        Exception: what it raised on this rank.
+        DeltaError: the error of another rank.
+        Exception: the error of this rank.
     """
     try:
         result = work()

@@ -175,10 +175,10 @@ class ReleaseLease(Operation[Reply], frozen=True, kw_only=True, tag="release_lea
 
 
 class RecordPause(Operation[CallerPaused], frozen=True, kw_only=True, tag="record_pause"):
-    """Learn of a pause that is not a commit's, or that there is none."""
+    """Record a pause that is not a commit's, or that there is none."""
 
     pause: CallerPause | None
-    begins: bool  # the engine was not paused just before; else what is known of the pause stays
+    begins: bool  # the engine was not paused just before; else the known pause stays
 
 
 class AcquireLogLease(Operation[LeaseGrant], frozen=True, kw_only=True, tag="acquire_log_lease"):
@@ -204,7 +204,7 @@ class AcquireFollowLease(
 
 
 class ShareFollowing(Operation[Following], frozen=True, kw_only=True, tag="share_following"):
-    """Read what the HTTP processes of an engine share that follows its log, and change some."""
+    """Read, and change, the state that all HTTP processes of a log's follower share."""
 
     follower: str  # the engine's name among the log's followers, if it has none yet
     look: LogLook | None = None  # has just ended
@@ -214,10 +214,10 @@ class ShareFollowing(Operation[Following], frozen=True, kw_only=True, tag="share
 
 
 class ShareLogRecords(Operation[LogRecords], frozen=True, kw_only=True, tag="share_log_records"):
-    """Read what the delta log had of the versions that led to the engine's, and add to it."""
+    """Read the delta log's records of the versions up to the engine's, and add some."""
 
-    version: int  # to which what is added has led
-    seen: dict[str, str] = {}  # records by folder's name, in order of version
+    version: int  # the version that the added records lead to
+    seen: dict[str, str] = {}  # records to add, by folder's name, in order of version
 
 
 class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
@@ -235,7 +235,7 @@ class PartSource(msgspec.Struct, frozen=True, kw_only=True):
     token: str  # bearer token of that URL
     size: int  # bytes
     content: str  # xxh3_128 of these, in hex
-    # Of the file, which another one at the same path on another host does not share.
+    # Identity of the file; a file at the same path on another host has another one.
     inode: int
     modified_ns: int
 
@@ -244,7 +244,8 @@ class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
     """Admit a part and start staging it."""
 
     part: PartId
-    path: str  # the spool file that holds the part
+    path: str  # the file that intake has left of the part
+    pipe: str | None = None  # named pipe that a rank holds open for writing while it stages
     source: PartSource | None = None  # for ranks of other hosts, if there are any
     now: float  # seconds on a clock that all HTTP processes share
     at: float = 0.0  # Unix time
@@ -264,7 +265,7 @@ class SettlePart(Operation[PartSettled], frozen=True, kw_only=True, tag="settle"
 
 
 class PrepareSync(Operation[SyncPrepared], frozen=True, kw_only=True, tag="prepare"):
-    """Do a share of what must precede the commit of a staged sync; `part` is one of its parts."""
+    """Do a share of the work before the commit of a staged sync; `part` is one of its parts."""
 
     part: PartId
 
@@ -277,7 +278,7 @@ class DropSync(Operation[Reply], frozen=True, kw_only=True, tag="drop"):
 
 
 class ClaimRun(Operation[RunClaimed], frozen=True, kw_only=True, tag="claim_run"):
-    """Let the process of a run alone change the weights, from now on."""
+    """Let only the process of a run change the weights from now on."""
 
     sender: RunSender
     takeover: bool  # from another run, which is fenced
@@ -303,14 +304,14 @@ class RollBack(Operation[RolledBack], frozen=True, tag="rollback"):
 
 
 class RecordPull(Operation[Reply], frozen=True, kw_only=True, tag="record_pull"):
-    """Remember what was pulled under the name of a checkpoint."""
+    """Record the versions that were pulled under the name of a checkpoint."""
 
     checkpoint: str
     pulled: Pulled
 
 
 class FindPull(Operation[Pulled], frozen=True, kw_only=True, tag="find_pull"):
-    """Find what was pulled under the name of a checkpoint."""
+    """Find the versions that were pulled under the name of a checkpoint."""
 
     checkpoint: str
 
@@ -326,7 +327,7 @@ class GetDigest(Operation[RankDigest], frozen=True, kw_only=True, tag="digest"):
 
 
 class TakeScrubFindings(Operation[ScrubFindings], frozen=True, tag="take_scrub_findings"):
-    """Return what scrubbing has found since the last request of any process."""
+    """Return the mismatches that scrubbing has found since the last request of any process."""
 
 
 class RecordSync(Operation[SyncRecord], frozen=True, kw_only=True, tag="record"):
@@ -340,10 +341,10 @@ class GetHistory(Operation[History], frozen=True, tag="history"):
 
 
 class UnloadAdapter(Operation[Reply], frozen=True, tag="unload_adapter"):
-    """Learn that requests cannot name the adapter any more."""
+    """Record that requests cannot name the adapter any more."""
 
 
-# The operations above; an adapter may define more for itself.
+# The operations above; an adapter can define more for itself.
 Request: Any = Union[tuple(Operation.__subclasses__())]  # noqa: UP007
 
 

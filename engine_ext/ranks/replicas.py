@@ -23,7 +23,7 @@ from engine_ext.ranks.group import Ranks
 ENVIRONMENT: Final = "DELTA_UPDATES_REPLICAS"
 
 _HOST: Final = "127.0.0.1"
-# As long as gloo waits. Replicas may take long to load, one longer than the other.
+# As long as gloo waits. Replicas can take long to load, one longer than the other.
 _TIMEOUT: Final = datetime.timedelta(minutes=30)
 # The store refuses values of more than 8 MiB.
 _CHUNK: Final = 4 << 20
@@ -31,7 +31,7 @@ _COUNT: Final = 4  # bytes of the number of chunks
 
 
 class _Meeting(msgspec.Struct, frozen=True):
-    """Where the replicas of a server meet, how many there are, and what they sign with."""
+    """Where the replicas of a server meet, how many there are, and the key that they sign with."""
 
     port: int
     replicas: int
@@ -44,7 +44,7 @@ _hosted: list[Any] = []
 def host(replicas: int) -> None:
     """Let as many replicas meet as long as this process lives; one alone meets nobody.
 
-    The replicas are told by the environment of every process that this one starts from now on.
+    Processes that this one starts from now on find the replicas by their environment.
     """
     os.environ.pop(ENVIRONMENT, None)
     if replicas == 1:
@@ -116,17 +116,17 @@ class ReplicaRanks:
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order; all ranks of all replicas must call it.
 
-        Values are such as JSON has; a tuple or a set may come back as a list.
+        Values have JSON types; a tuple or a set can come back as a list.
 
         Raises:
-            RuntimeError: another replica did not come in time, now or before. The replicas may be
+            RuntimeError: another replica did not come in time, now or before. The replicas might be
                 at different votes from then on, so nothing is exchanged until a restart.
         """
         own = self._group.all_gather(value)
         found: list[Any] | None = None
         if self._group.rank == 0:
             found = self._exchange(own)
-        # What is wrong here, if anything, must reach the other ranks of this replica.
+        # An error here must reach the other ranks of this replica.
         found, self._broken = self._group.all_gather((found, self._broken))[0]
         if found is None:
             raise RuntimeError(f"the replicas did not meet: {self._broken}; restart the engine")
@@ -140,7 +140,7 @@ class ReplicaRanks:
             read = self._said
             self._said = self._say(_encoded(own))
             heard = [self._hear(replica) for replica in range(self._replicas)]
-            # Every replica has read what was said before, or it would not be here.
+            # Every replica has read the earlier values, or it would not be here.
             for key in read:
                 self._store.delete_key(key)
         except Exception as error:
@@ -163,7 +163,7 @@ class ReplicaRanks:
         return [key, *keys]
 
     def _hear(self, replica: int) -> Any:
-        """Wait for what a replica says."""
+        """Wait for a replica's values."""
         key = f"{self._turn}/{replica}"
         head = self._store.get(key)
         chunks = range(int.from_bytes(head[:_COUNT], "big"))
@@ -177,7 +177,7 @@ class ReplicaRanks:
 
 
 def _encoded(values: list[Any]) -> bytes:
-    """Encode values; if that fails, why, so that the other replicas do not wait in vain."""
+    """Encode values, or the error if that fails, so that the other replicas do not wait."""
     try:
         return msgspec.msgpack.encode([None, values])
     except (TypeError, OverflowError) as error:

@@ -10,7 +10,7 @@ Admission = Literal["new", "staged", "already_applied"]
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the replies; by itself the reply of an operation that has nothing to report."""
+    """Base of the replies, and the reply of an operation that has nothing to report."""
 
 
 class CallerPause(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class CallerPaused(Reply, frozen=True, kw_only=True):
 
 
 class RankState(Reply, frozen=True, kw_only=True):
-    """What every HTTP process must know of a rank."""
+    """The state of a rank that every HTTP process must know."""
 
     version: int  # of the live weights
     # uncertain after a write failed half-way, mismatched after a scan or scrubbing found other bits
@@ -94,23 +94,23 @@ class Delivery(Reply, frozen=True, kw_only=True):
 
     complete: bool = True  # False: unknown, its files named no count and no digest
     folder: str | None = None  # the version's folder, if all that arrived is from there
-    files: list[str] = []  # the names of what arrived
+    files: list[str] = []  # the names of the files that arrived
 
 
 class Written(Reply, frozen=True, kw_only=True):
-    """What a commit or a rollback has written."""
+    """The result of a commit or a rollback."""
 
     version: int  # of the live weights now
     commit_ms: float  # milliseconds that this rank spent writing and voting
-    digest: str  # of what this rank counts, in hex
-    run: str | None  # that the version is of; None: loaded with the engine
+    digest: str  # of the elements that this rank counts, in hex
+    run: str | None  # the version's run; None: loaded with the engine
 
 
 class CommittedSync(Written, frozen=True, kw_only=True):
     """A sync that was committed."""
 
     base_version: int
-    base_run: str | None  # that the version before was of
+    base_run: str | None  # the run of the version before
     sync_id: str | None
     full: bool
     apply: str  # name of the applier
@@ -137,12 +137,12 @@ class LoadedAdapter(Reply, frozen=True, kw_only=True):
 
 
 class ScrubState(Reply, frozen=True, kw_only=True):
-    """What scrubbing has found on one rank."""
+    """The state of scrubbing on one rank."""
 
     passes: int  # over all tensors, since the start
     passed_at: float | None  # Unix time at which the last one ended
-    mismatched: list[str]  # tensors whose live memory is not what the syncs have written
-    error: str | None  # what ended the last pass early
+    mismatched: list[str]  # tensors whose live memory differs from the syncs' values
+    error: str | None  # the error that ended the last pass early
 
 
 class RankStatus(RankState, frozen=True, kw_only=True):
@@ -150,8 +150,8 @@ class RankStatus(RankState, frozen=True, kw_only=True):
 
     asleep: bool  # the engine has released the weights' memory
     foreign: str | None  # what changed the weights outside of delta sync since the last sync
-    run: str | None  # that the version is of; None: as for `Written`
-    owner: RunOwner | None  # who alone may change it; None: anyone
+    run: str | None  # the version's run; None: as for `Written`
+    owner: RunOwner | None  # the only run that can change it; None: anyone can
     loaded: bool  # nothing was written since the engine has started
     mismatched: list[str] = []  # tensors found to hold other bits since the last full sync
     delivery: Delivery = Delivery()
@@ -162,7 +162,7 @@ class RankStatus(RankState, frozen=True, kw_only=True):
     certification: dict[str, int]  # number of tensors by certification status
     uncertified: dict[str, str]  # why each refused tensor could not be certified, by name
     digest: str  # of what this rank counts, in hex
-    awaits: str | msgspec.UnsetType = msgspec.UNSET  # what must come before it takes deltas
+    awaits: str | msgspec.UnsetType = msgspec.UNSET  # the sync that must come before deltas
     adapters: list[LoadedAdapter] | msgspec.UnsetType = msgspec.UNSET  # if the engine takes any
     scrub: ScrubState | None = None  # None if scrubbing is off
 
@@ -194,7 +194,7 @@ class PartSettled(Reply, frozen=True, kw_only=True):
 
 
 class SyncPrepared(Reply, frozen=True, kw_only=True):
-    """Whether nothing is left to do before the staged sync can be committed."""
+    """Whether the staged sync can be committed now."""
 
     done: bool
     rebuilt: int  # modules rebuilt so far on this rank
@@ -213,8 +213,8 @@ class Pulled(Reply, frozen=True, kw_only=True):
 
     source: str = ""  # the folder that they are published in
     target: int = 0  # the last of them
-    sync_id: str | None = None  # of what was staged
-    folder: PulledFolder | None = None  # that it is from
+    sync_id: str | None = None  # of the staged sync
+    folder: PulledFolder | None = None  # the folder of its version
 
 
 class LogLook(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,16 +223,16 @@ class LogLook(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # Unix time of its end
     newest: int | None  # version in the log; None if it has none, or was never read
     behind: int  # versions in the log after that of the weights
-    problem: dict[str, Any] | None  # that keeps the engine from the newest version
-    error: dict[str, Any] | None  # that ended the look
+    problem: dict[str, Any] | None  # why the engine cannot reach the newest version
+    error: dict[str, Any] | None  # the error that ended the look
     asleep: bool  # the weights' memory was released
 
 
 class Following(Reply, frozen=True, kw_only=True):
-    """What all HTTP processes of an engine that follows its delta log must know."""
+    """The state that all HTTP processes of an engine share that follows its delta log."""
 
     name: str | None = None  # the engine's, among the log's followers
-    process: str | None = None  # that looks at the log
+    process: str | None = None  # the process that looks at the log
     pin: int | None = None  # a version that the engine does not go past
     look: LogLook | None = None  # the last one, of any process
     was_read: bool = False  # the log was, since the engine's start
@@ -243,7 +243,7 @@ class Following(Reply, frozen=True, kw_only=True):
 class LogRecords(Reply, frozen=True, kw_only=True):
     """Records of the last versions in the delta log that have led to the engine's."""
 
-    records: dict[str, str]  # by folder's name, see `engine_ext.delta_log.records`
+    records: dict[str, str]  # by folder's name, see `engine_ext.log.records`
 
 
 class RankPlan(Reply, frozen=True, kw_only=True):
@@ -253,7 +253,7 @@ class RankPlan(Reply, frozen=True, kw_only=True):
 
 
 class ScrubFindings(Reply, frozen=True, kw_only=True):
-    """The tensors that scrubbing has found to be other than written, each told once."""
+    """The tensors that scrubbing has found to be other than written, each reported once."""
 
     mismatched: list[str]
 
@@ -263,8 +263,8 @@ class RankDigest(Reply, frozen=True, kw_only=True):
 
     version: int
     tensors: dict[str, str]  # scanned from live memory, if a scan was asked for; else `tracked`
-    tracked: dict[str, str]  # what the syncs add up to
-    corrupted: list[str]  # whose modules a scan found different from what processing makes of them
+    tracked: dict[str, str]  # added up over the syncs
+    corrupted: list[str]  # tensors of modules that a scan found different from a rebuild
 
 
 class SyncRecord(Reply, frozen=True, kw_only=True):
@@ -276,11 +276,11 @@ class SyncRecord(Reply, frozen=True, kw_only=True):
     message: str | None = None
     version: int | None = None
     base_version: int | None = None
-    run: str | None = None  # that the version is of
+    run: str | None = None  # the version's run
     sync_id: str | None = None
     full: bool = False
     reason: str | None = None  # why it was full
-    parts: int = 0  # that it has sent
+    parts: int = 0  # number of its parts
     nnz: int | None = None
     elements: int | None = None
     tensors: int | None = None

@@ -1,8 +1,8 @@
 """Parts on hosts that have no spool: fetched once per host, and kept for its ranks.
 
 The server's process spools a part on one host. Ranks on other hosts get it by its content hash:
-`fetch` reads it over HTTP from where the operation says, and `cache` keeps it in a folder that all
-ranks of a host share, and all engines. `local_folder` is where others have links to what it keeps.
+`fetch` reads it over HTTP from the source in the operation, and `cache` keeps it in a folder that
+all ranks and engines of a host share. Other rooms link to its files in a `local_folder`.
 
 Imports: `engine_ext.format`, `engine_ext.files`, `engine_ext.settings`, `engine_ext.errors`.
 """

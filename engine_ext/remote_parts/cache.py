@@ -3,12 +3,13 @@
 ::
 
     CACHE/3f…a0.part            a part, as another host's spool or an object store has it
-    CACHE/3f…a0.part.decoded    what lies beside it, see `engine_ext.files.part_paths`
+    CACHE/3f…a0.part.verified   names the delivery for which it was verified last
     CACHE/3f…a0.fetch           locked by the rank that fetches it, or removes it
 
-A part gets its name once it is whole and verified, and every rank that gets it verifies it again.
+A part gets its name once it is whole and verified. The first rank of a host that finds it in
+another delivery verifies it again: the folder might have been damaged meanwhile.
 A rank maps the file within `_GRACE_S` and keeps it locked while it does, so no other rank removes
-it meanwhile. The folder may outlive the engine, and several engines may share it.
+it meanwhile. The folder can outlive the engine, and several engines can share it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from typing import BinaryIO, Final
 import xxhash
 
 from engine_ext.errors import ChecksumMismatch, SpoolFull
-from engine_ext.files import FileLock, remove_beside
+from engine_ext.files import FileLock
 
 logger = logging.getLogger(__name__)
 
 _PART: Final = ".part"
+_VERIFIED: Final = ".verified"
 _LOCK: Final = ".fetch"
 _UNFINISHED: Final = ".fetching"
 _READ_BYTES: Final = 1 << 20
@@ -47,10 +49,10 @@ class PartCache:
 
     Args:
         folder: made if it is missing; None is one in the temporary folder.
-        limit: bytes that its files may take.
+        limit: bytes that its files can take.
 
     Raises:
-        PermissionError: the folder is another user's, or others may write into it.
+        PermissionError: the folder is another user's, or others can write into it.
         OSError: it cannot be made.
     """
 
@@ -64,7 +66,7 @@ class PartCache:
         """Make the folder if it is missing, also when something has removed it since.
 
         Raises:
-            PermissionError: the folder is another user's, or others may write into it.
+            PermissionError: the folder is another user's, or others can write into it.
             OSError: it cannot be made.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,7 +78,7 @@ class PartCache:
                 "name another one with --delta-tuning cache-dir=DIR"
             )
 
-    def get(self, content: str, size: int, fetch: Fetch) -> Path:
+    def get(self, content: str, size: int, fetch: Fetch, delivery: str | None = None) -> Path:
         """Return the file of a part, to be mapped at once; it is fetched if it is not there.
 
         One rank of the host fetches, and the others wait for it.
@@ -85,6 +87,8 @@ class PartCache:
             content: xxh3_128 of the part, in hex.
             size: its length in bytes.
             fetch: writes the part into an empty file.
+            delivery: equal for the ranks of a host that get the part at once; one of them verifies
+                it. None verifies it in any case.
 
         Raises:
             ChecksumMismatch: `fetch` has written something else.
@@ -96,8 +100,9 @@ class PartCache:
         self.prepare()
         with _locked(path.with_suffix(_LOCK)):
             with contextlib.suppress(FileNotFoundError):
-                if _is_whole(path, content, size):
+                if _was_verified(path, delivery) or _is_whole(path, content, size):
                     _mark_read(path)
+                    _mark_verified(path, delivery)
                     return path
                 logger.warning("delta updates: %s was damaged, and is fetched again", path)
                 _remove(path)
@@ -111,6 +116,7 @@ class PartCache:
                     raise ChecksumMismatch("a part changed on its way here")
                 _mark_read(unfinished)
                 unfinished.replace(path)
+                _mark_verified(path, delivery)
             except OSError as error:
                 raise self._full() if error.errno in _NO_ROOM else error from error
             finally:
@@ -164,6 +170,22 @@ def _is_whole(path: Path, content: str, size: int) -> bool:
     return digest.hexdigest() == content
 
 
+def _was_verified(path: Path, delivery: str | None) -> bool:
+    """Return whether a rank of this host has verified a part since its delivery began."""
+    with contextlib.suppress(OSError):
+        return path.exists() and _verified(path).read_text() == delivery
+    return False
+
+
+def _mark_verified(path: Path, delivery: str | None) -> None:
+    if delivery is not None:
+        _verified(path).write_text(delivery)
+
+
+def _verified(path: Path) -> Path:
+    return path.with_name(path.name + _VERIFIED)
+
+
 def _remove_unused(path: Path) -> bool:
     """Remove a part unless a rank maps it, or will; return whether it is gone."""
     with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
@@ -174,7 +196,7 @@ def _remove_unused(path: Path) -> bool:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what ranks that died have fetched in part."""
+    """Remove the unfinished files of ranks that died."""
     for unfinished in folder.glob("*" + _UNFINISHED):
         with contextlib.suppress(OSError):  # BlockingIOError: it is being fetched
             path = unfinished.with_suffix(_LOCK)
@@ -186,12 +208,11 @@ def _remove_unfinished(folder: Path) -> None:
 
 def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
-    remove_beside(path)
+    _verified(path).unlink(missing_ok=True)
 
 
 def _mark_read(path: Path) -> None:
     """Set the time of the last access, which some file systems do not."""
-    # By their modification times ranks know what was decoded from which file.
     os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
@@ -203,7 +224,7 @@ def _read_at(path: Path) -> float:
 
 
 def _bytes_of(path: Path) -> int:
-    """Return the bytes of a part and of what lies beside it."""
+    """Return the bytes of a part and of its mark."""
     total = 0
     for one in path.parent.glob(path.name + "*"):
         with contextlib.suppress(FileNotFoundError):

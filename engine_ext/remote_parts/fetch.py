@@ -17,10 +17,10 @@ _LONGEST_WAIT_S: Final = 4.0
 
 
 def fetch_part(source: PartSource, file: BinaryIO) -> None:
-    """Write a part into an empty file; an interrupted transfer goes on where it stopped.
+    """Write a part into an empty file; an interrupted transfer continues where it stopped.
 
     Raises:
-        PartUnavailable: the other host does not have it any more, or is not reached.
+        PartUnavailable: the other host has removed it, or cannot be reached.
         OSError: the file cannot be written.
     """
     retrying = tenacity.Retrying(

@@ -1,4 +1,4 @@
-"""A folder for the time in which its owner reads what was fetched."""
+"""A folder that exists while its owner reads fetched files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STALE_S: Final = 60.0  # from when a folder was made until it is locked, at mos
 
 
 class LocalFolder(contextlib.AbstractContextManager["LocalFolder"]):
-    """A folder that goes with its owner; a context manager.
+    """A folder that is removed with its owner; a context manager.
 
     Args:
         cache: the folder is made on its file system, so that files can be links to its parts.

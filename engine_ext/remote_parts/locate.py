@@ -14,10 +14,10 @@ Locate = Callable[[str, PartSource | None], str]
 
 
 def locator(settings: Settings, *, several_hosts: bool) -> Locate | None:
-    """Return what finds parts on this rank's host; None if the engine has one host.
+    """Return a locator of parts on this rank's host; None if the engine has one host.
 
     Args:
-        several_hosts: whether ranks may be on other hosts than the server's process.
+        several_hosts: whether ranks can be on other hosts than the server's process.
 
     Raises:
         PermissionError, OSError: see `PartCache`.
@@ -50,7 +50,7 @@ class PartLocator:
         from engine_ext.remote_parts.fetch import fetch_part
 
         fetch = functools.partial(fetch_part, source)
-        return str(self._cache.get(source.content, source.size, fetch))
+        return str(self._cache.get(source.content, source.size, fetch, delivery=source.url))
 
 
 def _is_the_servers(path: str, source: PartSource) -> bool:

@@ -1,4 +1,4 @@
-"""What a process may use: cores of its machine, bytes per second of a link, and the collector.
+"""Resources of a process: cores of its machine, bytes per second of a link, and the collector.
 
 Nothing here is a setting; callers give the limits.
 

@@ -1,4 +1,4 @@
-"""Put off Python's full garbage collections while many objects are made that are no garbage."""
+"""Suspend Python's full garbage collections while many long-lived objects are made."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _before = _during = (0, 0, 0)
 
 @contextmanager
 def no_full_collections() -> Iterator[None]:
-    """Let the garbage collector look at young objects only, inside the block, in all threads.
+    """Suspend full garbage collections inside the block, in all threads; young objects are freed.
 
     A full collection looks at every object of the process, 0.1 s for 300,000 of them, and is made
     whenever as many as a quarter of them are new. It frees cycles that have survived two earlier
-    ones; inside the block, they stay. Blocks may nest, and overlap in several threads. Nothing is
-    changed if the collector is switched off, and nothing changed back if somebody else has set it
-    meanwhile. A process that is forked inside a block is outside of it.
+    collections; inside the block, they stay. Blocks can nest, and overlap in several threads. A
+    collector that is switched off stays off, and one that other code sets inside the block keeps
+    that setting. A process that is forked inside a block is outside of it.
     """
     global _inside, _before, _during
     with _lock:

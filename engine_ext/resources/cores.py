@@ -1,4 +1,4 @@
-"""How many cores this process may use."""
+"""How many cores this process can use."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on; threads are counted by it."""
+    """Return the number of cores that this process can run on; it sets the number of threads."""
     return len(os.sched_getaffinity(0))

@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-_BURST_S: Final = 0.05  # of unused rate that may be made up for
+_BURST_S: Final = 0.05  # of unused rate that can be made up for
 
 
 class RateLimit:
     """A limit that connections share, also those of several senders. Thread-safe.
 
-    Bytes take their turn in the order in which they are asked for, each at the rate; what was not
-    used is lost after a moment.
+    Requests for bytes are served in order, each at the rate. An unused share of the rate can be
+    made up for within `_BURST_S`, and is lost after that.
 
     Args:
-        bytes_per_second: Of bodies; headers and what TCP adds do not count.
-        now, sleep: Seconds, and how to wait for some.
+        bytes_per_second: The rate of bodies; headers and what TCP adds do not count.
+        now, sleep: Read a clock in seconds, and wait for some.
 
     Raises:
         ValueError: The rate is not above 0.
@@ -39,7 +39,7 @@ class RateLimit:
         self._free_at = float("-inf")
 
     def wait(self, nbytes: int) -> None:
-        """Wait until so many bytes may be transferred."""
+        """Wait until so many bytes can be transferred."""
         with self._lock:
             begin = max(self._free_at, self._now() - _BURST_S)
             self._free_at = begin + nbytes / self.bytes_per_second

@@ -1,29 +1,28 @@
 """One rank: stage parts, commit them with the other ranks, undo, and check live memory.
 
-`make_receiver` makes a `receiver` of a `loaded_model`. The receiver carries out the operations of
-`engine_ext.ranks.operations`: `sync_state` decides which parts are admitted, `background_staging`
-stages them in threads, `delta_applier` turns them into staged writes (`stager`, `staged`) and
-`transaction` commits them with a vote of all ranks (`consensus`), or undoes them. `initial_sync`
-serves an engine without a checkpoint, `scrubber` compares live memory with the digest, and
-`adapter_receivers` serve LoRA adapters.
+`make_receiver` (`assemble`) makes the `receiver` of a loaded model, which `engine_ext.startup` has
+planned. The receiver carries out the operations of `engine_ext.ranks.operations`: `sync_state`
+decides which parts are admitted, `background_staging` stages them in threads, `delta_applier` turns
+them into staged writes (`stager`, `staged`) and `transaction` commits them with a vote of all ranks
+(`consensus`), or undoes them. `initial_sync` serves an engine without a checkpoint, `scrubber`
+compares live memory with the digest, and `adapter_receivers` serve LoRA adapters.
 
 Imports: every room of `engine_ext` below the adapters. Never an engine, never the HTTP side.
 """
 
 from engine_ext.sync.adapter_receivers import AdapterReceivers, AdapterStore, AdapterStores
 from engine_ext.sync.applier import Applier
+from engine_ext.sync.assemble import make_receiver
 from engine_ext.sync.background_staging import BackgroundStaging
 from engine_ext.sync.delta_applier import DeltaApplier, Writer
-from engine_ext.sync.initial_sync import CheckpointReader, InitialSyncApplier, Reload, Traced
-from engine_ext.sync.loaded_model import LoadedModel, Rebuilding
+from engine_ext.sync.initial_sync import InitialSyncApplier
 from engine_ext.sync.masked import MaskedWriter, apply_masked
 from engine_ext.sync.moved_tensors import TraceAgain
-from engine_ext.sync.rebuilds import Rebuilds
+from engine_ext.sync.rebuild_plan import RebuildPlan
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.scatter import ScatterWriter
 from engine_ext.sync.scrubber import Scrubber
 from engine_ext.sync.staged import StagedPart, UndoLog
-from engine_ext.sync.startup import make_receiver
 from engine_ext.sync.transaction import Transaction
 
 __all__ = [
@@ -32,20 +31,15 @@ __all__ = [
     "AdapterStores",
     "Applier",
     "BackgroundStaging",
-    "CheckpointReader",
     "DeltaApplier",
     "InitialSyncApplier",
-    "LoadedModel",
     "MaskedWriter",
-    "Rebuilding",
-    "Rebuilds",
+    "RebuildPlan",
     "Receiver",
-    "Reload",
     "ScatterWriter",
     "Scrubber",
     "StagedPart",
     "TraceAgain",
-    "Traced",
     "Transaction",
     "UndoLog",
     "Writer",

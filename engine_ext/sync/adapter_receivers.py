@@ -16,16 +16,16 @@ from typing import Any, Protocol, cast
 import msgspec
 import torch
 
-from engine_ext.derived import Recomputed
 from engine_ext.dtypes import NAME_OF_TORCH
 from engine_ext.errors import Conflict, EngineUncertain, as_delta_error, from_wire
-from engine_ext.format import Limits, tensor_digest
+from engine_ext.format import tensor_digest
 from engine_ext.kernels import bits_of, host_bits
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placed, Placement, Segment, Status, TensorSpec, make_plan
 from engine_ext.ranks import Ranks, cores_per_rank, together
 from engine_ext.ranks import operations as ops
 from engine_ext.settings import Settings
+from engine_ext.startup import Recomputed
 from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.scatter import ScatterWriter
@@ -227,8 +227,6 @@ def make_adapter_receiver(store: AdapterStore, ranks: Ranks, settings: Settings)
         stage_timeout=settings.stage_timeout,
         read_workers=settings.read_workers,
         undo_bytes=settings.undo_bytes,
-        limits=Limits(max_part_bytes=settings.max_body_bytes),
-        shared=len(contents) > 1,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from engine_ext.format import Digest, Part
+from engine_ext.format import DecodedPart, Digest
 from engine_ext.placement import Plan
 from engine_ext.sync.staged import StagedPart, UndoLog
 
@@ -41,7 +41,7 @@ class Applier(Protocol):
     def digest(self) -> Digest:
         """The sum of `digests`."""
 
-    def stage(self, part: Part) -> StagedPart:
+    def stage(self, part: DecodedPart) -> StagedPart:
         """Check a part and prepare its writes; may run in several threads at once."""
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:

@@ -3,51 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import mmap
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from engine_ext.files import staging_pipe
-from engine_ext.format import Limits, Part, PartId
-from engine_ext.ranks.operations import PartSource
+from engine_ext.errors import MalformedPart
+from engine_ext.format import DecodedPart, read_verified
+from engine_ext.ranks.operations import BeginPart
 from engine_ext.remote_parts import Locate
 from engine_ext.resources import no_full_collections
-from engine_ext.sync.shared_decoding import read_part
 from engine_ext.sync.staged import StagedPart
 
-StagePart = Callable[[Part], StagedPart]
+StagePart = Callable[[DecodedPart], StagedPart]
 
 
 class BackgroundStaging:
-    """The parts of the staged sync, and the threads that read, verify and decode them.
+    """The parts of the staged sync, and the threads that expand and locate them.
 
     Args:
         threads: how many parts are staged at once.
-        shared: whether other ranks of this host stage the same parts.
         locate: see `engine_ext.remote_parts.PartLocator.locate`; None if all ranks are on the host
             of the spool.
     """
 
-    def __init__(
-        self, threads: int, limits: Limits, *, shared: bool, locate: Locate | None = None
-    ) -> None:
-        self._limits, self._shared, self._locate = limits, shared, locate
+    def __init__(self, threads: int, locate: Locate | None = None) -> None:
+        self._locate = locate
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="delta-stage")
         self._parts: dict[int, Future[StagedPart]] = {}
         # Parts of dropped syncs included; one that is done is not kept alive here.
         self._running: set[Future[StagedPart]] = set()
 
-    def start(
-        self, part: PartId, path: str, stage: StagePart, source: PartSource | None = None
-    ) -> None:
-        """Start staging a part from the spool file at `path`; `stage` locates it on this rank.
+    def start(self, begun: BeginPart, stage: StagePart) -> None:
+        """Start staging a part from its verified file; `stage` locates it on this rank.
 
         The HTTP side sees when it has ended on every rank of its host, or one of them has died: the
-        pipe beside the file has no writer then.
+        part's pipe has no writer then.
         """
-        pipe = _open_pipe(path)
-        future = self._threads.submit(self._stage, path, source, part.identity, stage)
-        self._parts[part.part] = future
+        pipe = _open_pipe(begun.pipe)
+        future = self._threads.submit(self._stage, begun, stage)
+        self._parts[begun.part.part] = future
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         if pipe is not None:
@@ -77,16 +74,43 @@ class BackgroundStaging:
         wait(list(self._running))
 
     @no_full_collections()
-    def _stage(
-        self, path: str, source: PartSource | None, identity: str, stage: StagePart
-    ) -> StagedPart:
+    def _stage(self, begun: BeginPart, stage: StagePart) -> StagedPart:
+        path = begun.path
         if self._locate is not None:
-            path = self._locate(path, source)
-        return stage(read_part(path, identity, self._limits, shared=self._shared))
+            path = self._locate(path, begun.source)
+        part = read_verified(map_part(path), begun.part.identity)
+        if part is None:
+            raise MalformedPart("the part changed between its arrival and its staging")
+        return stage(part)
 
 
-def _open_pipe(path: str) -> int | None:
-    """Open the pipe beside a part for writing; None if no process of the HTTP side reads it."""
-    with contextlib.suppress(OSError):
-        return os.open(staging_pipe(path), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def map_part(path: str) -> mmap.mmap:
+    """Map the file of a part; its bytes stay as they are while the mapping lives.
+
+    The HTTP process writes a file again, under another name, only if it can lock it exclusively.
+    So a shared lock is held while the mapping lives: the mapping has a descriptor of the open file,
+    and the kernel releases the lock with the last one. Nobody waits for it.
+
+    Raises:
+        FileNotFoundError: the part was removed.
+    """
+    with open(path, "rb", buffering=0) as file:
+        removed = FileNotFoundError(errno.ENOENT, "the part was removed", path)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # the file is being written again
+            raise removed from None
+        except OSError:  # a file system without locks, where no file is written again
+            pass
+        if not os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+            raise removed
+        # Nothing writes into the mapping, but torch makes no tensor of read-only memory.
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _open_pipe(pipe: str | None) -> int | None:
+    """Open a part's pipe for writing; None if no process of the HTTP side reads it."""
+    if pipe is not None:
+        with contextlib.suppress(OSError):
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     return None

@@ -16,18 +16,18 @@ import msgspec
 import numpy as np
 import torch
 
-from engine_ext.derived import LaterCopies, Recomputed
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch
-from engine_ext.format import Digest, ParamDelta, Part, change_digest, warm_up_gathering
+from engine_ext.format import DecodedPart, Digest, ParamDelta, change_digest
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Certified, Placed, Plan, WholeBox, summary, uncertified
 from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.startup import LaterCopies, Recomputed
 from engine_ext.sync import checks, consensus
+from engine_ext.sync.host_table import HostTable
 from engine_ext.sync.moved_tensors import MovedTensors, TraceAgain
 from engine_ext.sync.new_states import GatheredProof
-from engine_ext.sync.param_batch import Batcher
-from engine_ext.sync.rebuilds import Rebuilds
+from engine_ext.sync.rebuild_plan import RebuildPlan
 from engine_ext.sync.staged import CHANGED, StagedParam, StagedPart, UndoLog
 from engine_ext.sync.stager import stage_part
 from engine_ext.sync.thread_pool import ThreadPool
@@ -81,7 +81,7 @@ class DeltaApplier:
         undo_bytes: host memory that the old values of one sync may take.
         threads: how many pieces of live tensors are staged or written at once.
         recomputed: derived tensors that are proven to be recomputed correctly.
-        rebuilds: the modules that are computed from what is written to a twin, if `model` is one.
+        rebuilds: the modules that are computed from unprocessed weights, if `model` has some.
         certified: the digests that the certification gave.
         ranks: of the engine, this one among them.
         checks_first: whether all old values are compared before anything is written, as they are
@@ -102,7 +102,7 @@ class DeltaApplier:
         undo_bytes: int,
         threads: int,
         recomputed: Sequence[Recomputed] = (),
-        rebuilds: Rebuilds | None = None,
+        rebuilds: RebuildPlan | None = None,
         certified: Certified | None = None,
         ranks: Ranks | None = None,
         checks_first: bool = False,
@@ -129,22 +129,14 @@ class DeltaApplier:
             # Compiles the loops, which the first sync would otherwise wait for.
             none = np.empty(0, bits_dtype(NAME_OF_TORCH[dtype]))
             change_digest("", np.empty(0, np.int64), none, none)
-        runs = {
-            (target.flat.itemsize, target.locator.offset_dtype)
-            for targets in plan.targets.values()
-            for target in targets
-            if target.is_run
-        }
-        for width, offset_dtype in runs:
-            warm_up_gathering(width, offset_dtype)
-        self._batcher = Batcher(plan)
+        self._table = HostTable(plan)
 
     @property
     def digest(self) -> Digest:
         """The digest of all covered elements that this rank counts."""
         return Digest.total(self.digests.values())
 
-    def stage(self, part: Part) -> StagedPart:
+    def stage(self, part: DecodedPart) -> StagedPart:
         """Check every param of a part and prepare its writes. The model is only read.
 
         Params that the engine is proven to ignore are skipped; `check_sync` compares those that are
@@ -162,7 +154,7 @@ class DeltaApplier:
             checks.check_param(delta, self.plan, self._writer.refusal)
         undo = not part.manifest.full or self._size() <= self._undo_bytes
         keep = self._writer.keeps_deltas
-        staged = stage_part(part, self.plan, self._batcher, self._threads, undo=undo, keep=keep)
+        staged = stage_part(part, self.plan, self._table, self._threads, undo=undo, keep=keep)
         for param in staged.params:
             param.tied = not self.plan.writes(param.name)
         for delta in ignored:
@@ -170,7 +162,7 @@ class DeltaApplier:
         staged.compared = self._compared(ignored, part)
         return staged
 
-    def _compared(self, ignored: Sequence[ParamDelta], part: Part) -> list[StagedParam]:
+    def _compared(self, ignored: Sequence[ParamDelta], part: DecodedPart) -> list[StagedParam]:
         """Stage ignored params as the tensors that they are tied to; they are not written."""
         found = []
         for delta in ignored:
@@ -180,7 +172,7 @@ class DeltaApplier:
                 checks.check_param(own, self.plan, self._writer.refusal)
                 one = replace(part, deltas=(own,))
                 [param] = stage_part(
-                    *(one, self.plan, self._batcher, self._threads), undo=False, keep=False
+                    *(one, self.plan, self._table, self._threads), undo=False, keep=False
                 ).params
                 param.name = delta.name
                 found.append(param)
@@ -280,7 +272,7 @@ class DeltaApplier:
         plan = self._places.follow(self.plan)
         self._writer.follow(self._places.index)
         self._proof = GatheredProof(plan, self._ranks)
-        self._batcher = Batcher(plan)
+        self._table = HostTable(plan)
         self.plan = plan
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:

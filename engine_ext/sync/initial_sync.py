@@ -2,7 +2,7 @@
 
 Without known bytes in memory nothing can be certified, so such an engine accepts only a ``full``
 sync. It is loaded like a checkpoint: by the engine's own reload path, or where the engine quantises
-or packs weights, on the twin from before that processing, which is then repeated. The result is
+or packs weights, into the unprocessed model, and the processing is repeated. The result is
 certified against the sync's own bytes, and from then on the engine accepts deltas like any other.
 """
 
@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from engine_ext.derived import Recomputed
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
-from engine_ext.format import Digest, ParamDelta, Part, tensor_digest
-from engine_ext.model import Known, StorageIndex, extent
+from engine_ext.format import DecodedPart, Digest, ParamDelta, tensor_digest
+from engine_ext.model import Known, extent
 from engine_ext.placement import (
-    Certified,
-    Placement,
     Segment,
     TensorSpec,
     boxes,
@@ -32,44 +28,10 @@ from engine_ext.placement import (
     uncertified,
 )
 from engine_ext.ranks import Ranks, together
-from engine_ext.rebuild import Rebuild
+from engine_ext.startup import CheckpointReader, Traced
 from engine_ext.sync.masked import densify
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.sync.tied import tied_differ
-from engine_ext.tracing import LoadWeights
-
-Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-CheckpointReader = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """The result of tracing the tensors of a checkpoint through the model's loader.
-
-    Attributes:
-        model: the model, or the twin that was traced in its place.
-        load_weights: its loader.
-        placement: not certified by the tracing.
-        others: live boxes that the loader fills with something else (padding).
-        recomputed: derived tensors that are proven to be recomputed correctly.
-        rebuilds: modules that are computed from what the loader writes.
-        live: index of the live model.
-        certified: the digests that the certification gave.
-        dropped: other names of tied tensors that the loader is proven to drop.
-        tied: the checkpoint's tensors that the loader drops, each with the one that it is tied to.
-    """
-
-    model: torch.nn.Module
-    load_weights: LoadWeights
-    index: StorageIndex
-    placement: Placement
-    others: list[Segment]
-    live: StorageIndex
-    recomputed: list[Recomputed] = field(default_factory=list)
-    rebuilds: list[Rebuild] = field(default_factory=list)
-    certified: Certified = field(default_factory=dict)
-    dropped: dict[str, TensorSpec] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
 
 
 class InitialSyncApplier:
@@ -108,7 +70,7 @@ class InitialSyncApplier:
         self._constant, self._ranks = constant, ranks
         self._traced: Traced
 
-    def stage(self, part: Part) -> StagedPart:
+    def stage(self, part: DecodedPart) -> StagedPart:
         """Stage a part; raise BaseMismatch if it is not of a ``full`` sync."""
         if not part.manifest.full:
             raise BaseMismatch(
@@ -293,14 +255,14 @@ def _left_out(traced: Traced, constant: Known) -> list[str]:
     segments: dict[str, list[Segment]] = {}
     for segment in [*(s for p in traced.placement.values() for s in p.segments), *traced.others]:
         segments.setdefault(segment.live.name, []).append(segment)
-    parameters = {name for name, _ in traced.model.named_parameters(remove_duplicate=False)}
+    parameters = {name for name, _ in traced.dry_run.model.named_parameters(remove_duplicate=False)}
     parameters -= {path for one in traced.recomputed for path in one.paths}
     parameters -= {name for one in traced.rebuilds for name in one.computed}
     missing = []
-    for entry in traced.index.entries:
+    for entry in traced.dry_run.index.entries:
         if entry.name not in parameters:
             continue
-        around = {other.name for other in traced.index.holding(entry.tensor)} - {entry.name}
+        around = {other.name for other in traced.dry_run.index.holding(entry.tensor)} - {entry.name}
         if entry.name not in segments and around & segments.keys():
             continue  # a view of another live tensor, which is checked itself
         written = torch.zeros(extent(entry.tensor), dtype=torch.bool)

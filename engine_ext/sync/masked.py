@@ -26,9 +26,9 @@ from engine_ext.format import ParamDelta
 from engine_ext.kernels import typed
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placed, Placement, Status
+from engine_ext.startup import COPY_REPLACED, LoaderDryRun, LoadWeights
 from engine_ext.sync.staged import StagedPart, Write
 from engine_ext.sync.thread_pool import ThreadPool
-from engine_ext.tracing import COPY_REPLACED, LoadWeights, rehearse
 
 # torch compares and selects these for NaN, but not the 8-bit floats.
 _MASKABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -41,19 +41,9 @@ class MaskedWriter:
     keeps_deltas = True
     checks_base = False
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        index: StorageIndex,
-        placement: Placement,
-        *,
-        load_weights: LoadWeights,
-        chunk_bytes: int,
-    ) -> None:
-        self._model = model
-        self._index = index
+    def __init__(self, dry_run: LoaderDryRun, placement: Placement, *, chunk_bytes: int) -> None:
+        self._dry_run = dry_run
         self._placement = placement
-        self._load_weights = load_weights
         self._chunk_bytes = chunk_bytes
         self._rehearsed: list[list[str]] = []
 
@@ -63,7 +53,7 @@ class MaskedWriter:
 
     def follow(self, index: StorageIndex) -> None:
         """Recognise writes to the live tensors by this index from now on."""
-        self._index = index
+        self._dry_run = self._dry_run.at(index)
         self._rehearsed = []
 
     def check(self, staged: Sequence[StagedPart]) -> None:
@@ -77,7 +67,7 @@ class MaskedWriter:
         if calls == self._rehearsed:
             return
         for names in calls:
-            reasons = rehearse(self._model, self._load_weights, names, self._placement, self._index)
+            reasons = self._dry_run.rehearse(names, self._placement)
             if reasons:
                 raise NotUpdatable(
                     f"this engine cannot update these exactly: {reasons}",
@@ -97,7 +87,8 @@ class MaskedWriter:
         for write in (write for param in params for write in param.writes):
             write.read_old()
             write.written = True
-        apply_masked(self._load_weights, self._index, self._deltas(staged), self._chunk_bytes)
+        loader = self._dry_run
+        apply_masked(loader.load_weights, loader.index, self._deltas(staged), self._chunk_bytes)
         for param in params:
             if not all(threads.map(Write.holds, param.writes)):
                 raise RuntimeError(f"{param.name} does not hold its new bits after the write")

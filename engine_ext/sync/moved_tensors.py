@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from engine_ext.derived import Recomputed
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.model import LiveTensor, StorageIndex, extent, reachable_tensors
 from engine_ext.placement import Placement, Plan, place_again
-from engine_ext.sync.rebuilds import Rebuilds
+from engine_ext.startup import Recomputed
+from engine_ext.sync.rebuild_plan import RebuildPlan
 
 TraceAgain = Callable[[StorageIndex, Sequence[str]], Placement]
 """Trace the whole checkpoint through the loader again, given an index of the model as it is now and
@@ -26,7 +26,7 @@ class MovedTensors:
     """The live tensors of one rank that are not where they were when they were placed.
 
     Args:
-        model: that was traced: the live one, or the twin.
+        model: that was traced: the live one, or the unprocessed one.
         index: of it, made before the certification.
         placement: certified.
         trace: None if moved tensors cannot be followed.
@@ -38,7 +38,7 @@ class MovedTensors:
         index: StorageIndex,
         placement: Placement,
         recomputed: Sequence[Recomputed],
-        rebuilds: Rebuilds | None,
+        rebuilds: RebuildPlan | None,
         trace: TraceAgain | None,
     ) -> None:
         self._model, self._index, self._placement = model, index, placement

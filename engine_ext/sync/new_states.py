@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
-from engine_ext.format import ParamDelta, Part, state_hash
+from engine_ext.format import DecodedPart, ParamDelta, state_hash
 from engine_ext.kernels import Bits
 from engine_ext.placement import Plan, as_host, checkpoint_bits
 from engine_ext.ranks import Bytes, Ranks, ReplicaRanks, gather_bytes, together
@@ -35,7 +35,7 @@ _SHARE_BYTES: Final = 16 << 20  # of tensors that one call gathers, about
 _Run = tuple[NDArray[np.int64], NDArray[np.int64], Bits]  # first positions, lengths, bits of all
 
 
-def prove_here(part: Part, plan: Plan, threads: ThreadPool) -> dict[str, ParamDelta]:
+def prove_here(part: DecodedPart, plan: Plan, threads: ThreadPool) -> dict[str, ParamDelta]:
     """Prove the tensors of a part that this rank holds whole; return the others' changes, by name.
 
     Raises:

@@ -14,7 +14,6 @@ import weakref
 from typing import Any
 
 from engine_ext.errors import AdapterNotLoaded, WeightsAsleep
-from engine_ext.format import Limits
 from engine_ext.ranks import Ranks, together
 from engine_ext.ranks import operations as ops
 from engine_ext.remote_parts import Locate
@@ -44,7 +43,6 @@ class Receiver(SyncOperations):
         base_version: version of the freshly loaded weights.
         stage_timeout: seconds after its last part for which a staged sync keeps others out.
         read_workers: how many parts are staged at once.
-        shared: whether other ranks of this host stage the same parts.
         locate: see `engine_ext.remote_parts.PartLocator.locate`; None if all ranks are on the host
             of the spool.
         undo_bytes: host memory that the old values of one version may take, with those of its
@@ -60,14 +58,12 @@ class Receiver(SyncOperations):
         base_version: int,
         stage_timeout: float,
         read_workers: int,
-        limits: Limits,
         undo_bytes: int = 4 << 30,
         scrub_interval: float | None = None,
-        shared: bool = False,
         locate: Locate | None = None,
     ) -> None:
         sync_state = SyncState(base_version, stage_timeout)
-        staging = BackgroundStaging(read_workers, limits, shared=shared, locate=locate)
+        staging = BackgroundStaging(read_workers, locate)
         super().__init__(applier, ranks, sync_state, staging, undo_bytes=undo_bytes)
         self._lease = Lease()
         self._paused: ops.CallerPause | None = None

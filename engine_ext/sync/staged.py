@@ -22,6 +22,13 @@ from engine_ext.placement import HostElements, LiveElements, WholeBox
 CHANGED: Final = "a weight changed between staging and commit; send the sync again"
 
 
+def copies_differ(name: str) -> BaseMismatch:
+    """Return the error that a rank's copies of a tensor's elements hold other bits."""
+    return BaseMismatch(
+        f"{name}: the copies of it on this rank differ; send a full sync", tensor=name
+    )
+
+
 class Write(msgspec.Struct, eq=False, gc=False):
     """Elements of one live tensor, with their old and new bits.
 
@@ -161,15 +168,15 @@ class StagedParam(msgspec.Struct, eq=False, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class RebuiltModule:
-    """A module that was rebuilt for a sync; see `engine_ext.rebuild.Rebuilt`."""
+class StagedModule:
+    """A module that was rebuilt for a sync; see `engine_ext.startup.recomputed.RebuildResult`."""
 
     writes: list[Write]
     fingerprints: dict[str, str]
 
 
 @dataclass(slots=True)
-class RebuiltModules:
+class StagedModules:
     """The modules that were rebuilt for a sync.
 
     Attributes:
@@ -178,7 +185,7 @@ class RebuiltModules:
     """
 
     others: tuple[StagedPart, ...] | None = None
-    modules: dict[str, RebuiltModule] = field(default_factory=dict)
+    modules: dict[str, StagedModule] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -197,7 +204,7 @@ class StagedPart:
 
     manifest: Manifest
     params: list[StagedParam]
-    rebuilt: RebuiltModules = field(default_factory=RebuiltModules)
+    rebuilt: StagedModules = field(default_factory=StagedModules)
     skipped: dict[str, int] = field(default_factory=dict)
     compared: list[StagedParam] = field(default_factory=list)
     unproven: dict[str, ParamDelta] = field(default_factory=dict)
@@ -223,7 +230,7 @@ class UndoLog:
         writes: elements of live memory, with their old bits.
         changes: how much the sync changed the digest of each checkpoint tensor.
         live_names: the live tensors that it wrote to.
-        rebuilt: what rebuilding its modules gave before it; see `Rebuilds.committed`.
+        rebuilt: what rebuilding its modules gave before it; see `RebuildPlan.committed`.
     """
 
     writes: list[tuple[LiveElements, Any]]

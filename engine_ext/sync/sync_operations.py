@@ -78,7 +78,7 @@ class SyncOperations:
         if self._sync_state.sync is not before:
             self._look_at_memory(request.part)
         if admission == "new":
-            self._staging.start(request.part, request.path, self._applier.stage, request.source)
+            self._staging.start(request, self._applier.stage)
         return ops.PartBegun(admission=admission)
 
     def claim_run(self, request: ops.ClaimRun) -> ops.RunClaimed:
@@ -194,7 +194,7 @@ class SyncOperations:
         start = time.perf_counter()
         try:
             given_up: list[UndoLog] = []
-            if sync.full and not _continued(sync, base):
+            if sync.full:
                 # No more going back to the version before, also if the write is undone.
                 given_up, self._undo = self._undo, []
             log = self._transaction.write(staged, given_up)

@@ -23,7 +23,7 @@ from engine_ext.errors import (
     VersionConflict,
     WeightsAsleep,
 )
-from engine_ext.format import Origin, PartId, RunSender
+from engine_ext.format import Origin, PartId, RunSender, Unproven
 from engine_ext.ranks.operations import Admission, Delivery, RunOwner, StagedSync
 from engine_ext.sync.runs import Runs, clock, describe, is_anonymous, is_twin, owner_of
 
@@ -57,10 +57,7 @@ class Sync:
     base_version: int | None
     sync_id: str | None
     full: bool
-    continues: bool
-    apart: bool
-    counted: bool
-    folder: str | None
+    unproven: Unproven | None
     log_records: Mapping[str, str]
     last_part_at: float
     sender: RunSender | None
@@ -73,6 +70,11 @@ class Sync:
     def complete(self) -> bool:
         """Whether every part has arrived and is staged."""
         return len(self.slots) == self.num_parts and all(s.staged for s in self.slots.values())
+
+    @property
+    def continues(self) -> bool:
+        """Whether it can be one more transaction at the engine's version."""
+        return self.unproven is not None and self.sender is None and not self.full
 
     @property
     def owner(self) -> RunOwner | None:
@@ -181,8 +183,8 @@ class SyncState:
         self.sync = None
         self._check_base(part)
         new = Sync(
-            *(part.version, part.base_version, part.sync_id, part.full, part.continues),
-            *(part.apart, part.counted, part.folder, part.log_records, now),
+            *(part.version, part.base_version, part.sync_id, part.full, part.unproven),
+            *(part.log_records, now),
             sender=part.sender,
             origin=part.origin,
             since=at,
@@ -298,7 +300,9 @@ class SyncState:
             VersionConflict: it does.
         """
         sync = self.sync
-        if sync is None or not (sync.apart and sync.version == self.version):
+        if sync is None or sync.unproven is None or not sync.unproven.apart:
+            return
+        if sync.version != self.version:
             return
         again = sorted(self._committed.tensors.intersection(tensors))
         if again:
@@ -326,9 +330,10 @@ class SyncState:
             self.mismatched = frozenset()
         slots = sync.slots.values()
         files = [slot.file for slot in slots if slot.file is not None]
-        folder = sync.folder if len(files) == len(slots) else None
+        known_folder = None if sync.unproven is None else sync.unproven.folder
+        folder = known_folder if len(files) == len(slots) else None
         identities = frozenset(slot.identity for slot in slots)
-        complete = sync.full or sync.counted or proven
+        complete = sync.full or sync.unproven is None or proven
         if sync.continues and sync.version == self.version:
             known = self._committed
             folder = folder if folder == known.delivery.folder else None
@@ -440,13 +445,14 @@ class SyncState:
         sync.last_part_at, sync.num_parts = now, num_parts
         if known is not None:
             return "staged"
-        sync.slots[part.part] = _Slot(part.identity, part.file)
-        sync.counted = sync.counted and part.counted
-        sync.folder = sync.folder if sync.folder == part.folder else None
+        file = None if part.unproven is None else part.unproven.file
+        sync.slots[part.part] = _Slot(part.identity, file)
+        sync.unproven = _joined(sync.unproven, part.unproven)
         return "new"
 
     def _check_base(self, part: PartId) -> None:
-        rest = part.continues and not (part.apart and self.delivery.complete)
+        apart = part.unproven is not None and part.unproven.apart
+        rest = part.continues and not (apart and self.delivery.complete)
         anonymous = rest and part.version == self.version and not self._is_named(part)
         if anonymous and not self._is_rewritten(part):
             return
@@ -487,8 +493,10 @@ class SyncState:
 
     def _is_rewritten(self, part: PartId) -> bool:
         """Return whether other bytes of this file were committed at the engine's version."""
-        known = self.delivery
-        return part.folder == known.folder and part.file is not None and part.file in known.files
+        known, own = self.delivery, part.unproven
+        if own is None or own.file is None:
+            return False
+        return own.folder == known.folder and own.file in known.files
 
     def _is_named(self, part: PartId) -> bool:
         """Return whether a part, or the engine's version, is of a run that a sender has named."""
@@ -514,6 +522,14 @@ class SyncState:
 
 def _last_records(known: Mapping[str, str], seen: Mapping[str, str]) -> dict[str, str]:
     return dict([*{**known, **seen}.items()][-_MOST_LOG_RECORDS:])
+
+
+def _joined(sync: Unproven | None, part: Unproven | None) -> Unproven | None:
+    """Return what is not proven of a sync that one more part has joined."""
+    if sync is None or part is None:
+        one = sync or part
+        return one and Unproven(apart=one.apart)
+    return sync if sync.folder == part.folder else Unproven(apart=sync.apart)
 
 
 def _process(sender: RunSender | None) -> tuple[str, int] | None:

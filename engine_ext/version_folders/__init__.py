@@ -6,17 +6,19 @@ the header of one file (`files`), `find_change` the change of one tensor (`chang
 Imports: `engine_ext.format`, and the ground floor.
 """
 
+from engine_ext.files import INDEX
 from engine_ext.version_folders.changes import check_change, find_change
 from engine_ext.version_folders.files import FileTensor
 from engine_ext.version_folders.folder import (
     SINGLE,
     Version,
+    check_version,
     read_file,
     read_header,
     read_tensor,
     read_version_folder,
 )
-from engine_ext.version_folders.index import INDEX, VersionIndex
+from engine_ext.version_folders.index import VersionIndex, parse_index
 
 __all__ = [
     "INDEX",
@@ -25,7 +27,9 @@ __all__ = [
     "Version",
     "VersionIndex",
     "check_change",
+    "check_version",
     "find_change",
+    "parse_index",
     "read_file",
     "read_header",
     "read_tensor",

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import BinaryIO, Final
 
 from engine_ext.errors import MalformedPart
+from engine_ext.files import INDEX
 from engine_ext.format import Limits
 from engine_ext.version_folders.files import FileTensor, header_bytes, parse_file
-from engine_ext.version_folders.index import INDEX, LENGTH_BYTES, VersionIndex, parse_index
+from engine_ext.version_folders.index import LENGTH_BYTES, VersionIndex, parse_index
 
 SINGLE: Final = "model.safetensors"  # a checkpoint of one file has no index
 
@@ -61,6 +62,12 @@ def read_version_folder(
             index = VersionIndex.of_checkpoint(SINGLE, read_header(file, limits))
     else:
         raise MalformedPart(f"{folder} has no {INDEX}: it was not published completely")
+    return check_version(folder, files, index)
+
+
+def check_version(folder: str, names: Collection[str], index: VersionIndex) -> Version:
+    """Return the version of a folder with this index; MalformedPart if they disagree."""
+    files = {name for name in names if name.endswith(_SUFFIX)}
     if not index.full and files != index.files.keys():
         odd = sorted(files ^ index.files.keys())
         raise MalformedPart(

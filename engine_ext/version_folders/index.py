@@ -20,9 +20,9 @@ from typing import Final
 import msgspec
 
 from engine_ext.errors import MalformedPart, TooLarge
+from engine_ext.files import INDEX
 from engine_ext.format import CHECKSUM_DIGITS, MAX_VERSION, Limits
 
-INDEX: Final = "model.safetensors.index.json"
 LENGTH_BYTES: Final = 8  # of the header's length, at the start of a safetensors file
 METADATA: Final = "__metadata__"  # in the header
 

@@ -51,8 +51,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from delta_sender.diff_host import compare
-from engine_ext.format import ENCODINGS, FrameReader, ParamDelta, Part, decode_part, encode_part
+from delta_sender.diff.compare import compare
+from engine_ext.format import (
+    ENCODINGS,
+    DecodedPart,
+    FrameReader,
+    ParamDelta,
+    decode_part,
+    encode_part,
+)
 from engine_ext.kernels import gather_scatter
 from engine_ext.resources import usable_cores
 from scripts import command_line
@@ -73,6 +80,14 @@ from scripts.bench.synthetic_weights import (
 
 LEARNING_RATES = (3e-7, 1e-6, 3e-6)
 TIMED_AT = 0.02
+_COLOURS = {
+    "indices": "#8c8c8c",
+    "deltas": "#c58a1b",
+    "deltas_zstd": "#2a9d6f",
+    "gap8_exp": "#1f6fb4",
+    "gap8_ulp": "#b5338a",
+}
+_FLOORS = {"gap8_exp": "--", "gap8_ulp": ":"}
 
 
 @dataclass(frozen=True)
@@ -133,8 +148,8 @@ def scatter_time(deltas: Sequence[ParamDelta], repeats: int) -> float:
     return fastest(scatter, repeats)
 
 
-def decode(body: bytes) -> Part:
-    """Decode a body, which may be a zstd frame."""
+def decode(body: bytes) -> DecodedPart:
+    """Decode a body, which can be a zstd frame."""
     wrapped = body.startswith(b"\x28\xb5\x2f\xfd")
     return decode_part(b"".join(FrameReader(1 << 32).feed(body)) if wrapped else body)
 
@@ -238,12 +253,57 @@ def show(title: str, sizes: Sequence[Size], console: Console) -> None:
     console.print(table)
 
 
+def positions_floor(density: Any) -> Any:
+    """Return the entropy of a changed element's position in bytes, if all change independently."""
+    rest = 1 - density
+    return -(np.log2(density) + rest / density * np.log2(rest)) / 8
+
+
+def plot(synthetic: Sequence[Size], real: Sequence[Size], file: Path) -> None:
+    """Draw the plot.
+
+    Args:
+        synthetic: of all encodings; drawn as lines. The floor of their positions is
+            `positions_floor`.
+        real: drawn as points.
+        file: overwritten; its suffix decides the format.
+    """
+    from matplotlib import ticker
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    for encoding, colour in _COLOURS.items():
+        sizes = [size for size in synthetic if size.encoding == encoding]
+        points = [size for size in real if size.encoding == encoding]
+        densities = np.array([size.density for size in sizes])
+        axes.plot(densities, [s.nbytes for s in sizes], "o-", c=colour, ms=4, label=encoding)
+        axes.plot(
+            [s.density for s in points], [s.nbytes for s in points], "D", c=colour, mfc="none"
+        )
+        if encoding in _FLOORS:
+            values = np.mean([size.floor for size in sizes] - positions_floor(densities))
+            grid = np.geomspace(densities.min(), densities.max(), 100)
+            floor = values + positions_floor(grid)
+            axes.plot(grid, floor, _FLOORS[encoding], c="black", lw=1, zorder=3)
+    axes.plot([], [], "--", c="black", lw=1, label="entropy, new values")
+    axes.plot([], [], ":", c="black", lw=1, label="entropy, differences")
+    if real:
+        axes.plot([], [], "D", c="black", mfc="none", label="real training steps, small model")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(ticker.PercentFormatter(1, decimals=1))
+    axes.set(xlabel="changed elements", ylabel="bytes per changed element", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    figure.legend(fontsize="small", ncols=3, loc="outside upper center")
+    figure.savefig(file, dpi=120)
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line.make_parser("scripts.bench.codec", __doc__)
     add = parser.add_argument
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
     add("--threads", type=int, default=usable_cores(), help="threads (default: all cores)")
-    repeats_help = "runs of each measurement, of which the fastest counts (%(default)s)"
+    repeats_help = "runs of each measurement; the fastest counts (%(default)s)"
     add("--repeats", type=int, default=3, help=repeats_help)
     dtype_help = "of the synthetic weights (default: %(default)s)"
     add("--dtype", choices=[*DTYPES], default="bfloat16", help=dtype_help)
@@ -283,8 +343,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         saved = ", ".join(positions)
         console.print(f"bits of a position, without and with the old exponents: {saved}")
     if options.plot:
-        from scripts.bench.plot import plot
-
         plot(sizes, real, options.plot)
     console.print(
         f"{options.elements:,} elements, {threads} thread(s), {TIMED_AT:.0%} changed: diff "

@@ -1,4 +1,4 @@
-"""Time the digest of weights on an accelerator, beside reading them.
+"""Time the digest of weights on an accelerator, and compare it with the time to read them.
 
     python -m scripts.bench.device_digest
     python -m scripts.bench.device_digest --device cpu --elements 2000000   # to see if it works

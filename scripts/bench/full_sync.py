@@ -97,8 +97,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from engine_ext.placement import TensorSpec, certify_placement, make_plan
     from engine_ext.ranks import SingleRank
     from engine_ext.settings import Settings
+    from engine_ext.startup import LoaderDryRun
     from engine_ext.sync import DeltaApplier, ScatterWriter, UndoLog
-    from engine_ext.tracing import trace_placement
     from scripts.bench.loaded_model import checkpoint_of, load_weights, make_model
     from scripts.bench.startup import reading_time
 
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     base = dict(checkpoint_of(model))
     index = StorageIndex(model)
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in base.items()]
-    placement = trace_placement(model, lambda found: load_weights(model, found), specs, index)
+    placement = LoaderDryRun(model, lambda found: load_weights(model, found), index).trace(specs)
     certified = certify_placement(placement, base.items(), threads=options.threads)
     warm_up()
     plan = make_plan(placement, SingleRank())

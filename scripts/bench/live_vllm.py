@@ -18,15 +18,14 @@ import numpy as np
 import torch
 
 from engine_ext.dtypes import TORCH_DTYPE
-from engine_ext.format import ParamDelta, Part, decode_part, encode_part, tensor_digest
+from engine_ext.format import DecodedPart, ParamDelta, decode_part, encode_part, tensor_digest
 from engine_ext.kernels import bits_of, host_bits, warm_up
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Plan, Status, TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
-from engine_ext.repacks import compose
 from engine_ext.settings import Settings
+from engine_ext.startup import LoaderDryRun, compose
 from engine_ext.sync import DeltaApplier, ScatterWriter, StagedPart, apply_masked
-from engine_ext.tracing import trace_placement
 from scripts.process_memory import peak_resident, reset_peak
 
 _MEMORY_DENSITY: Final = 0.02
@@ -107,12 +106,12 @@ def make_live_model(llm: Any, learner: Any, threads: int) -> LiveModel:
     Raises:
         RuntimeError: A tensor is not certified, so that scatter cannot write it.
     """
-    from engine_ext.adapters.vllm import worker as adapter
+    from engine_ext.adapters.vllm import checkpoint
 
     worker: Any = llm.llm_engine.model_executor.driver_worker.worker
     model, config = worker.model_runner.get_model(), worker.vllm_config
-    base = dict(adapter.checkpoint(model, config))
-    return _certified(llm, model, adapter._loader(model, config), base, learner, threads)
+    base = dict(checkpoint.checkpoint(model, config))
+    return _certified(llm, model, checkpoint.load_function(model, config), base, learner, threads)
 
 
 def make_plain_model(layers: int, device: str, seed: int, threads: int) -> LiveModel:
@@ -142,7 +141,7 @@ def _certified(
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in base.items()]
     begin = time.perf_counter()
     index = StorageIndex(model)
-    placement = trace_placement(model, load_weights, specs, index)
+    placement = LoaderDryRun(model, load_weights, index).trace(specs)
     if learner is not None:
         compose(placement, learner.repacks, learner.refusals)
     traced = time.perf_counter()
@@ -184,18 +183,18 @@ def random_deltas(base: dict[str, torch.Tensor], density: float, seed: int) -> l
     return deltas
 
 
-def as_part(deltas: Sequence[ParamDelta]) -> tuple[bytes, Part]:
+def as_part(deltas: Sequence[ParamDelta]) -> tuple[bytes, DecodedPart]:
     """Encode a sync of one part; return the container and the decoded part."""
     body = encode_part(deltas, encoding="deltas", current_version=1)
     return body, decode_part(body)
 
 
-def reverse(deltas: Sequence[ParamDelta]) -> Part:
+def reverse(deltas: Sequence[ParamDelta]) -> DecodedPart:
     """Return the part that leads back from `random_deltas` to the base checkpoint."""
     return as_part([msgspec.structs.replace(delta, values=delta.values ^ 1) for delta in deltas])[1]
 
 
-def scatter_apply(applier: DeltaApplier, part: Part) -> Timings:
+def scatter_apply(applier: DeltaApplier, part: DecodedPart) -> Timings:
     """Apply a decoded part on this rank; return seconds in total and of both phases."""
     start = time.perf_counter()
     staged = [applier.stage(part)]
@@ -205,7 +204,7 @@ def scatter_apply(applier: DeltaApplier, part: Part) -> Timings:
     return {"total": end - start, "stage": middle - start, "commit": end - middle}
 
 
-def read_alone(applier: DeltaApplier, part: Part) -> float:
+def read_alone(applier: DeltaApplier, part: DecodedPart) -> float:
     """Return the seconds in which the elements that a part changes are read, once they are found.
 
     By as many threads as PyTorch has.
@@ -228,7 +227,7 @@ def commit(applier: DeltaApplier, staged: list[StagedPart]) -> Any:
 
 
 def ways(
-    live: LiveModel, part: Part, deltas: Sequence[ParamDelta]
+    live: LiveModel, part: DecodedPart, deltas: Sequence[ParamDelta]
 ) -> Iterator[tuple[str, Callable[[], Timings]]]:
     """Yield the name of every way to apply the delta, with a function that times it."""
 

@@ -25,7 +25,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -34,8 +33,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engine_ext.delta_log import LogWriter
 from engine_ext.format import DIFFERENCES, Digest, ParamDelta, change_digest, encode_part
+from engine_ext.log import open_log
 from engine_ext.resources import usable_cores
 from scripts import command_line
 from scripts.bench.synthetic_weights import (
@@ -131,8 +130,8 @@ def _logged(deltas: Sequence[ParamDelta], encoding: str, digest_part: str) -> in
         num_parts=1,
         digest_part=digest_part,
     )
-    with tempfile.TemporaryDirectory(prefix="log-size-") as folder, LogWriter(Path(folder)) as log:
-        draft = log.begin(1)
+    with tempfile.TemporaryDirectory(prefix="log-size-") as folder:
+        draft = open_log(folder).writer().begin(1)
         draft.add(part)
         return sum(path.stat().st_size for path in draft.finish().iterdir())
 

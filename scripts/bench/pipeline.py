@@ -40,15 +40,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from delta_sender import DeltaSender, sync_round
-from delta_sender.acked_state import AckedState
-from delta_sender.bandwidth import LinkSpeed
-from delta_sender.encoding_policy import EncodingPolicy
-from delta_sender.part_builder import PartBuilder
+from delta_sender import DeltaSender
+from delta_sender.diff.snapshot import Snapshot
+from delta_sender.encode import sync_round
+from delta_sender.encode.acked_state import AckedState
+from delta_sender.encode.encoding_policy import EncodingPolicy
+from delta_sender.encode.part_builder import ChangedTensors, PartBuilder
+from delta_sender.encode.sync_round import Attempt, SyncRound
+from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.results import SyncReport
 from delta_sender.run import Run
-from delta_sender.snapshot import Snapshot
-from delta_sender.sync_round import Attempt, SyncRound
 from engine_ext.format import ENCODINGS
 from engine_ext.resources import usable_cores
 from scripts import command_line
@@ -105,12 +106,13 @@ class Stages:
         names = [{"name": name, "status": "exact", "digested": True} for name in self._new]
         state.read_plan([names], keep_digest=True, full=False)
         start = time.perf_counter()
+        attempt = Attempt(1, False, policy, policy)
         builder = PartBuilder(
             shared,
-            Attempt(1, False, policy, policy),
-            state,
+            attempt,
+            ChangedTensors(shared, attempt, state, LinkSpeed()),
+            base_version=0,
             bucket_bytes=self._options.bucket_bytes,
-            speed=LinkSpeed(),
         )
         bodies = [part.body for part in builder]
         found = [body.result() for body in bodies]

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 HOST: Final = "127.0.0.1"
 _CHUNK: Final = 1 << 17
-# Little may wait before the link, so that a sender notices how fast it is.
+# Small, so that a sender notices how fast the link is.
 _BUFFER: Final = 1 << 18
 # A sleep ends late, by up to this many seconds. A link that is free for no longer was not idle.
 _LATE: Final = 5e-3

@@ -18,12 +18,11 @@ import uvicorn
 from fastapi import FastAPI
 from torch import nn
 
+from delta_server.intake import VerifiedPart
 from delta_server.request_options import parse_query, part_id
 from delta_server.routes import attach
 from delta_server.service import DeltaService
-from delta_server.spool import Spooled
 from engine_ext.errors import DeltaError
-from engine_ext.format import Limits
 from engine_ext.kernels import warm_up
 from engine_ext.model import StorageIndex
 from engine_ext.placement import TensorSpec, certify_placement, make_plan
@@ -38,8 +37,8 @@ from engine_ext.ranks.operations import (
     encode_request,
 )
 from engine_ext.settings import Settings
+from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import DeltaApplier, Receiver, ScatterWriter
-from engine_ext.tracing import trace_placement
 from scripts.bench.pipeline_link import HOST
 
 _CHUNK = 1 << 16  # as uvicorn hands a body on
@@ -68,7 +67,7 @@ def make_receiver(tensors: dict[str, torch.Tensor], settings: Settings) -> Recei
     model = PlainModel(tensors)
     index = StorageIndex(model)
     specs = [TensorSpec(name, tuple(one.shape), one.dtype) for name, one in tensors.items()]
-    placement = trace_placement(model, model.load_weights, specs, index)
+    placement = LoaderDryRun(model, model.load_weights, index).trace(specs)
     certify_placement(placement, tensors.items())
     plan = make_plan(placement, SingleRank())
     applier = DeltaApplier(
@@ -85,7 +84,6 @@ def make_receiver(tensors: dict[str, torch.Tensor], settings: Settings) -> Recei
         base_version=settings.base_version,
         stage_timeout=settings.stage_timeout,
         read_workers=settings.read_workers,
-        limits=Limits(),
     )
 
 
@@ -136,7 +134,7 @@ def serve(pipe: Any, tensors: dict[str, torch.Tensor]) -> None:
         await service.start()
         pipe.send(listener.getsockname()[1])
         yield
-        service.spool.close()
+        service.intake.close()
 
     app = FastAPI(lifespan=lifespan)
     attach(app)
@@ -157,10 +155,10 @@ class Stages:
         settings = Settings()
         self._receiver, self._bodies = make_receiver(tensors, settings), bodies
         self._service = DeltaService(PlainEngine(self._receiver), settings)
-        self._spooled: list[Spooled] = []
+        self._spooled: list[VerifiedPart] = []
 
     def close(self) -> None:
-        self._service.spool.close()
+        self._service.intake.close()
 
     def receive(self) -> float:
         """Return the seconds in which all bodies are checked and in the spool."""
@@ -174,13 +172,13 @@ class Stages:
     async def _receive(self) -> None:
         for body in self._bodies:
             rate = self._service.minimum_rate
-            self._spooled.append(await self._service.spool.receive(_pieces(body), len(body), rate))
+            self._spooled.append(await self._service.intake.receive(_pieces(body), len(body), rate))
 
     def stage(self) -> float:
         """Return the seconds in which all parts are staged, given that `receive` was called."""
         options = parse_query({})
         parts = [
-            (part_id(spooled.header.manifest, spooled.identity, options), spooled.path)
+            (part_id(spooled.manifest, spooled.identity, options), spooled.path)
             for spooled in self._spooled
         ]
         start = time.perf_counter()

@@ -5,7 +5,7 @@
 
 See scripts/bench/synthetic_weights.py for the weights and their changes, which are those of small
 steps: nearly all by one unit in the last place. Each form compares the quantised matrix before and
-after; see trainer/delta_sender/quantize.py for the forms.
+after; see trainer/delta_sender/diff/quantize.py for the forms.
 
 columns:
   bf16      changed weights / weights, in bfloat16
@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from delta_sender import quantize_weight
-from delta_sender.diff_host import compare
-from delta_sender.quantize import FORMS
+from delta_sender.diff.compare import compare
+from delta_sender.diff.quantize import FORMS
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.format import ENCODINGS, ParamDelta, encode_part
 from scripts import command_line

@@ -72,7 +72,7 @@ async def serve(listening: socket.socket, http: Any) -> None:
         beating = asyncio.create_task(heart.beat())
         yield
         beating.cancel()
-        service.spool.close()
+        service.intake.close()
 
     app = FastAPI(lifespan=lifespan)
     attach(app)

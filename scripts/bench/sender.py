@@ -42,12 +42,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from delta_sender.bandwidth import LinkSpeed
-from delta_sender.destination import Destination
-from delta_sender.diff_device import SNAPSHOT_ON
-from delta_sender.diff_host import Comparisons
-from delta_sender.diff_loop import Difference
-from delta_sender.multi_sender import MultiSender
+from delta_sender.diff.compare import Comparisons, Difference
+from delta_sender.diff.device import SNAPSHOT_ON
+from delta_sender.publish.bandwidth import LinkSpeed
+from delta_sender.publish.destination import Destination
+from delta_sender.publish.multi_sender import MultiSender
 from delta_sender.results import SyncReport
 from engine_ext.kernels import gather_scatter
 from engine_ext.resources import usable_cores

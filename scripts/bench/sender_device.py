@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from delta_sender.snapshot import Snapshot
+from delta_sender.diff.snapshot import Snapshot
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -33,7 +33,7 @@ def measure(
 
     Args:
         old, new: name -> tensor on the device.
-        kept_on: where the snapshot is, one of `delta_sender.diff_device.SNAPSHOT_ON`.
+        kept_on: where the snapshot is, one of `delta_sender.diff.device.SNAPSHOT_ON`.
         nnz: number of elements that differ.
         fastest: times a function.
 

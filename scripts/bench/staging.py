@@ -4,18 +4,19 @@
     python -m scripts.bench.staging --layers 1 --runs 1      # to see whether it works
 
 Starts a process for each of --ranks ranks. Each holds its slice of every tensor: half of the
-tensors are split by rows and half by columns. All ranks stage the same parts from a spool folder,
-as an engine's ranks do; nothing is committed. The two ways take turns, and each figure is the least
-of --runs runs.
+tensors are split by rows and half by columns. This process verifies and decompresses parts, as an
+engine's HTTP process does once they have arrived; then all ranks stage them. Nothing is committed.
+The ways take turns, and each figure is the least of --runs runs.
 
-first table, one part with all changes:
-  each rank       every rank decodes the part for itself
-  once            one rank decodes it, and the others use the result
-  CPU s           of all ranks together; the share that decoding takes is in both
-  peak MB         the ranks' own memory and the decoded file, above what they had before; the part
-                  itself, which lies in the spool, is left out
-second table, the same changes in several parts, decoded once:
-  wall ms         until every rank has staged all of them, one part after another or side by side
+rows:
+  one part            all changes in one part
+  one after another   the same changes in several parts
+  side by side        the ranks stage several parts at once
+columns:
+  intake ms           verifying, decompressing and writing all parts for the ranks
+  CPU s               of all ranks together
+  wall ms             intake, and until every rank has staged all parts
+  peak MB             the ranks' own memory, above what they had before
 """
 
 from __future__ import annotations
@@ -38,14 +39,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engine_ext.files import decoded_path, remove_beside
-from engine_ext.format import Limits, ParamDelta, PartId, decode_part, encode_part, part_identity
+from engine_ext.format import (
+    Limits,
+    ParamDelta,
+    PartId,
+    encode_part,
+    read_container,
+    verify_container,
+)
 from engine_ext.model import StorageIndex
 from engine_ext.placement import TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import GroupRanks, Ranks, cores_per_rank
+from engine_ext.ranks.operations import BeginPart
 from engine_ext.resources import usable_cores
+from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import BackgroundStaging, DeltaApplier, ScatterWriter
-from engine_ext.tracing import trace_placement
 from scripts import command_line
 
 _ROWS: Final = 4096
@@ -113,7 +121,7 @@ def _bodies(weights: _Weights, options: argparse.Namespace, parts: int) -> list[
 
 
 class _Slice(torch.nn.Module):
-    """What one rank holds of every tensor."""
+    """The slices of every tensor that one rank holds."""
 
     def __init__(self, weights: _Weights, rank: int, ranks: int) -> None:
         super().__init__()
@@ -143,7 +151,7 @@ class _Rank:
         model.load_weights(weights.items())
         index = StorageIndex(model)
         specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
-        placement = trace_placement(model, model.load_weights, specs, index)
+        placement = LoaderDryRun(model, model.load_weights, index).trace(specs)
         certify_placement(placement, weights.items())
         plan, threads = make_plan(placement, ranks), cores_per_rank(ranks)
         writer = ScatterWriter()
@@ -152,15 +160,15 @@ class _Rank:
         )
         self._ranks, self._workers = ranks, workers
 
-    def stage(self, paths: list[str], *, shared: bool, at_once: bool) -> float:
+    def stage(self, paths: list[str], *, at_once: bool) -> float:
         """Stage some parts; return the CPU seconds that this rank has spent."""
-        staging = BackgroundStaging(self._workers, Limits(), shared=shared)
+        staging = BackgroundStaging(self._workers)
         self._ranks.all_gather(None)
         start = time.process_time()
         for number, path in enumerate(paths):
             identity = Path(path).name.removesuffix(".safetensors")
             part = PartId(version=1, base_version=0, identity=identity, part=number)
-            staging.start(part, path, self._applier.stage)
+            staging.start(BeginPart(part=part, path=path, now=0.0), self._applier.stage)
             if not at_once:
                 staging.results([number])
                 self._ranks.all_gather(None)
@@ -211,20 +219,19 @@ class _Rig:
             process.join()
 
     def measure(self, bodies: Sequence[bytes], **how: bool) -> dict[str, float]:
-        """Let all ranks stage some parts."""
-        paths = [self._folder / f"{_identity(body)}.safetensors" for body in bodies]
-        for path, body in zip(paths, bodies, strict=True):
-            path.write_bytes(body)
-        before, peak, done = self._memory(paths), 0, threading.Event()
+        """Take some parts in, and let all ranks stage them."""
+        before, peak, done = self._memory(), 0, threading.Event()
 
         def sample() -> None:
             nonlocal peak
             while not done.wait(_SAMPLE_S):
-                peak = max(peak, self._memory(paths) - before)
+                peak = max(peak, self._memory() - before)
 
         sampling = threading.Thread(target=sample)
         sampling.start()
         start = time.perf_counter()
+        paths = [_take_in(body, self._folder) for body in bodies]
+        intake = time.perf_counter() - start
         for pipe in self._pipes:
             pipe.send(([str(path) for path in paths], how))
         spent = [pipe.recv() for pipe in self._pipes]
@@ -233,34 +240,40 @@ class _Rig:
         sampling.join()
         for path in paths:
             path.unlink()
-            remove_beside(path)
-        return {"cpu_s": sum(spent), "wall_ms": wall * 1e3, "peak_mb": peak / 1e6}
+        return {
+            "intake_ms": intake * 1e3,
+            "cpu_s": sum(spent),
+            "wall_ms": wall * 1e3,
+            "peak_mb": peak / 1e6,
+        }
 
-    def _memory(self, paths: Sequence[Path]) -> int:
-        """Return the bytes that the ranks have of their own, and those of decoded files."""
+    def _memory(self) -> int:
+        """Return the bytes that the ranks have of their own."""
         total = 0
         for process in self._processes:
             status = Path(f"/proc/{process.pid}/status").read_text()
             total += next(
                 int(line.split()[1]) << 10 for line in status.splitlines() if "RssAnon" in line
             )
-        for path in map(decoded_path, paths):
-            total += path.stat().st_size if path.exists() else 0
         return total
 
 
-def _identity(body: bytes) -> str:
-    return part_identity(decode_part(body).header, body)
+def _take_in(body: bytes, folder: Path) -> Path:
+    """Verify and decompress a part; write what ranks map, to a file named after its identity."""
+    contents = verify_container(read_container(body, Limits())[0], body)
+    path = folder / f"{contents.identity}.safetensors"
+    with path.open("wb") as file:
+        file.writelines([*(() if contents.replaces else (body,)), *contents.pieces])
+    return path
 
 
 def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rig = _Rig(options, folder)
     one, several = (_bodies(rig.weights, options, parts) for parts in (1, options.parts))
     ways: dict[str, Callable[[], dict[str, float]]] = {
-        "each rank": lambda: rig.measure(one, shared=False, at_once=True),
-        "once": lambda: rig.measure(one, shared=True, at_once=True),
-        "one after another": lambda: rig.measure(several, shared=True, at_once=False),
-        "side by side": lambda: rig.measure(several, shared=True, at_once=True),
+        "one part": lambda: rig.measure(one, at_once=True),
+        "one after another": lambda: rig.measure(several, at_once=False),
+        "side by side": lambda: rig.measure(several, at_once=True),
     }
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for run in range(options.runs + 1):
@@ -284,17 +297,14 @@ def _print(options: argparse.Namespace, found: dict[str, Any]) -> None:
         f"{options.density:.1%} changed, {found['bytes'] / 1e6:.1f} MB of {options.encoding}; "
         f"{usable_cores()} cores, least of {options.runs} runs"
     )
-    for title, ways, figures in (
-        ("decoded by", ("each rank", "once"), ("cpu_s", "wall_ms", "peak_mb")),
-        (f"{found['parts']} parts", ("one after another", "side by side"), ("cpu_s", "wall_ms")),
-    ):
-        table = Table(box=box.SIMPLE_HEAD)
-        for column in (title, *(figure.replace("_", " ") for figure in figures)):
-            table.add_column(column, justify="right")
-        for way in ways:
-            cells = (f"{found[way][figure]:.{2 * (figure == 'cpu_s')}f}" for figure in figures)
-            table.add_row(way, *cells)
-        console.print(table)
+    figures = ("intake_ms", "cpu_s", "wall_ms", "peak_mb")
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in (f"of {found['parts']} parts", *(one.replace("_", " ") for one in figures)):
+        table.add_column(column, justify="right")
+    for way in ("one part", "one after another", "side by side"):
+        cells = (f"{found[way][figure]:.{2 * (figure == 'cpu_s')}f}" for figure in figures)
+        table.add_row(way, *cells)
+    console.print(table)
 
 
 if __name__ == "__main__":

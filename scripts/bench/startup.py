@@ -107,12 +107,18 @@ def measure(layers: int, folder: Path, threads: int) -> Times:
     Raises:
         RuntimeError: a tensor is not certified.
     """
-    from engine_ext.derived import LaterCopies
     from engine_ext.placement import uncertified
     from engine_ext.ranks import SingleRank
     from engine_ext.settings import Settings
-    from engine_ext.sync import LoadedModel, startup
-    from engine_ext.tracing import LoadingTrace
+    from engine_ext.startup import (
+        LaterCopies,
+        LoadedModel,
+        LoadingTrace,
+        agree_on_plan,
+        certify_model,
+        trace_model,
+    )
+    from engine_ext.sync import assemble
 
     model, seconds = make_model(layers), Times()
 
@@ -146,13 +152,14 @@ def measure(layers: int, folder: Path, threads: int) -> Times:
     )
     assert loading.specs is not None
     later = LaterCopies(model, loaded.constants)
-    traced = startup._trace(loaded, later, loading.specs, checkpoint)
+    traced = trace_model(loaded, later, loading.specs, checkpoint)
     start = timed("tracing", start)
-    startup._certify(loaded, traced, checkpoint)
+    certify_model(loaded, traced, checkpoint)
     start = timed("certification", start)
-    applier = startup._delta_applier(loaded, Settings(), traced, later)
+    plan = agree_on_plan(loaded, traced)
+    applier = assemble.make_delta_applier(loaded, Settings(), traced, plan, later)
     start = timed("applier", start)
-    startup._receiver(loaded, Settings(), applier)
+    assemble.wrap_applier(loaded, Settings(), applier)
     timed("kernels", start)
     wrong = uncertified(traced.placement)
     if wrong:

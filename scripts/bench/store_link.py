@@ -29,7 +29,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engine_ext.object_store import ObjectStore, store_url
+from engine_ext.log import Objects
+from engine_ext.store_urls import store_url
 from scripts import command_line
 from scripts.bench import pipeline_link
 
@@ -55,7 +56,7 @@ def relay(port: int, bytes_per_s: float, round_trip: float) -> Iterator[int]:
 
 def fetch(url: str, streams: int, size: int) -> float:
     """Return the seconds in which a part is fetched."""
-    store = ObjectStore(url, streams=streams)
+    store = Objects(url, streams=streams)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         with open(os.path.join(folder, "part"), "w+b", buffering=0) as file:
             start = time.perf_counter()
@@ -67,7 +68,7 @@ def measure(options: argparse.Namespace) -> dict[int, float]:
     """Return the least seconds by the number of ranges at once."""
     size, speed = options.megabytes * 1_000_000, options.megabytes_per_second * 1e6
     direct = os.environ[_ENDPOINT]
-    ObjectStore(options.url).put(_NAME, np.random.default_rng(0).bytes(size))
+    Objects(options.url).put(_NAME, np.random.default_rng(0).bytes(size))
     found: dict[int, float] = {}
     try:
         with relay(urlsplit(direct).port or 80, speed, options.round_trip / 1e3) as port:
@@ -78,7 +79,7 @@ def measure(options: argparse.Namespace) -> dict[int, float]:
                     found[streams] = min(seconds, found.get(streams, seconds))
     finally:
         os.environ[_ENDPOINT] = direct
-        ObjectStore(options.url).delete([_NAME])
+        Objects(options.url).delete([_NAME])
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from delta_sender.diff_host import Comparisons
+from delta_sender.diff.compare import Comparisons
 from engine_ext.format import ParamDelta
 from engine_ext.kernels import gather_scatter
 

@@ -4,12 +4,12 @@
     python -m scripts.bench.upload_latency --base ../other-tree    # in turns with that one's
     python -m scripts.bench.upload_latency --layers 1 --runs 1      # to see whether it works
 
-Starts one server of a random Qwen3 with bf16 weights, of which clients stream completions without
-pause; with --base one of each source tree, one after the other, --rounds times. In turns nothing
-else happens, and another process posts one part with nearly all weights, dense: the engine's HTTP
-process receives it while it sends tokens, and its rank checks and stages it while it generates. A
-turn's small second part completes the sync, outside the time that counts, as a commit pauses
-generation. The values are those that the engine has.
+Starts one server of a random Qwen3 with bf16 weights; clients stream completions from it without
+pause. With --base it starts one server of each source tree, one after the other, --rounds times.
+Turns without other work alternate with turns in which another process posts one part with nearly
+all weights, dense: the engine's HTTP process receives it while it sends tokens, and its rank checks
+and stages it while it generates. A turn's small second part completes the sync, outside the
+measured time, as a commit pauses generation. The values are those that the engine has.
 
 columns:
   tree        of the engine's source: this one, or that of --base
@@ -133,7 +133,7 @@ def measure(
 
 
 class Measured:
-    """What the clients of one tree's engines saw.
+    """The tokens that the clients of one tree's engines got.
 
     Attributes:
         gaps: of all tokens but the first one of each request.

@@ -81,6 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # What is refused is in the conformance table; the log would say it a thousand times.
+    # The conformance table shows refusals; the log would repeat them a thousand times.
     logging.getLogger("engine_ext").setLevel(logging.ERROR)
     sys.exit(main())

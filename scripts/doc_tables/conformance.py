@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     subject_help = "one more receiver, as package.module:factory; repeatable"
     parser.add_argument("--subject", action="append", default=[], help=subject_help)
     arguments = parser.parse_args(argv)
-    # What is refused is in the table; the log would say it a thousand times.
+    # The table shows refusals; the log would repeat them a thousand times.
     logging.getLogger("engine_ext").setLevel(logging.ERROR)
     rows = judge_all(subjects(arguments.subject))
     print(json.dumps(rows, indent=1) if arguments.json else markdown(rows))

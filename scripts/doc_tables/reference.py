@@ -25,7 +25,7 @@ _SURVIVED: Final = {
     "uncertain": "uncertain: 503 until a full sync, which the sender sends",
 }
 _FOLLOWED: Final = {
-    "old": "old version; by itself the newest one, {}",
+    "old": "old version; then, without a call, the newest one, {}",
     "new": "new version",
 }
 _RESTARTED: Final = {
@@ -132,7 +132,7 @@ def route_table() -> str:
 
 
 def fault_table() -> str:
-    """Return what each fault of tests/faults is, the answer, and what the engine holds then."""
+    """Return each fault of tests/faults, the answer, and the engine's version afterwards."""
     deaths = importlib.import_module("tests.faults.process_deaths")
     faults = importlib.import_module("tests.faults.survivable")
     rebuilding = importlib.import_module("tests.faults.rebuilding")
@@ -146,13 +146,13 @@ def fault_table() -> str:
         *hanging.HANGING,
         *deaths.RESPAWNS,
     ]
-    rows = [(fault.what, fault.told, _SURVIVED[fault.ends]) for fault in survived]
+    rows = [(fault.what, fault.answer, _SURVIVED[fault.ends]) for fault in survived]
     rows += [
-        (death.what, death.told, _RESTARTED[death.ends])
+        (death.what, death.answer, _RESTARTED[death.ends])
         for death in (*deaths.DEATHS, *rebuilding.REBUILD_DEATHS)
     ]
     rows += [
-        (fault.what, fault.told, _FOLLOWED[fault.meanwhile].format(fault.until))
+        (fault.what, fault.answer, _FOLLOWED[fault.meanwhile].format(fault.until))
         for fault in store.STORE
     ]
     header = ["fault", "answer to the sender, or the follower's error", "the engine holds"]

@@ -101,7 +101,7 @@ def versions() -> str:
 
 
 def features() -> str:
-    """Return what not all supported versions have, and what is done without it."""
+    """Return the features that some supported versions lack, and the effect of that."""
     rows = []
     for own in _FEATURES:
         for one in own.FEATURES:

@@ -21,7 +21,7 @@ _MXFP4_GROUP: Final = 32  # values that share a scale
 
 
 def quantised(form: str, kind: str = "qwen3", **sizes: Any) -> Callable[[Path], Path]:
-    """Return what writes a model of `kind` in a format of `quantised_checkpoints`."""
+    """Return a writer of a model of `kind` in a format of `quantised_checkpoints`."""
 
     def write(folder: Path) -> Path:
         quantise, _, dtype = FORMATS[form]
@@ -60,7 +60,7 @@ def _block_scaled(weight: torch.Tensor) -> Tensors:
 
 
 def fp8_block(kind: str) -> Callable[[Path], Path]:
-    """Return what writes a model of `kind` with fp8 blocks, as DeepSeek's and Qwen's have."""
+    """Return a writer of a model of `kind` with fp8 blocks, as DeepSeek's and Qwen's have."""
 
     def write(folder: Path) -> Path:
         tiny_models.build(kind, folder, **(_WIDE if kind == "qwen3" else _WIDE_EXPERTS))
@@ -107,7 +107,7 @@ def gpt_oss_mxfp4(folder: Path) -> Path:
 
 
 def plain(kind: str, **sizes: Any) -> Callable[[Path], Path]:
-    """Return what writes a bf16 model of `kind`."""
+    """Return a writer of a bf16 model of `kind`."""
     return lambda folder: tiny_models.build(kind, folder, **sizes)
 
 

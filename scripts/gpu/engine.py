@@ -17,7 +17,7 @@ _ENVIRONMENT: Final = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    # What the bundle leaves out.
+    # Files that the bundle leaves out.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip",

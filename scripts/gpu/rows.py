@@ -47,8 +47,8 @@ class Row:
         flags: Arguments of the engine.
         dtype: What the engine serves it in.
         changed: Share of the elements that each sync changes.
-        more: What else is done with the live engine after the second sync; gets it, its sender,
-            the weights and the facts, to which it adds. It ends with the weights it began with.
+        more: Another check of the live engine after the second sync; gets it, its sender,
+            the weights and the facts, to which it adds. It must end with the weights it began with.
         delta_flags: Further arguments of the engine with delta updates.
         kv_bytes: Size of its KV cache.
         environment: Further variables of both engines.
@@ -135,7 +135,7 @@ class Load:
 
 
 def sync_facts(report: SyncReport) -> Facts:
-    """Return what a row shows of a sync; times in ms."""
+    """Return a row's cells about a sync; times in ms."""
     timings = report.engine.get("timings_ms", {})
     return {
         "status": report.status,

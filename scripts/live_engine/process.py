@@ -169,7 +169,7 @@ class EngineProcess(abc.ABC):
                 shutil.rmtree(scratch, ignore_errors=True)
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the server exits by itself within `timeout_s` seconds."""
+        """Return whether the server exits within `timeout_s` seconds, without a signal."""
         assert self._process is not None
         try:
             self._process.wait(timeout_s)
@@ -225,7 +225,7 @@ class EngineProcess(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def interpreter(cls) -> Path:
-        """Return the Python interpreter that has the engine; it may not exist."""
+        """Return the Python interpreter that has the engine; it might not exist."""
 
     @abc.abstractmethod
     def _server_arguments(self) -> list[str]:

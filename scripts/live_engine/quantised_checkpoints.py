@@ -95,7 +95,7 @@ def _per_tensor(
     inputs: bool = False,
     zero_point: bool = False,
 ) -> Callable[[torch.Tensor, torch.Generator], Tensors]:
-    """Return what quantises a weight with one scale of this shape.
+    """Return a function that quantises a weight with one scale of this shape.
 
     Args:
         inputs, zero_point: whether there is a scale, and a zero point, of the layer's input, too.
@@ -278,11 +278,11 @@ def rewrite(form: str, folder: Path, tensors: Tensors) -> Path:
 def by_compressed_tensors(
     weight: torch.Tensor, kind: str, scale_dtype: torch.dtype | None = None
 ) -> Tensors:
-    """Return what the library of that name makes of a weight with a scale for each channel.
+    """Quantise a weight with a scale for each channel, by the library of that name.
 
     Args:
         kind: ``float`` or ``int``, of 8 bits.
-        scale_dtype: What the scale is stored in; None: the weight's dtype.
+        scale_dtype: The dtype of the stored scale; None: the weight's dtype.
     """
     from compressed_tensors.compressors.naive_quantized import NaiveQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -309,8 +309,8 @@ def serving_dtype(form: str) -> str:
 def step(tensors: Mapping[str, torch.Tensor], seed: int) -> Tensors:
     """Return a copy in which one element in fifty has another lowest bit.
 
-    The only scale of a tensor becomes up to twice, or half, as large. What is no weight stays:
-    shapes, the order of groups, and the zero points of GPTQ's symmetric scheme. An fp8 weight never
+    The only scale of a tensor becomes up to twice, or half, as large. Other tensors stay: shapes,
+    the order of groups, and the zero points of GPTQ's symmetric scheme. An fp8 weight never
     becomes NaN.
     """
     generator = torch.Generator().manual_seed(seed)

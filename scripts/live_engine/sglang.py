@@ -1,7 +1,7 @@
 """Run a real SGLang server as a child process.
 
 SGLang has its own environment. ``SGLANG_PYTHON`` names its interpreter; without it, the current
-interpreter is used if it has SGLang, else ``.venv-sglang``, which ``make setup-sglang`` creates.
+interpreter is used if it has SGLang, else ``.venv-sglang``, which ``make setup NAME=sglang`` makes.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ rows of the first table:
   tokens per second               generated before the first sync, and while syncs ran
   request, s                      duration of a completion request
   pause, ms                       time for which a sync paused generation
-  parts of a sync                 of which up to four are in flight
+  parts of a sync                 up to four of them are in flight
 columns of the second table, a row per process, medians of the first and the last quarter of the
 samples after the warm-up:
   memory, MiB                     anonymous and shared memory, swapped or not; mapped files are left
@@ -48,8 +48,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from delta_sender import SyncError
-from delta_sender.encoding_policy import CHOICES
-from delta_sender.warm_up import warm_up as compile_for
+from delta_sender.encode.encoding_policy import CHOICES
+from delta_sender.encode.warm_up import warm_up as compile_for
 from scripts import command_line
 from scripts.live_engine.fingerprint import fingerprint, verify
 from scripts.live_engine.process import EngineError, EngineProcess
@@ -180,7 +180,7 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
     return found
 
 
-# The last sync may have kept KV entries of old weights (flush_cache=false).
+# The last sync might have kept KV entries of old weights (flush_cache=false).
 _FLUSH: Final = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache"}
 
 
@@ -226,8 +226,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     mode_help = "what a sync does to requests in flight; all: in turn (%(default)s)"
     add("--pause-mode", choices=(*PAUSE_MODES, "all"), default="all", help=mode_help)
     quiet_help = (
-        "seconds of load without syncs before the first one; from 60 on they tell how much memory "
-        "the engine keeps of the load alone (%(default)s)"
+        "seconds of load without syncs before the first one; 60 or more show how much memory the "
+        "engine keeps of the load alone (%(default)s)"
     )
     add("--quiet-seconds", type=at_least(1), metavar="N", default=240, help=quiet_help)
     add("--seed", type=int, metavar="N", default=0, help="of changes and prompts (%(default)s)")

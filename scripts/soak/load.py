@@ -75,7 +75,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 
 class AbortPolicy:
-    """Decides which requests may be aborted: those that overlap a sync with pause mode abort."""
+    """Decides which requests can be aborted: those that overlap a sync with pause mode abort."""
 
     def __init__(self) -> None:
         self._begun: list[float] = []
@@ -91,7 +91,7 @@ class AbortPolicy:
             self._ended.append(time.monotonic())
 
     def allows(self, begin: float, end: float) -> bool:
-        """Return whether a request from `begin` to `end` may have been aborted.
+        """Return whether a request from `begin` to `end` might have been aborted.
 
         Both are of `time.monotonic`, which all processes of a machine share.
         """
@@ -126,7 +126,7 @@ class Tally:
             reason: the engine's finish reason.
             tokens, wanted: how many tokens it has, and how many were requested.
             seconds: duration of the request.
-            may_abort: whether a sync may have aborted it.
+            may_abort: whether a sync might have aborted it.
         """
         whole = reason == "length" and tokens == wanted
         aborted = reason == "abort" and may_abort and tokens <= wanted
@@ -154,7 +154,7 @@ class Load:
 
     Attributes:
         tally: outcomes so far.
-        policy: to be told of syncs that abort requests.
+        policy: gets the syncs that abort requests.
     """
 
     def __init__(self, url: str, clients: int, seed: int) -> None:
@@ -177,7 +177,7 @@ class Load:
     def __exit__(self, *exc_info: object) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.close()  # tells the clients to stop
+        self._process.stdin.close()  # the clients stop
         self._reader.join()
         if self._process.wait() != 0:
             self.tally.failed("the clients' process failed")

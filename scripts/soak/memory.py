@@ -22,7 +22,7 @@ _FIGURES: Final = {MEMORY: "memory", FILES: "files", THREADS: "threads"}  # fiel
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process uses: bytes of memory that no file backs, open files, threads."""
+    """The resources of one process: bytes of memory that no file backs, open files, threads."""
 
     memory: int
     files: int
@@ -132,7 +132,7 @@ def trends(
 
     Args:
         samples: those after the warm-up, at least two, in order.
-        under_load: growth of memory without syncs, which is allowed beside the bound.
+        under_load: growth of memory without syncs, which is allowed in addition to the bound.
     """
     seconds = Trend.of([(sample.at, 0.0) for sample in samples], 0.0).span
     found = {}
@@ -203,7 +203,7 @@ def spooled(folder: Path) -> list[Path]:
     """List the files in a spool folder that are not empty, but those to be written again."""
     found = []
     for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # it may be gone by now
+        with contextlib.suppress(OSError):  # it might be gone by now
             if file.suffix != UNUSED_SUFFIX and file.is_file() and file.stat().st_size:
                 found.append(file)
     return found

@@ -9,7 +9,7 @@ loads it, its loader is traced, and live memory compared with every byte. Flags 
 here are passed to vLLM.
 
 columns:
-  exact, cast, rebuilt  tensors that are updated exactly; docs/supported-models.md tells them apart
+  exact, cast, rebuilt  tensors that are updated exactly; docs/supported-models.md explains each
   ignored               tensors that vLLM's loader drops
   refused               tensors that cannot be updated
 """

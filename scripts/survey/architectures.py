@@ -31,7 +31,7 @@ class Architecture:
     Attributes:
         config: the name of its config's class in transformers.
         fields: of the config.
-        accepted: why a tensor may be refused, by a pattern of names (`fnmatch`).
+        accepted: why a tensor can be refused, by a pattern of names (`fnmatch`).
     """
 
     config: str

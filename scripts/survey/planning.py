@@ -14,7 +14,7 @@ import msgspec
 from scripts.survey.processes import Ended, run_each
 from scripts.survey.results import Result, from_plan
 
-# What every process would import. numba is left out: vLLM fails on it while it starts a worker.
+# Modules that every process would import. numba is left out: vLLM fails on it in a new worker.
 _PRELOADED: Final = (
     "transformers",
     "vllm",
@@ -53,7 +53,7 @@ def plan_all(
 
 
 def read(ended: Ended) -> Result:
-    """Return what a process has found."""
+    """Return the results of a process."""
     path = ended.folder / _RESULT
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Result)

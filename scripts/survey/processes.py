@@ -57,7 +57,7 @@ def run_each(
         folder: of the folders.
         preload: modules that are imported once. It is what the first call in a program says.
         jobs: calls at a time.
-        timeout: seconds that a call may take, after which it is killed.
+        timeout: seconds that a call can take, after which it is killed.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([*preload])

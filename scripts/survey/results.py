@@ -1,4 +1,4 @@
-"""What the survey finds, and the file that has it."""
+"""The survey's results, and their file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATUSES: Final = (*UPDATED, "ignored", "uncertified")
 
 
 class Result(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What vLLM makes of one architecture's model.
+    """The result for one architecture's model.
 
     Attributes:
         name: of the architecture.
@@ -49,7 +49,7 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def signature(self) -> tuple[int, tuple[str, ...], tuple[str, ...], bool]:
-        """What is the same on every CPU: tensors updated, ignored and refused, and a failure.
+        """The results that are the same on every CPU: tensors updated, ignored, refused; a failure.
 
         Without AVX512-BF16, vLLM has fewer modules to rebuild.
         """

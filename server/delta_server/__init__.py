@@ -1,9 +1,10 @@
 """The HTTP side of delta updates, the same for every engine.
 
-Endpoints (`routes`), the spool of bodies (`spool`), staging and committing on all ranks (`service`,
-`staging`, `commit`), replay of a delta log (`log_replay`); an engine adapter implements `Engine`.
+Endpoints (`routes`) and other sources take parts in (`intake`) and submit them to the
+`coordinator`, which stages them on all ranks (`staging`) and commits (`commit`); replay of a delta
+log (`log_replay`); an engine adapter implements `Engine`.
 
-Imports: `engine_ext.format`, `engine_ext.delta_log` and the ground floor; never the receiver, an
+Imports: `engine_ext.format`, `engine_ext.log` and the ground floor; never the receiver, an
 adapter, or `delta_sender`.
 """
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from fastapi import Request
 
-from engine_ext.errors import LoopbackOnly, Unauthorized
+from engine_ext.errors import AccessDenied, Unauthorized
 from engine_ext.settings import API_KEY_ENVIRONMENT
 
 _FORWARDED = ("forwarded", "x-real-ip", "via")
@@ -32,7 +32,7 @@ def check_access(request: Request, networks: Sequence[str] = ()) -> None:
 
     Raises:
         Unauthorized: a token is set, and the request's is missing or different.
-        LoopbackOnly: no token is set, and the request may come from another host.
+        AccessDenied: no token is set, and the request may come from another host.
     """
     token = os.environ.get(API_KEY_ENVIRONMENT)
     if token is not None:
@@ -66,24 +66,24 @@ def check_client(
         networks: the trusted ones, as ``10.0.4.0/24``.
 
     Raises:
-        LoopbackOnly: the peer is elsewhere, or it is a proxy, or a browser that acts for a page of
+        AccessDenied: the peer is elsewhere, or it is a proxy, or a browser that acts for a page of
             another site.
     """
     if client is None or not (_is_loopback(client) or _is_in(client, networks)):
-        raise LoopbackOnly(_SET_A_TOKEN)
+        raise AccessDenied(_SET_A_TOKEN)
     for name in headers:
         if name in _FORWARDED or name.startswith(_FORWARDED_PREFIX):
-            raise LoopbackOnly(f"{_SET_A_TOKEN}. A proxy has forwarded this request: {name}")
+            raise AccessDenied(f"{_SET_A_TOKEN}. A proxy has forwarded this request: {name}")
     # Only browsers send these.
     if "origin" in headers or "sec-fetch-site" in headers:
         sites = (headers.get("origin", ""), "//" + headers.get("host", ""))
         hosts = [_host_of(site) for site in sites if site]
         if not all(host == "localhost" or _is_loopback(host) for host in hosts):
-            raise LoopbackOnly(f"{_SET_A_TOKEN}. A page of another site has sent this request")
+            raise AccessDenied(f"{_SET_A_TOKEN}. A page of another site has sent this request")
     # They send neither for a page's own host name, which may resolve to this host by now (DNS
     # rebinding).
     if "host" in headers and not _may_be_this_host(_host_of("//" + headers["host"])):
-        raise LoopbackOnly(f"{_SET_A_TOKEN}. The request's 'Host' is not a name of this host")
+        raise AccessDenied(f"{_SET_A_TOKEN}. The request's 'Host' is not a name of this host")
 
 
 def _may_be_this_host(host: str) -> bool:

@@ -19,7 +19,6 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
-    Mapping,
     Sequence,
 )
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from delta_server import metrics, pauses
 from delta_server.engine import Engine
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
-from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, PublishFailed
+from engine_ext.errors import CommitFailed, CommittedNotResumed, DeltaError, EngineUncertain
 from engine_ext.format import Digest
 from engine_ext.ranks.operations import (
     AcquireLease,
@@ -96,7 +95,7 @@ class EngineCommitter:
 
     async def status(self, engine: Engine | None = None) -> list[RankStatus]:
         """Return the state of every rank's receiver, and update `uncertain`."""
-        replies = await call(engine or self._engine, GetStatus())
+        replies = await call_all_ranks(engine or self._engine, GetStatus())
         self._update_state(replies)
         if engine is None or engine is self._engine:
             metrics.show_run(replies[0].run)
@@ -104,7 +103,7 @@ class EngineCommitter:
 
     async def states(self) -> list[RankState]:
         """Return what every HTTP process must know of the ranks."""
-        return await call(self._engine, GetState())
+        return await call_all_ranks(self._engine, GetState())
 
     async def is_uncertain(self) -> bool:
         """Return whether generation must not be served; asks the ranks if the engine is shared.
@@ -116,7 +115,7 @@ class EngineCommitter:
         if self._engine.shared and now - self._state_read_at >= _STATE_MAX_AGE_S:
             self._state_read_at = now
             try:
-                self._update_state(await call(self._engine, GetState()))
+                self._update_state(await call_all_ranks(self._engine, GetState()))
             except Exception:
                 logger.exception("the state of the ranks could not be read")
         return self.uncertain
@@ -134,7 +133,7 @@ class EngineCommitter:
 
         Raises:
             CommitFailed: some rank failed half-way, or did not answer. The engine stays paused.
-            PublishFailed: every rank has written, and the engine failed after that.
+            CommittedNotResumed: every rank has written, and the engine failed after that.
             DeltaError: every rank has refused, and none has written.
         """
         async with self._lease(pauses=True) as lease:
@@ -184,7 +183,7 @@ class EngineCommitter:
             digest = total_digest(reply.digest for reply in replies)
             return {"digest": digest, "run": replies[0].run}
 
-    async def by_caller(self, change: Callable[[], Awaitable[_T]]) -> _T:
+    async def run_external_change(self, change: Callable[[], Awaitable[_T]]) -> _T:
         """Let the caller pause or resume the engine, but not during a commit.
 
         A pause that a failed commit has left behind is the caller's from then on. The change is
@@ -192,9 +191,9 @@ class EngineCommitter:
         """
         if self._caller_at_work:
             return await change()  # a resume that ends a pause, which waits for requests
-        return await asyncio.shield(self._by_caller(change))
+        return await asyncio.shield(self._run_external_change(change))
 
-    async def _by_caller(self, change: Callable[[], Awaitable[_T]]) -> _T:
+    async def _run_external_change(self, change: Callable[[], Awaitable[_T]]) -> _T:
         async with contextlib.AsyncExitStack() as stack:
             lease = None
             try:
@@ -239,7 +238,7 @@ class EngineCommitter:
         seen begin counts from the first call that finds it, and one that nobody has seen end is
         forgotten.
         """
-        [state, *_] = await call(self._engine, GetState())
+        [state, *_] = await call_all_ranks(self._engine, GetState())
         if state.paused is None and not await self._engine.is_paused():
             return
         async with self._lease(pauses=False) as lease:
@@ -268,7 +267,7 @@ class EngineCommitter:
             begins: whether the engine was not paused before the caller's change.
         """
         pause = pauses.begin() if await self._engine.is_paused() else None
-        [reply, *_] = await call(self._engine, RecordPause(pause=pause, begins=begins))
+        [reply, *_] = await call_all_ranks(self._engine, RecordPause(pause=pause, begins=begins))
         metrics.PAUSED_SINCE.set(0 if reply.pause is None else reply.pause.since)
         return reply.pause
 
@@ -282,7 +281,7 @@ class EngineCommitter:
             finally:
                 release = ReleaseLease(holder=self._name, owed=lease.resume_owed)
                 try:
-                    await call(self._engine, release)
+                    await call_all_ranks(self._engine, release)
                 except Exception:
                     # This process may acquire it again, and others if this one is dead.
                     logger.exception("the lease of the engine could not be released")
@@ -293,7 +292,7 @@ class EngineCommitter:
             was_paused = await self._engine.is_paused()
             resumes = pauses and not was_paused
             request = AcquireLease(holder=self._name, resumes=resumes, instead_of=dead)
-            replies = await call(self._engine, request)
+            replies = await call_all_ranks(self._engine, request)
             grant = replies[0].grant
             if not grant.granted:
                 assert grant.holder is not None
@@ -310,7 +309,7 @@ class EngineCommitter:
         self._state_read_at = time.monotonic()
 
     async def _publish(self, version: str, lease: _HeldLease, engine: Engine) -> None:
-        """Publish the version and resume in any case; raise what failed as `PublishFailed`."""
+        """Publish the version and resume in any case; raise what failed, see `run`."""
         failures: list[Exception] = []
         try:
             await engine.set_weight_version(version)
@@ -323,7 +322,7 @@ class EngineCommitter:
                 failures.append(error)
         if failures:
             why = f"{type(failures[0]).__name__}: {failures[0]}"
-            raise PublishFailed(
+            raise CommittedNotResumed(
                 f"version {version} is committed, but publishing the version or resuming "
                 f"generation failed: {why}; send the sync again"
             ) from failures[0]
@@ -340,7 +339,7 @@ class EngineCommitter:
         except Exception as error:
             # A sync that is still staged would keep out the full sync that ends this state.
             with contextlib.suppress(Exception):
-                await call(engine, DropSync())
+                await call_all_ranks(engine, DropSync())
             raise CommitFailed(
                 f"the ranks did not answer whether they committed: {type(error).__name__}: "
                 f"{error}; generation answers 503 until a repeat or a full sync is answered"
@@ -363,7 +362,7 @@ class EngineCommitter:
         return msgspec.structs.replace(replies[0], **facts)
 
 
-async def call(engine: Engine, request: Operation[ReplyT]) -> list[ReplyT]:
+async def call_all_ranks(engine: Engine, request: Operation[ReplyT]) -> list[ReplyT]:
     """Carry out one operation on every rank; returns the replies in rank order.
 
     Raises:
@@ -388,7 +387,7 @@ def serialize_with_commits(
 
     @functools.wraps(change)
     async def serialized(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return await committer.by_caller(lambda: change(*args, **kwargs))
+        return await committer.run_external_change(lambda: change(*args, **kwargs))
 
     return serialized
 
@@ -396,12 +395,3 @@ def serialize_with_commits(
 def total_digest(shares: Iterable[str]) -> str:
     """Return the model's digest from the shares that the ranks count, in hex."""
     return Digest.total(map(Digest.parse, shares)).hex()
-
-
-def sum_by_name(shares: Iterable[Mapping[str, str]]) -> dict[str, Digest]:
-    """Return each tensor's digest from the shares that the ranks count."""
-    total: dict[str, Digest] = {}
-    for share in shares:
-        for name, digest in share.items():
-            total[name] = total.get(name, Digest.ZERO) + Digest.parse(digest)
-    return total

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from delta_server import metrics
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
 from engine_ext.format import DIGEST_ALGORITHM, Digest
 from engine_ext.ranks.operations import GetDigest
@@ -18,7 +18,7 @@ async def describe_digests(engine: Engine, scan: bool) -> dict[str, Any]:
     They are what the syncs add up to; with `scan` they are computed from live memory, and
     ``corrupted`` names the tensors whose live bytes are not what the syncs have written.
     """
-    replies = await call(engine, GetDigest(scan=scan))
+    replies = await call_all_ranks(engine, GetDigest(scan=scan))
     tensors = _sum_by_name(reply.tensors for reply in replies)
     tracked = _sum_by_name(reply.tracked for reply in replies)
     total = Digest.total(tensors.values())

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from delta_server.intake import Intake, VerifiedPart
 from delta_server.request_options import DiskRequest
-from delta_server.spool import Spool, Spooled
 from engine_ext.errors import MalformedPart, PathForbidden, TooLarge
 from engine_ext.format import SIGNATURE_SUFFIX, Limits, Verifier, signing_key
 from engine_ext.version_folders import INDEX
@@ -136,8 +136,8 @@ def make_verifier(path: Path, roots: Sequence[str]) -> Verifier | None:
 
 
 async def spool_files(
-    spool: Spool, paths: Sequence[Path], roots: Sequence[str], concurrency: int
-) -> list[Spooled]:
+    intake: Intake, paths: Sequence[Path], roots: Sequence[str], concurrency: int
+) -> list[VerifiedPart]:
     """Copy some files of `resolve_files` to the spool, at most `concurrency` at a time.
 
     Raises:
@@ -145,23 +145,23 @@ async def spool_files(
     """
     semaphore = asyncio.Semaphore(concurrency)
 
-    def copy(path: Path) -> Spooled:
+    def copy(path: Path) -> VerifiedPart:
         verifier = make_verifier(path, roots)
         with open_file(path, roots) as source:
-            return spool.read(source, verifier)
+            return intake.read(source, verifier)
 
-    async def read(path: Path) -> Spooled:
+    async def read(path: Path) -> VerifiedPart:
         async with semaphore:
             return await asyncio.to_thread(copy, path)
 
     results = await asyncio.gather(*map(read, paths), return_exceptions=True)
     failures = [r for r in results if isinstance(r, BaseException)]
-    spooled = [r for r in results if isinstance(r, Spooled)]
+    verified = [r for r in results if isinstance(r, VerifiedPart)]
     if failures:
-        for part_file in spooled:
+        for part_file in verified:
             part_file.remove()
         raise failures[0]
-    return spooled
+    return verified
 
 
 def list_names(folder: Path, roots: Sequence[str]) -> list[str]:

@@ -60,5 +60,5 @@ async def advance(
         base_version=current,
         sync_id=f"version:{version}",
     )
-    spooled = await asyncio.to_thread(service.spool.read, io.BytesIO(body))
-    return await service.apply_body(spooled, options, record)
+    verified = await asyncio.to_thread(service.intake.read, io.BytesIO(body))
+    return await service.apply_body(verified, options, record)

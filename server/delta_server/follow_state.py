@@ -11,11 +11,11 @@ import re
 import socket
 import uuid
 
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
 from delta_server.leases import acquire
 from delta_server.process_identity import new_name, pid_of
-from engine_ext.delta_log import Listing
+from engine_ext.log import Listing
 from engine_ext.ranks.operations import AcquireFollowLease, Following, LogLook, ShareFollowing
 
 
@@ -77,7 +77,7 @@ class FollowState:
         return await self._share(ShareFollowing(follower=self._name, pins=True, pin=version))
 
     async def _share(self, request: ShareFollowing) -> Following:
-        [self.known, *_] = await call(self._engine, request)
+        [self.known, *_] = await call_all_ranks(self._engine, request)
         return self.known
 
     def last_version(self, listing: Listing) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
 from delta_server.process_identity import is_alive
 from engine_ext.ranks.operations import LeaseGrant, Operation
@@ -18,7 +18,7 @@ async def acquire(engine: Engine, ask: Callable[[str | None], Operation[LeaseGra
     """
     dead: str | None = None
     while True:
-        [grant, *_] = await call(engine, ask(dead))
+        [grant, *_] = await call_all_ranks(engine, ask(dead))
         if grant.granted:
             return True
         assert grant.holder is not None

@@ -1,7 +1,7 @@
 """Compare a delta log with what led to an engine's version, by contents: numbers are used again.
 
 The ranks keep the records of the log's versions that have led to theirs (see
-`engine_ext.delta_log.records`), so every HTTP process of an engine finds the same. A version that
+`engine_ext.log.records`), so every HTTP process of an engine finds the same. A version that
 came by request has no record at first: it is that of the log if its digest or its parts are.
 """
 
@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
-from engine_ext.delta_log import (
+from engine_ext.errors import LogDamaged, LogDiverged
+from engine_ext.log import (
     DeltaLog,
     Entry,
     Listing,
@@ -24,7 +25,6 @@ from engine_ext.delta_log import (
     read_record,
     version_of,
 )
-from engine_ext.errors import LogDamaged, LogDiverged
 from engine_ext.ranks.operations import FindUnseen, ShareLogRecords
 
 _MOST_COMPARED: Final = 128  # versions before the engine's; half of what the ranks keep
@@ -65,7 +65,7 @@ class LogHistory:
             PartUnavailable: the version cannot be read now.
             SpoolFull: the host's cache has no room for it.
         """
-        [answer, *_] = await call(self._engine, ShareLogRecords(version=version))
+        [answer, *_] = await call_all_ranks(self._engine, ShareLogRecords(version=version))
         known = answer.records
         own = [entry for entry in listing.entries if entry.version == version]
         ours = {entry.folder.name: await self.record(entry) for entry in own}
@@ -85,7 +85,7 @@ class LogHistory:
                 return Comparison(_ended(listing, version), is_gone=True)
         new = {name: record for name, record in found.items() if known.get(name) != record}
         if new:
-            await call(self._engine, ShareLogRecords(version=version, seen=new))
+            await call_all_ranks(self._engine, ShareLogRecords(version=version, seen=new))
         return Comparison()
 
     async def record(self, entry: Entry) -> str | None:
@@ -114,7 +114,9 @@ class LogHistory:
             if after is not None:
                 found.add(after == digest)
             elif parts:
-                unseen = await call(self._engine, FindUnseen(version=version, identities=parts))
+                unseen = await call_all_ranks(
+                    self._engine, FindUnseen(version=version, identities=parts)
+                )
                 if not any(answer.unseen for answer in unseen):
                     found.add(True)
         return max(found, default=None)

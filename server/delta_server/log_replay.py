@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from delta_server import metrics
-from delta_server.commit import EngineCommitter, call, total_digest
+from delta_server.commit import EngineCommitter, call_all_ranks, total_digest
 from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
 from delta_server.leases import acquire
@@ -30,34 +30,34 @@ from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import mismatched
-from engine_ext.delta_log import (
-    CannotFold,
-    DeltaLog,
-    Entry,
-    FolderLog,
-    Listing,
-    fold_versions,
-    read_digests,
-    read_record,
-    route,
-    why_not_newer,
-)
 from engine_ext.errors import (
     BaseMismatch,
     CommitFailed,
+    CommittedNotResumed,
     DeltaError,
     LogDamaged,
     LogDiverged,
     PartUnavailable,
-    PublishFailed,
     SpoolFull,
     SyncInProgress,
     VersionConflict,
     WeightsAsleep,
     WriteUndone,
 )
-from engine_ext.object_store import is_store_url
+from engine_ext.log import (
+    CannotFold,
+    DeltaLog,
+    Entry,
+    Listing,
+    fold_versions,
+    open_log,
+    read_digests,
+    read_record,
+    route,
+    why_not_newer,
+)
 from engine_ext.ranks.operations import AcquireLogLease, DropSync, ReleaseLogLease
+from engine_ext.store_urls import is_store_url
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ _WAITS_S = (1.0, 2.0, 4.0)  # before a store is read again at start-up
 _MOST_FOLDED_BYTES = 256 << 20  # of several versions that are folded; ten times that is decoded
 # Errors that another version, or another route to this one, would not avoid.
 _ENGINE_ERRORS = (
-    CommitFailed, PartUnavailable, PublishFailed, SpoolFull, SyncInProgress, WeightsAsleep,
+    CommitFailed, PartUnavailable, CommittedNotResumed, SpoolFull, SyncInProgress, WeightsAsleep,
     WriteUndone,
 )  # fmt: skip
 
@@ -315,7 +315,7 @@ class LogReplay:
         If not, the engine is as it was. Applied one after another, the versions show why.
         """
         with tempfile.TemporaryDirectory(prefix="delta-fold-", dir=self._scratch) as scratch:
-            log = FolderLog(Path(os.path.realpath(scratch)))
+            log = open_log(Path(os.path.realpath(scratch)))
             try:
                 record = await self._history.record(entries[-1])
                 await asyncio.to_thread(fold_versions, log, entries, version, source=self.log)
@@ -394,14 +394,14 @@ class LogReplay:
                 for part in record.parts[:1]:
                     drop = DropSync(version=part.version, sync_id=part.sync_id)
                     with contextlib.suppress(Exception):
-                        await call(self._engine, drop)
+                        await call_all_ranks(self._engine, drop)
                 unproven = declared.before is None and not (entry.full or entry.foreign)
                 if unproven and isinstance(error, BaseMismatch):
                     raise _starts_elsewhere(entry, error.message) from error
                 raise
         if answer["status"] != "committed":
             if answer["status"] == "staged":
-                await call(self._engine, DropSync())
+                await call_all_ranks(self._engine, DropSync())
             raise entry.damaged(f"its parts are not all of a sync ({answer['status']})")
 
     async def _state(self) -> tuple[int, bool, str]:
@@ -431,7 +431,7 @@ class LogReplay:
             yield
         finally:
             try:
-                await call(self._engine, ReleaseLogLease(holder=self._name))
+                await call_all_ranks(self._engine, ReleaseLogLease(holder=self._name))
             except Exception:
                 # This process may acquire it again, and others if this one is dead.
                 logger.exception("the lease of the delta log could not be released")

@@ -14,11 +14,11 @@ from typing import Final
 from prometheus_client import Counter, Gauge, Histogram
 
 from engine_ext.errors import (
+    AccessDenied,
     BaseMismatch,
     CommitFailed,
+    CommittedNotResumed,
     DeltaError,
-    LoopbackOnly,
-    PublishFailed,
     Unauthorized,
     WriteUndone,
 )
@@ -108,10 +108,10 @@ _PHASE_NAMES: Final = ("receive", "stage", "prove", "rebuild", "pause", "commit"
 _FAILURES: Final = {
     "undone": WriteUndone,
     "uncertain": CommitFailed,
-    "unpublished": PublishFailed,
+    "unpublished": CommittedNotResumed,
     "failed": DeltaError,
 }
-for _refusal in (Unauthorized, LoopbackOnly):
+for _refusal in (Unauthorized, AccessDenied):
     DENIED.labels(_refusal.__name__)
 for _phase in _PHASE_NAMES:
     _PHASES.labels(_phase)

@@ -11,7 +11,7 @@ from delta_server.published import folder_of, holds_nothing
 from delta_server.request_options import DiskRequest
 from delta_server.store_files import ResolvedFiles, StoreFiles
 from engine_ext.errors import MalformedPart, PathForbidden
-from engine_ext.object_store import is_store_url
+from engine_ext.store_urls import is_store_url
 
 
 class PullSource:

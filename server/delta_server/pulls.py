@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.empty_syncs import advance
 from delta_server.published import folder_of
 from delta_server.pull_source import PullSource
@@ -78,7 +78,7 @@ async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord
         marks = await asyncio.to_thread(source.marks, following[0])  # before the files are read
         async with source.resolved(following[0]) as files:
             answer = await service.apply_resolved(files, options, record)
-        identities = sorted(one.identity for one in record.spooled)
+        identities = sorted(one.identity for one in record.verified)
         folder = PulledFolder(version=following[0], identities=identities, marks=marks)
         sync_id = record.parts[0].sync_id
         version = record.parts[0].version
@@ -90,7 +90,7 @@ async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord
             source=source.location, target=wanted.target_version, sync_id=sync_id, folder=folder
         ),
     )
-    await call(service.engine, request)
+    await call_all_ranks(service.engine, request)
     found = f"{len(following)} versions to apply" if following else "nothing to apply"
     return f"version {wanted.target_version} is pulled: {found}"
 
@@ -137,7 +137,7 @@ async def commit_pulled(
         if await _drop_rewritten(service, source, pulled, version):
             raise _rewritten(version, "were pulled from it; pull it again")
         if staged is not None:
-            answer = await service.commit_staged(staged, options, own_record)
+            answer = await service.coordinator.commit_staged(staged, options, own_record)
         else:  # not staged, or dropped since, or not known to be this one
             own = msgspec.structs.replace(options, weight_version=version)
             async with source.resolved(version) as files:
@@ -165,7 +165,7 @@ async def _drop_rewritten(
         return False
     staged = await _staged(service, version, pulled.sync_id)
     if staged is not None:
-        await service.drop_staged(staged)
+        await service.coordinator.drop_staged(staged)
     return True
 
 
@@ -209,16 +209,16 @@ async def _is_unchanged(
     reads = service.settings.read_workers
     try:
         async with source.resolved(folder.version) as files:
-            spooled = await spool_request(
-                service.spool, files.paths, files.roots, reads, service.engine
+            verified = await spool_request(
+                service.intake, files.paths, files.roots, reads, service.engine
             )
     except (PartUnavailable, SpoolFull):
         raise
     except DeltaError:  # it could be read before
         return False
-    for one in spooled:
+    for one in verified:
         one.remove()
-    return sorted(one.identity for one in spooled) == folder.identities
+    return sorted(one.identity for one in verified) == folder.identities
 
 
 async def _refuse_incomplete(service: DeltaService, record: RequestRecord) -> NoReturn:
@@ -227,7 +227,7 @@ async def _refuse_incomplete(service: DeltaService, record: RequestRecord) -> No
     Raises:
         MalformedPart: always.
     """
-    await service.drop_staged(record.parts[0])
+    await service.coordinator.drop_staged(record.parts[0])
     version = record.parts[0].version
     raise MalformedPart(f"the folder of version {version} lacks parts of it")
 
@@ -251,12 +251,12 @@ async def _state(service: DeltaService) -> RankState:
         raise BaseMismatch(f"{by} changed the weights outside of delta sync; send a full sync")
     if wrong := mismatched(replies):
         raise BaseMismatch.in_memory(wrong)
-    [state, *_] = await call(service.engine, GetState())
+    [state, *_] = await call_all_ranks(service.engine, GetState())
     return state
 
 
 async def _find(service: DeltaService, checkpoint: str) -> Pulled | None:
-    [found, *_] = await call(service.engine, FindPull(checkpoint=checkpoint))
+    [found, *_] = await call_all_ranks(service.engine, FindPull(checkpoint=checkpoint))
     return found if found.source else None
 
 

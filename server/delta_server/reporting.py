@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from delta_server import metrics
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
 from delta_server.request_record import RequestRecord
 from engine_ext.errors import DeltaError, as_delta_error
@@ -90,7 +90,7 @@ class SyncReporter:
 
     async def history(self, adapter: str | None = None) -> list[dict[str, Any]]:
         """Return the last syncs of the model or an adapter as JSON objects, the newest one last."""
-        replies = await call(self._engine, GetHistory(adapter=adapter))
+        replies = await call_all_ranks(self._engine, GetHistory(adapter=adapter))
         return [msgspec.structs.asdict(sync) for sync in replies[0].syncs]
 
     async def flush(self) -> None:
@@ -114,7 +114,9 @@ class SyncReporter:
 
     async def _remember(self, sync: SyncRecord) -> None:
         try:
-            [sync, *_] = await call(self._engine, RecordSync(record=sync, adapter=sync.adapter))
+            [sync, *_] = await call_all_ranks(
+                self._engine, RecordSync(record=sync, adapter=sync.adapter)
+            )
         except Exception:
             logger.debug("a sync could not be added to the ranks' history", exc_info=True)
         self._log(sync)

@@ -7,8 +7,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from delta_server.spool import Spooled
-from engine_ext.errors import CommitFailed, DeltaError, EngineUncertain, PublishFailed, WriteUndone
+from delta_server.intake import VerifiedPart
+from engine_ext.errors import (
+    CommitFailed,
+    CommittedNotResumed,
+    DeltaError,
+    EngineUncertain,
+    WriteUndone,
+)
 from engine_ext.format import Origin, PartId
 from engine_ext.ranks.operations import SyncRecord
 
@@ -24,7 +30,7 @@ class RequestRecord:
     commits: bool = True  # whether a sync that its parts complete is committed
     origin: Origin = "sender"  # who brings its parts
     reason: str | None = None  # why its sync is full
-    spooled: list[Spooled] = field(default_factory=list)  # the parts that have arrived whole
+    verified: list[VerifiedPart] = field(default_factory=list)  # the parts that have arrived whole
     parts: list[PartId] = field(default_factory=list)
     admissions: set[str] = field(default_factory=set)  # how the ranks have admitted the parts
     timings: dict[str, float] = field(default_factory=dict)  # milliseconds, by phase and "_ms"
@@ -53,7 +59,7 @@ class RequestRecord:
     @property
     def wire_bytes(self) -> int:
         """Size of the parts that have arrived whole, as they were sent."""
-        return sum(s.wire_bytes for s in self.spooled)
+        return sum(s.wire_bytes for s in self.verified)
 
     async def count_received(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the chunks of the body, and count them in `received`."""
@@ -61,16 +67,16 @@ class RequestRecord:
             self.received += len(chunk)
             yield chunk
 
-    def set_parts(self, parts: Sequence[PartId], spooled: Sequence[Spooled]) -> None:
+    def set_parts(self, parts: Sequence[PartId], verified: Sequence[VerifiedPart]) -> None:
         """Set the parts of the request; some of a disk request's may be left out later."""
-        self.parts, self.spooled = list(parts), list(spooled)
+        self.parts, self.verified = list(parts), list(verified)
 
     def answer(self, status: str, facts: dict[str, Any]) -> dict[str, Any]:
         """Return the JSON object of a successful answer, and set the result.
 
         The facts are fields of `engine_ext.ranks.operations.CommittedSync`, as far as known.
         """
-        entries = [entry for s in self.spooled for entry in s.header.manifest.params]
+        entries = [entry for s in self.verified for entry in s.manifest.params]
         answer = {
             "status": status,
             "version": facts["version"],
@@ -111,7 +117,7 @@ class RequestRecord:
             sync_id=sync_id and sync_id[:_MAX_TEXT],
             full=bool(first and first.full),
             reason=(self.reason or _NO_REASON) if first and first.full else None,
-            parts=len(self.spooled),
+            parts=len(self.verified),
             nnz=result.get("nnz"),
             elements=result.get("elements"),
             tensors=result.get("tensors"),
@@ -142,7 +148,7 @@ def outcome_of(error: DeltaError) -> str:
     """Return the outcome of a request that was answered with this error."""
     if isinstance(error, CommitFailed) and not isinstance(error, EngineUncertain):
         return "uncertain"
-    if isinstance(error, PublishFailed):
+    if isinstance(error, CommittedNotResumed):
         return "unpublished"
     if isinstance(error, WriteUndone):
         return "undone"

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server import pauses
 from delta_server.auth import check_access
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.dashboard import asks_for_token, page_response
 from delta_server.empty_syncs import advance
 from delta_server.log_follower import refuse_pushes
@@ -187,7 +187,7 @@ async def collective_rpc(request: Request) -> dict[str, Any]:
         with service.upload_slots.one():
             disk_request = parse_rpc_request(await _json_body(request, service))
             answer = await _apply_files(service, disk_request, request, record)
-            ranks = len(await call(service.engine, GetState()))
+            ranks = len(await call_all_ranks(service.engine, GetState()))
             return {"results": [answer] * ranks}
 
 
@@ -230,7 +230,7 @@ async def delta_rollback(request: Request) -> dict[str, Any]:
     """Restore the version before the last one."""
     service = _service(request)
     refuse_pushes(service.follower)
-    return await asyncio.shield(service.roll_back(parse_query(request.query_params)))
+    return await asyncio.shield(service.coordinator.roll_back(parse_query(request.query_params)))
 
 
 @_answering
@@ -249,7 +249,7 @@ async def delta_catch_up(request: Request) -> dict[str, Any]:
 
 @_answering
 async def delta_pin(request: Request) -> dict[str, Any]:
-    """Hold an engine that follows its delta log at a version; without one, let it go on."""
+    """Hold an engine that follows its delta log at a version; without one, let it continue."""
     service = _service(request)
     if service.follower is None:
         raise Conflict("the engine does not follow a delta log; start it with --delta-follow")
@@ -282,12 +282,12 @@ async def _apply_body(
     verifier = None if key is None else Verifier(key, request.headers.get(SIGNATURE_HEADER))
     length = request.headers.get("content-length", "")
     record.expected = int(length) if length.isascii() and length.isdigit() else None
-    spooled = await service.spool.receive(
+    verified = await service.intake.receive(
         record.count_received(request.stream()), record.expected, service.minimum_rate, verifier
     )
     record.timings["receive_ms"] = record.seconds * 1e3
     # A sender that disconnects must not stop a commit half-way.
-    done = await asyncio.shield(service.apply_body(spooled, options, record))
+    done = await asyncio.shield(service.apply_body(verified, options, record))
     # The sender computes the link's share of its own time from this.
     done["timings_ms"]["total_ms"] = round(record.seconds * 1e3, 3)
     return done

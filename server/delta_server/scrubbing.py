@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from delta_server import metrics
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
 from engine_ext.ranks.operations import RankStatus, TakeScrubFindings
 
@@ -44,7 +44,7 @@ async def count_findings(engine: Engine, interval: float) -> None:
     while True:
         await asyncio.sleep(min(interval, _LONGEST_PERIOD_S))
         try:
-            replies = await call(engine, TakeScrubFindings())
+            replies = await call_all_ranks(engine, TakeScrubFindings())
         except Exception:
             logger.debug("the ranks' scrubbing could not be asked", exc_info=True)
         else:

@@ -1,18 +1,15 @@
-"""Apply one update, from its parts to its commit, on every rank of the engine.
+"""The service: what takes parts in and submits them, and what is known of the engine.
 
 The engine's workers keep the versions and the staged parts. This side keeps no state of its own, so
-that several HTTP processes may serve one engine: it stages parts on every rank
-(`delta_server.staging`), then commits (`delta_server.commit`).
+that several HTTP processes can serve one engine; see `delta_server.coordinator`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import time
-import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,12 @@ import msgspec
 
 from delta_server import metrics, pauses
 from delta_server.adapter_engine import AdapterEngine
-from delta_server.commit import EngineCommitter, call, total_digest
+from delta_server.commit import EngineCommitter, call_all_ranks, total_digest
+from delta_server.coordinator import Coordinator
 from delta_server.digests import describe_digests
 from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
+from delta_server.intake import Intake, VerifiedPart
 from delta_server.log_follower import LogFollower
 from delta_server.log_replay import LogReplay
 from delta_server.part_server import PartServer
@@ -38,37 +37,26 @@ from delta_server.request_options import (
 )
 from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import combined, count_findings, mismatched
-from delta_server.spool import Spool, Spooled
 from delta_server.staging import Staging
 from delta_server.store_files import ResolvedFiles, StoreFiles, StoreFolder
-from delta_server.transactions import after_gap, as_transaction, located, run_of
+from delta_server.transactions import after_gap, located
 from delta_server.upload_limits import MinimumRate, UploadSlots
 from delta_server.version_folders import spool_request
-from engine_ext.delta_log import open_log
 from engine_ext.errors import (
-    CommitFailed,
-    Conflict,
     DeltaError,
-    EngineUncertain,
     MalformedPart,
-    RunConflict,
 )
-from engine_ext.format import DIGEST_ALGORITHM, Limits, PartId
-from engine_ext.object_store import is_store_url
+from engine_ext.format import DIGEST_ALGORITHM, Limits
+from engine_ext.log import open_log
 from engine_ext.ranks.operations import (
-    ClaimRun,
-    CommitSync,
-    CommittedSync,
-    FindUnseen,
     GetPlan,
     GetStatus,
     RankState,
-    ReleaseRun,
-    RollBack,
 )
 from engine_ext.remote_parts import PartCache
 from engine_ext.resources import RateLimit
 from engine_ext.settings import Settings
+from engine_ext.store_urls import is_store_url
 
 
 class DeltaService:
@@ -94,8 +82,10 @@ class DeltaService:
         self._part_server: PartServer | None = None
         if engine.address is not None:
             self._part_server = PartServer(engine.address, settings.part_port)
-        self._staging = self._make_staging()
-        self.spool = Spool(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
+        self.coordinator = Coordinator(
+            engine, self.committer, self.reporter, self._make_staging(engine)
+        )
+        self.intake = Intake(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
         self.minimum_rate = MinimumRate(settings.stage_timeout, settings.min_upload_rate)
         self.upload_slots = UploadSlots(settings.max_uploads)
         self.log_replay: LogReplay | None = None
@@ -108,7 +98,6 @@ class DeltaService:
             )
             if following is not None:
                 self.follower = LogFollower(replay, engine, settings.follow_interval, following)
-        self._part_locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
         self._scrubbing: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._ending_pauses: asyncio.Task[None] | None = None
@@ -126,12 +115,14 @@ class DeltaService:
         service = copy.copy(self)
         service.adapter, service.log_replay, service.follower = name, None, None
         service._engine = AdapterEngine(self._engine, name)
-        service._staging = service._make_staging()
+        service.coordinator = self.coordinator.for_adapter(
+            name, service._engine, self._make_staging(service._engine)
+        )
         return service
 
-    def _make_staging(self) -> Staging:
+    def _make_staging(self, engine: Engine) -> Staging:
         workers = self.settings.read_workers
-        return Staging(self._engine, workers, self.store_files.list_names, self._part_server)
+        return Staging(engine, workers, self.store_files.list_names, self._part_server)
 
     async def start(self) -> None:
         """Check that every rank has a receiver, publish the base version, replay the log.
@@ -143,7 +134,8 @@ class DeltaService:
             DeltaError: some rank has no receiver, or the ranks are at different versions. The
                 server must not start.
         """
-        replies = await call(self._engine, GetStatus())
+        self.intake.warm_up()
+        replies = await call_all_ranks(self._engine, GetStatus())
         versions = [reply.version for reply in replies]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
@@ -216,24 +208,13 @@ class DeltaService:
         """Let the process of a run alone change the weights, or give that up; return JSON.
 
         Raises:
-            RunConflict: another run owns them, or has taken over from this one (`RunFenced`).
-            SyncInProgress: a sender that names no run has staged parts. The engine is unchanged
-                after both.
+            RunConflict, SyncInProgress: see `Coordinator.claim`.
         """
-        sender, takeover = request.sender, request.takeover
+        sender = request.sender
         if request.action == "release":
-            [reply, *_] = await call(self._engine, ReleaseRun(sender=sender))
-            if reply.released:
-                self.reporter.report_owner("released", sender, self.adapter)
-            return {
-                "status": "released" if reply.released else "not_owner",
-                "released": reply.released,
-            }
-        now, at = time.monotonic(), time.time()
-        claim = ClaimRun(sender=sender, takeover=takeover, now=now, at=at)
-        [claimed, *_] = await call(self._engine, claim)
-        if claimed.owner.since == at:
-            self.reporter.report_owner("claimed", sender, self.adapter)
+            released = await self.coordinator.release(sender)
+            return {"status": "released" if released else "not_owner", "released": released}
+        claimed = await self.coordinator.claim(sender, takeover=request.takeover)
         [status, *others] = await self.committer.status(self._engine)
         return {
             "status": "claimed",
@@ -252,7 +233,7 @@ class DeltaService:
 
         An engine that was started without a checkpoint has no plan before its first ``full`` sync.
         """
-        replies = await call(self._engine, GetPlan())
+        replies = await call_all_ranks(self._engine, GetPlan())
         plans = [reply.tensors for reply in replies if reply.tensors is not None]
         return plans if len(plans) == len(replies) else None
 
@@ -260,31 +241,8 @@ class DeltaService:
         """Return the digests; see `delta_server.digests.describe_digests`."""
         return await describe_digests(self._engine, scan)
 
-    async def roll_back(self, options: Options) -> dict[str, Any]:
-        """Restore the version before the last one, weights and weight version.
-
-        Raises:
-            Conflict: the old values were not kept. The engine is unchanged.
-            CommitFailed: the rollback failed half-way. The engine is uncertain.
-        """
-        record = RequestRecord(adapter=self.adapter)
-        async with self.reporter.follow(record):
-            record.phase = "rollback"
-            restored, pause_ms = await self.committer.run(RollBack(), options, self._engine)
-            record.timings |= {"pause_ms": pause_ms, "commit_ms": restored.commit_ms}
-            versions = {"version": restored.version, "base_version": restored.rolled_back}
-            record.set_result("rolled_back", {**versions, "run": restored.run})
-            return {
-                "status": "rolled_back",
-                "version": restored.version,
-                "rolled_back": restored.rolled_back,
-                "run": restored.run,
-                "digest": restored.digest,
-                "timings_ms": record.rounded_timings(),
-            }
-
     async def apply_body(
-        self, spooled: Spooled, options: Options, record: RequestRecord
+        self, verified: VerifiedPart, options: Options, record: RequestRecord
     ) -> dict[str, Any]:
         """Stage one part, and commit if it completes its sync; return the answer as JSON.
 
@@ -296,18 +254,16 @@ class DeltaService:
         """
         try:
             async with self.reporter.follow(record):
-                record.set_parts([], [spooled])
-                manifest, record.reason = spooled.header.manifest, options.reason
-                part = part_id(manifest, spooled.identity, options, record.origin)
-                record.set_parts([part], [spooled])
-                async with self._part_lock([spooled]):
-                    if is_anonymous(manifest, options):
-                        part = msgspec.structs.replace(part, apart=True)
-                        [part], _ = await as_transaction(self._engine, [part], [spooled])
-                        record.parts = [part]
-                    return await self._apply([(part, spooled)], options, record)
+                record.set_parts([], [verified])
+                manifest, record.reason = verified.manifest, options.reason
+                part = part_id(manifest, verified.identity, options, record.origin)
+                record.set_parts([part], [verified])
+                apart = is_anonymous(manifest, options)
+                return await self.coordinator.submit(
+                    [part], [verified], options, record, apart=apart
+                )
         finally:
-            spooled.remove()
+            verified.remove()
 
     async def apply_request(
         self, request: DiskRequest, options: Options, record: RequestRecord
@@ -351,7 +307,7 @@ class DeltaService:
             roots: folders below which files may be read; ``--delta-root`` if None.
             source: where they were fetched from; None if they were not.
             log_records: what the delta log has of the version, for a replay; see
-                `engine_ext.delta_log.records`.
+                `engine_ext.log.records`.
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then.
@@ -361,122 +317,26 @@ class DeltaService:
                 start = time.perf_counter()
                 allowed = self.settings.folders if roots is None else roots
                 at_once = self.settings.read_workers
-                spooled = await spool_request(self.spool, paths, allowed, at_once, self._engine)
-                record.set_parts([], spooled)
+                verified = await spool_request(self.intake, paths, allowed, at_once, self._engine)
+                record.set_parts([], verified)
                 record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
                 record.reason = options.reason or record.reason
-                parts = [
-                    part_id(s.header.manifest, s.identity, options, record.origin) for s in spooled
-                ]
+                parts = [part_id(s.manifest, s.identity, options, record.origin) for s in verified]
                 if log_records:
                     seen = dict(log_records)
                     parts = [msgspec.structs.replace(part, log_records=seen) for part in parts]
-                record.set_parts(parts, spooled)
+                record.set_parts(parts, verified)
                 url, bring = (source.url, source.bring_index) if source else (None, None)
-                parts = located(parts, paths, url)
+                whole = all(s.manifest.part is None for s in verified)
+                if whole:
+                    parts = located(parts, paths, url)
                 versions = sorted({part.version for part in parts})
                 if len(versions) > 1:
                     raise MalformedPart(f"the files of one request lead to versions {versions}")
-                if len({run_of(part) for part in parts}) > 1:
+                if len({part.run for part in parts}) > 1:
                     raise MalformedPart("the files of one request are of several runs")
                 parts = await after_gap(self._engine, parts, paths[0], allowed, bring)
-                return await self._apply_spooled(spooled, parts, options, record)
+                return await self.coordinator.submit(parts, verified, options, record, whole=whole)
         finally:
-            for part_file in record.spooled:
+            for part_file in record.verified:
                 part_file.remove()
-
-    async def commit_staged(
-        self, part: PartId, options: Options, record: RequestRecord
-    ) -> dict[str, Any]:
-        """Commit the staged sync that a part belongs to; return the answer as JSON.
-
-        Raises:
-            DeltaError: each class fixes the state that the engine is in then. If the sync lacks
-                parts or was dropped, it is a `Conflict`, and nothing of it stays staged.
-        """
-        async with self.reporter.follow(record):
-            record.set_parts([part], [])
-            record.phase, record.reason = "commit", options.reason
-            committed = await self._commit(part, options, record)
-            return record.answer("committed", msgspec.structs.asdict(committed))
-
-    async def drop_staged(self, part: PartId) -> None:
-        """Drop the staged sync if this part belongs to it."""
-        await self._staging.drop(part)
-
-    async def _apply_spooled(
-        self,
-        spooled: list[Spooled],
-        parts: list[PartId],
-        options: Options,
-        record: RequestRecord,
-    ) -> dict[str, Any]:
-        whole = all(s.header.manifest.part is None for s in spooled)
-        async with self._part_lock(spooled):
-            if whole:
-                parts, spooled = await as_transaction(self._engine, parts, spooled)
-                record.parts = parts
-            pairs = list(zip(parts, spooled, strict=True))
-            return await self._apply(pairs, options, record, whole=whole)
-
-    @contextlib.asynccontextmanager
-    async def _part_lock(self, spooled: Sequence[Spooled]) -> AsyncIterator[None]:
-        """Make a repeat wait until the request that it repeats is answered."""
-        async with contextlib.AsyncExitStack() as stack:
-            for identity in sorted({s.identity for s in spooled}):
-                lock = self._part_locks.setdefault(identity, asyncio.Lock())
-                await stack.enter_async_context(lock)
-            yield
-
-    async def _apply(
-        self,
-        pairs: list[tuple[PartId, Spooled]],
-        options: Options,
-        record: RequestRecord,
-        *,
-        whole: bool = False,
-    ) -> dict[str, Any]:
-        """Stage some parts, `whole` if they are all of their sync; commit if they complete it."""
-        last = pairs[-1][0]
-        try:
-            if await self._staging.stage(pairs, record, whole=whole) and record.commits:
-                record.phase = "commit"
-                committed = await self._commit(last, options, record)
-                return record.answer("committed", msgspec.structs.asdict(committed))
-        except CommitFailed as error:
-            if record.phase == "stage" and not isinstance(error, EngineUncertain):
-                await self.committer.halt(options)  # a commit has paused the engine itself
-            raise
-        except RunConflict:
-            raise
-        except Conflict:
-            # Another HTTP process may have received the same parts and committed them meanwhile.
-            # Not certain for a full sync: another one may have led to its version.
-            identities = [part.identity for part, _ in pairs]
-            run = run_of(last)
-            request = FindUnseen(version=last.version, run=run, identities=identities)
-            replies = await call(self._engine, request)
-            if last.full or any(reply.unseen for reply in replies):
-                raise
-            record.admissions = {"already_applied"}
-        facts: dict[str, Any] = {"version": last.version, "base_version": last.base_version}
-        if record.admissions != {"already_applied"}:
-            return record.answer("staged", {**facts, "run": run_of(last)})
-        # From the digest a sender sees if more was committed than it has sent this time.
-        return record.answer("already_applied", facts | await self.committer.publish(self._engine))
-
-    async def _commit(self, part: PartId, options: Options, record: RequestRecord) -> CommittedSync:
-        try:
-            committed, record.timings["pause_ms"] = await self.committer.run(
-                CommitSync(version=part.version, sync_id=part.sync_id), options, self._engine
-            )
-        except CommitFailed:
-            raise
-        except Exception:
-            # Every rank is as it was. A sync that stays staged would keep the next one out.
-            with contextlib.suppress(Exception):
-                await self._staging.drop(part)
-            raise
-        record.timings["commit_ms"] = committed.commit_ms
-        self.reporter.report_run(committed, self.adapter)
-        return committed

@@ -2,7 +2,8 @@
 
 Fresh pages of shared memory cost more than the bytes that are written into them, and freeing them
 costs, too. Ranks hold a shared lock on a part's file while they map it, see
-`engine_ext.sync.mapped_part`; a file is written again only if it can be locked exclusively.
+`engine_ext.sync.background_staging`; a file is written again only if it can be locked exclusively,
+and in a file system without locks never.
 
 A file's name is used for one part only, so that the path of a removed part leads nowhere. Files
 without a part keep their memory, so there are few of them, and not for long.
@@ -38,6 +39,7 @@ _THREADS = 4
 _LARGE = 1 << 20  # bytes from which a file is worth keeping, and a thread to free it
 _MOST_FILES = 16
 _MOST_BYTES = 1 << 30
+_UNMAPPED_SHARE = 8  # of a file, one part in so many may be written without a mapping
 _ROOM_SHARE = 4  # of the file system's free room, unused files take one in so many at most
 _UNUSED_FOR_S = 30.0
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -69,9 +71,15 @@ class _Unused:
 
     def close(self) -> None:
         """Free the file's memory, unless a rank maps it."""
-        if self.mapping is not None:
-            self.mapping.close()
+        self.unmap()
         os.close(self.descriptor)
+
+    def unmap(self) -> None:
+        """Forget the mapping; it is gone once no view of it is left."""
+        if self.mapping is not None:
+            with contextlib.suppress(BufferError):
+                self.mapping.close()
+            self.mapping = None
 
 
 class SpoolFile:
@@ -118,6 +126,12 @@ class SpoolFile:
                 if written:
                     views[0] = views[0][written:]
 
+    def rewind(self) -> None:
+        """Let the next pieces be written over the first ones."""
+        with self._writing:
+            self._room = max(self._room, self.size)
+            self.size = 0
+
     def seal(self) -> None:
         """End the file behind what was written, and let ranks map it."""
         with self._writing:
@@ -126,16 +140,22 @@ class SpoolFile:
             if self._room > self.size:
                 os.ftruncate(file.descriptor, self.size)
             if self._files.in_memory and self.size >= _LARGE:
-                _map(file, self.size)
+                # What little is written after the mapped bytes needs no other mapping.
+                _map(file, self.size, most=self.size // _UNMAPPED_SHARE)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file.descriptor, fcntl.LOCK_UN)
 
-    def map(self) -> mmap.mmap:
-        """Map what was written, to read it."""
+    def view(self) -> memoryview:
+        """Return what was written, to read it before the file is sealed."""
         with self._writing:
-            if self._file is None:
+            if (file := self._file) is None:
                 raise OSError(errno.EBADF, "the file was given up")
-            return mmap.mmap(self._file.descriptor, self.size, access=mmap.ACCESS_READ)
+            if self._files.in_memory and self.size >= _LARGE:
+                _map(file, self.size)
+            if file.mapping is not None and len(file.mapping) >= self.size:
+                return memoryview(file.mapping)[: self.size]
+            # Nothing writes into it, but torch makes no tensor of read-only memory.
+            return memoryview(mmap.mmap(file.descriptor, self.size, access=mmap.ACCESS_COPY))
 
     def release(self) -> None:
         """Remove the part, and perhaps keep the file for another; again, this does nothing."""
@@ -265,13 +285,16 @@ class SpoolFiles:
             self.run(self.delete_unused, _LARGE)
 
 
-def _map(file: _Unused, size: int) -> None:
-    """Map a file's first bytes to write them again; the kernel fills the page tables at once."""
+def _map(file: _Unused, size: int, most: int = 0) -> None:
+    """Map a file's first bytes to write them again; the kernel fills the page tables at once.
+
+    Args:
+        most: bytes of them that may stay unmapped.
+    """
     if file.mapping is not None:
-        if len(file.mapping) >= size:
+        if len(file.mapping) >= size - most:
             return
-        file.mapping.close()
-        file.mapping = None
+        file.unmap()
     with contextlib.suppress(OSError, ValueError):  # they can be written without
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         file.mapping = mmap.mmap(file.descriptor, size, flags)

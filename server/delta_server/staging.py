@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
+from delta_server.intake import VerifiedPart
 from delta_server.part_server import PartServer
 from delta_server.published import not_applied
 from delta_server.request_record import RequestRecord
-from delta_server.spool import Spooled
-from delta_server.staging_pipe import StagingPipe
 from engine_ext.errors import Conflict, DeltaError, NotUpdatable
 from engine_ext.format import PartId
 from engine_ext.ranks.operations import (
@@ -35,6 +36,64 @@ _ALIVE_S = 0.25
 _MIN_POLL_S = 0.001
 _MAX_POLL_S = 0.05
 _POLL_SHARE = 0.25  # of the time so far, so at most this share of it is spent waiting too long
+
+
+class StagingPipe(contextlib.AbstractContextManager["StagingPipe"]):
+    """Shows without asking when the ranks have ended staging a part: a named pipe.
+
+    It is to be made before the ranks begin the part. Every rank opens it for writing when it begins
+    to stage the part, and closes it when it has ended; the system closes it for a rank that dies. A
+    pipe without a writer wakes the reader up.
+
+    Without pipes in the file system, or if a rank does not open it, `wait` returns at once.
+
+    Attributes:
+        path: the name of a part's file is never used again, so that of its pipe is not, either.
+    """
+
+    def __init__(self, part: Path) -> None:
+        self.path = part.with_name(f"{part.name}.staging")
+        self._reader: int | None = None
+        self._writer: int | None = None
+        with contextlib.suppress(OSError):
+            os.mkfifo(self.path, 0o600)
+            self._reader = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            # Keeps it open while some ranks may have ended before others begin.
+            self._writer = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the pipe; calling this again does nothing."""
+        self.path.unlink(missing_ok=True)
+        self._close_writer()
+        if self._reader is not None:
+            os.close(self._reader)
+            self._reader = None
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait until no rank that has begun the part is staging it, at most for some seconds.
+
+        Call it when every rank has begun the part. Return whether that is so.
+        """
+        self._close_writer()
+        if self._reader is None:
+            return True
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._reader, ended.set)
+        try:
+            await asyncio.wait_for(ended.wait(), seconds)
+        except asyncio.TimeoutError:
+            return False
+        finally:
+            loop.remove_reader(self._reader)
+        return True
+
+    def _close_writer(self) -> None:
+        if self._writer is not None:
+            os.close(self._writer)
+            self._writer = None
 
 
 @dataclass(slots=True)
@@ -72,7 +131,7 @@ class Staging:
         self._part_server = part_server
 
     async def stage(
-        self, pairs: Sequence[tuple[PartId, Spooled]], record: RequestRecord, *, whole: bool
+        self, pairs: Sequence[tuple[PartId, VerifiedPart]], record: RequestRecord, *, whole: bool
     ) -> bool:
         """Stage some parts of one sync, `whole` if they are all of it.
 
@@ -106,22 +165,30 @@ class Staging:
 
     async def drop(self, part: PartId) -> None:
         """Drop the staged sync if this part belongs to it."""
-        await call(self._engine, DropSync(version=part.version, sync_id=part.sync_id))
+        await call_all_ranks(self._engine, DropSync(version=part.version, sync_id=part.sync_id))
 
-    async def _begin(self, part: PartId, spooled: Spooled, pipes: contextlib.ExitStack) -> _Begun:
+    async def _begin(
+        self, part: PartId, verified: VerifiedPart, pipes: contextlib.ExitStack
+    ) -> _Begun:
         """Begin to stage a part, on every rank or on none."""
         source = None
         if self._part_server is not None:
-            offer = await asyncio.to_thread(self._part_server.offer, spooled.path)
+            offer = await asyncio.to_thread(self._part_server.offer, verified.path)
             source = pipes.enter_context(offer)
-        pipe = pipes.enter_context(StagingPipe(spooled.path))
-        path, now = str(spooled.path), time.monotonic()
-        request = BeginPart(part=part, path=path, source=source, now=now, at=time.time())
+        pipe = pipes.enter_context(StagingPipe(verified.path))
+        request = BeginPart(
+            part=part,
+            path=str(verified.path),
+            pipe=str(pipe.path),
+            source=source,
+            now=time.monotonic(),
+            at=time.time(),
+        )
         answers = await self._engine.call(request)
         refusals = [answer for answer in answers if isinstance(answer, DeltaError)]
         if refusals:
             if len(refusals) < len(answers):  # replicas may be in different states
-                await call(self._engine, SettlePart(part=part, staged=False))
+                await call_all_ranks(self._engine, SettlePart(part=part, staged=False))
             raise refusals[0]
         admissions = {one.admission for one in answers if not isinstance(one, DeltaError)}
         return _Begun(part, admissions, pipe)
@@ -146,10 +213,10 @@ class Staging:
             others.clear()
             raise
         except DeltaError:
-            await call(self._engine, SettlePart(part=part, staged=False))
+            await call_all_ranks(self._engine, SettlePart(part=part, staged=False))
             raise
         try:
-            settled = await call(self._engine, SettlePart(part=part, staged=True))
+            settled = await call_all_ranks(self._engine, SettlePart(part=part, staged=True))
             await self._check_base(settled[0].base)
             if settled[0].complete and not all(reply.prepared for reply in settled):
                 await self._prepare(part, record)
@@ -175,14 +242,14 @@ class Staging:
         """Let the ranks forget the parts that this request has begun."""
         for one in begun:
             if one.admission == "new":
-                await call(self._engine, SettlePart(part=one.part, staged=False))
+                await call_all_ranks(self._engine, SettlePart(part=one.part, staged=False))
 
     async def _prepare(self, part: PartId, record: RequestRecord) -> None:
         """Prepare the commit on all ranks in step; the engine serves between two calls."""
         start = time.perf_counter()
         done = False
         while not done:
-            replies = await call(self._engine, PrepareSync(part=part))
+            replies = await call_all_ranks(self._engine, PrepareSync(part=part))
             done = all(reply.done for reply in replies)
             record.rebuilt = max(reply.rebuilt for reply in replies)
             if not record.rebuilt:  # it proves whole new tensors before it rebuilds
@@ -194,7 +261,9 @@ class Staging:
     async def _wait_until_staged(self, part: PartId, pipe: StagingPipe) -> None:
         start = time.perf_counter()
         ended = await pipe.wait(_ALIVE_S)
-        while not all(reply.done for reply in await call(self._engine, PollPart(part=part))):
+        while not all(
+            reply.done for reply in await call_all_ranks(self._engine, PollPart(part=part))
+        ):
             if ended:
                 wait = (time.perf_counter() - start) * _POLL_SHARE
                 await asyncio.sleep(min(max(wait, _MIN_POLL_S), _MAX_POLL_S))

@@ -18,7 +18,6 @@ import msgspec
 
 from delta_server.disk_files import is_read, list_names, resolve_files
 from delta_server.request_options import DiskRequest
-from engine_ext.delta_log import DONE, FileFacts, fetch_object, read_done
 from engine_ext.errors import (
     LogDamaged,
     MalformedPart,
@@ -28,10 +27,19 @@ from engine_ext.errors import (
     TooLarge,
 )
 from engine_ext.format import SIGNATURE_SUFFIX, Limits
-from engine_ext.object_store import ObjectFacts, ObjectStore, is_store_url, is_within, store_url
+from engine_ext.log import (
+    DONE,
+    MAX_DONE_BYTES,
+    FileFacts,
+    ObjectFacts,
+    Objects,
+    fetch_object,
+    parse_done,
+)
 from engine_ext.remote_parts import LocalFolder, PartCache
 from engine_ext.resources import RateLimit
 from engine_ext.settings import Settings
+from engine_ext.store_urls import is_store_url, is_within, store_url
 from engine_ext.version_folders import INDEX
 
 _SUFFIX: Final = ".safetensors"
@@ -85,7 +93,7 @@ class StoreFiles:
     ) -> None:
         self._settings, self._folders = settings, folders
         self._limit, self._cache = limit, cache
-        self._stores: dict[str, ObjectStore] = {}  # by root
+        self._stores: dict[str, Objects] = {}  # by root
 
     @contextlib.asynccontextmanager
     async def resolved(self, request: DiskRequest) -> AsyncIterator[ResolvedFiles]:
@@ -209,7 +217,7 @@ class StoreFiles:
                         raise PartUnavailable(f"{name} was replaced while it was read", file=name)
             return folder, url
 
-    def _open(self, url: str) -> tuple[ObjectStore, str]:
+    def _open(self, url: str) -> tuple[Objects, str]:
         """Return the store of an allowed root, and the prefix of a URL below it."""
         try:
             url = store_url(url)
@@ -219,23 +227,21 @@ class StoreFiles:
             if is_store_url(root) and is_within(url, root):
                 if root not in self._stores:
                     streams = self._settings.streams
-                    self._stores[root] = ObjectStore(root, streams=streams, limit=self._limit)
+                    self._stores[root] = Objects(root, streams=streams, limit=self._limit)
                 return self._stores[root], url[len(root) :].strip("/")
         raise PathForbidden("the URL is not below a --delta-root")
 
-    def _facts(
-        self, store: ObjectStore, listed: Mapping[str, ObjectFacts]
-    ) -> Mapping[str, FileFacts]:
+    def _facts(self, store: Objects, listed: Mapping[str, ObjectFacts]) -> Mapping[str, FileFacts]:
         """Return what ``DONE`` says about the files, if there is one."""
         if self._cache is None or DONE not in listed or not listed[DONE].size:
             return {}
         try:
-            return read_done(store, listed[DONE].name).files
+            return parse_done(store.read(listed[DONE].name, MAX_DONE_BYTES)).files
         except LogDamaged as error:
             raise MalformedPart(error.message) from error
 
 
-def _listed(store: ObjectStore, prefix: str) -> dict[str, ObjectFacts]:
+def _listed(store: Objects, prefix: str) -> dict[str, ObjectFacts]:
     """Return the objects below a prefix, by the rest of their names."""
     return {one.name.removeprefix(prefix).lstrip("/"): one for one in store.list(prefix)}
 

@@ -1,4 +1,4 @@
-"""Make one transaction of files or bodies that have no numbers, and find where it starts from."""
+"""What the folders of published versions add to the parts that are from them."""
 
 from __future__ import annotations
 
@@ -8,56 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import xxhash
 
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
 from delta_server.published import gap_is_empty, version_of
-from delta_server.spool import Spooled
-from engine_ext.format import Manifest, PartId
-from engine_ext.ranks.operations import FindUnseen, GetState
-
-
-async def as_transaction(
-    engine: Engine, parts: Sequence[PartId], spooled: Sequence[Spooled]
-) -> tuple[list[PartId], list[Spooled]]:
-    """Number the files of one request as parts of one sync; leaves out those seen before."""
-    by_identity = {part.identity: (part, s) for part, s in zip(parts, spooled, strict=True)}
-    version = parts[0].version
-    request = FindUnseen(version=version, run=run_of(parts[0]), identities=list(by_identity))
-    unseen = {one for reply in await call(engine, request) for one in reply.unseen}
-    fresh = [one for one in by_identity if one in unseen] or list(by_identity)[:1]
-    sync_id = "files:" + xxhash.xxh3_128_hexdigest("".join(sorted(fresh)).encode())
-    chosen = [by_identity[identity] for identity in fresh]
-    numbered = [
-        msgspec.structs.replace(
-            part,
-            sync_id=part.sync_id or sync_id,
-            part=number,
-            num_parts=len(fresh),
-            counted=_is_counted(one.header.manifest),
-            continues=part.sender is None and not _is_counted(one.header.manifest),
-        )
-        for number, (part, one) in enumerate(chosen)
-    ]
-    return numbered, [s for _, s in chosen]
-
-
-def run_of(part: PartId) -> str | None:
-    """Return the run that a part names, or None."""
-    return None if part.sender is None else part.sender.run
-
-
-def _is_counted(manifest: Manifest) -> bool:
-    """Return whether something shows that an unnumbered part's version is complete.
-
-    A full sync must cover the model, and the folder of a delta that proves states has an index.
-    """
-    return manifest.full or manifest.proves_states
+from engine_ext.format import PartId, Unproven
+from engine_ext.ranks.operations import GetState
 
 
 def located(parts: Sequence[PartId], paths: Sequence[Path], url: str | None = None) -> list[PartId]:
-    """Return the parts with the folders of their version that they are from.
+    """Return parts without numbers with the folders of their version that they are from.
 
     Args:
         paths: of the parts, or one folder that all are from.
@@ -66,7 +26,9 @@ def located(parts: Sequence[PartId], paths: Sequence[Path], url: str | None = No
     if len(paths) != len(parts) or os.path.isdir(paths[0]):
         return list(parts)
     return [
-        msgspec.structs.replace(part, folder=url or str(path.parent), file=path.name)
+        msgspec.structs.replace(
+            part, unproven=Unproven(folder=url or str(path.parent), file=path.name)
+        )
         if version_of(path.parent) == part.version
         else part
         for part, path in zip(parts, paths, strict=True)
@@ -94,7 +56,7 @@ async def after_gap(
     folder = path if os.path.isdir(path) else path.parent
     if first.full or first.base_version is None or version_of(folder) != first.version:
         return list(parts)
-    [state, *_] = await call(engine, GetState())
+    [state, *_] = await call_all_ranks(engine, GetState())
     current, base = state.version, first.base_version
     if base <= current or any(part.base_version != base for part in parts):
         return list(parts)

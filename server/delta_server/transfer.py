@@ -142,7 +142,9 @@ class WeightTransfer:
             answer = None
             if self._staged is not None:
                 record = RequestRecord()
-                answer = await self._service.commit_staged(self._staged, self._options, record)
+                answer = await self._service.coordinator.commit_staged(
+                    self._staged, self._options, record
+                )
                 self._staged = None
             await self._end()
             return answer
@@ -165,11 +167,11 @@ class WeightTransfer:
                 stack.enter_context(_naming_the_collective())
                 path = await stack.enter_async_context(self._broadcast(size))
                 chunks = _read(path)
-            spooled = await service.spool.receive(
+            verified = await service.intake.receive(
                 record.count_received(chunks), size, service.minimum_rate, verifier
             )
             record.timings["receive_ms"] = record.seconds * 1e3
-            return await service.apply_body(spooled, options, record)
+            return await service.apply_body(verified, options, record)
 
     @contextlib.asynccontextmanager
     async def _broadcast(self, size: int) -> AsyncIterator[Path]:
@@ -177,7 +179,7 @@ class WeightTransfer:
         limit = self._service.settings.max_body_bytes
         if size > limit:
             raise TooLarge(f"the part has {size} bytes, the limit is {limit}", limit=limit)
-        with tempfile.TemporaryDirectory(dir=self._service.spool.directory) as folder:
+        with tempfile.TemporaryDirectory(dir=self._service.intake.directory) as folder:
             path = Path(folder) / "broadcast"
             await self._receive(path, size)
             yield path
@@ -199,7 +201,7 @@ class WeightTransfer:
         staged, self._staged = self._staged, None
         self._is_open, self._version = False, None
         if staged is not None:
-            await self._service.drop_staged(staged)
+            await self._service.coordinator.drop_staged(staged)
 
 
 class TransferGuard:

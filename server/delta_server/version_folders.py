@@ -18,10 +18,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_server.commit import call
+from delta_server.commit import call_all_ranks
 from delta_server.disk_files import list_names, open_file, spool_files
 from delta_server.engine import Engine
-from delta_server.spool import Spool, Spooled
+from delta_server.intake import Intake, VerifiedPart
 from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable, Unauthorized
 from engine_ext.format import BIT_CHANGES, Limits, ParamDelta, encode_part, signing_key
@@ -46,8 +46,8 @@ _Spec = tuple[str, tuple[int, ...]]  # manifest dtype and shape of a checkpoint 
 
 
 async def spool_request(
-    spool: Spool, paths: Sequence[Path], roots: Sequence[str], concurrency: int, engine: Engine
-) -> list[Spooled]:
+    intake: Intake, paths: Sequence[Path], roots: Sequence[str], concurrency: int, engine: Engine
+) -> list[VerifiedPart]:
     """Bring what `delta_server.disk_files.resolve_files` returned to the spool, as parts.
 
     The parts of a version's folder have no part numbers: they are one transaction, as those of
@@ -68,7 +68,7 @@ async def spool_request(
     """
     folder = await asyncio.to_thread(version_folder, paths, roots)
     if folder is None:
-        return await spool_files(spool, paths, roots, concurrency)
+        return await spool_files(intake, paths, roots, concurrency)
     if signing_key() is not None:
         raise Unauthorized(
             "the folders of other trainers are not signed, and this engine wants signatures; "
@@ -77,7 +77,7 @@ async def spool_request(
     version = await asyncio.to_thread(read_version, folder, roots)
     specs = {} if version.index.full else await _specs(engine)
     source = _Source(folder, roots, version, specs)
-    return await _convert(spool, source, concurrency)
+    return await _convert(intake, source, concurrency)
 
 
 def version_folder(paths: Sequence[Path], roots: Sequence[str]) -> Path | None:
@@ -118,7 +118,7 @@ def _path(folder: Path, name: str) -> Path:
 
 async def _specs(engine: Engine) -> dict[str, _Spec]:
     """Return dtype and shape of each tensor in the checkpoint that the engine was loaded from."""
-    [reply, *_] = await call(engine, GetPlan())
+    [reply, *_] = await call_all_ranks(engine, GetPlan())
     if reply.tensors is None:
         raise BaseMismatch("the engine was started without weights; its first version must be full")
     return {row["name"]: (row["dtype"], tuple(row["shape"])) for row in reply.tensors}
@@ -134,33 +134,33 @@ class _Source:
     specs: Mapping[str, _Spec]
 
 
-async def _convert(spool: Spool, source: _Source, concurrency: int) -> list[Spooled]:
+async def _convert(intake: Intake, source: _Source, concurrency: int) -> list[VerifiedPart]:
     """Convert all files of a version; nothing is kept in the spool if that fails."""
     semaphore = asyncio.Semaphore(concurrency)
-    spooled: list[Spooled] = []
+    verified: list[VerifiedPart] = []
 
-    def convert(file: str, own: list[Spooled]) -> None:
+    def convert(file: str, own: list[VerifiedPart]) -> None:
         for body in _bodies(source, file):
-            own.append(spool.read(io.BytesIO(body)))
+            own.append(intake.read(io.BytesIO(body)))
 
-    async def one(file: str) -> list[Spooled]:
-        own: list[Spooled] = []
+    async def one(file: str) -> list[VerifiedPart]:
+        own: list[VerifiedPart] = []
         async with semaphore:
             try:
                 await asyncio.to_thread(convert, file, own)
             finally:
-                spooled.extend(own)
+                verified.extend(own)
         return own
 
     results = await asyncio.gather(*map(one, source.version.index.files), return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:
-        for part in spooled:
+        for part in verified:
             part.remove()
         raise failures[0]
-    if not spooled:  # a version without changes
+    if not verified:  # a version without changes
         body = _encode([], source.version)
-        return [await asyncio.to_thread(spool.read, io.BytesIO(body))]
+        return [await asyncio.to_thread(intake.read, io.BytesIO(body))]
     return [part for own in results if not isinstance(own, BaseException) for part in own]
 
 

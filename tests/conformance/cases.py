@@ -276,7 +276,7 @@ def run_case(case: Case, make: SubjectFactory) -> list[Run]:
 
 
 def cell(runs: Iterable[Run]) -> str:
-    """What the table says of a case: the worst outcome of the sparse syncs, then what differs.
+    """The text of a case in the table: the worst outcome of the sparse syncs, then other outcomes.
 
     "alone" are the syncs that hold one tensor of several, "dense" those with params that are sent
     whole, "NaN" those with new values that are NaN.

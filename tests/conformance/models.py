@@ -122,7 +122,7 @@ class LoadedIntoHandle(PackedIntoHandle):
         self.layer.linear.handle = self.made()
 
     def made(self) -> Any:
-        """What is filled later."""
+        """Return the handle that `fill` fills later."""
         return SimpleNamespace(weight=torch.zeros(8, 6, dtype=torch.bfloat16))
 
     def fill(self, weight: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ class Linear(nn.Module):
         self.process(self)
 
     def compute(self) -> torch.Tensor | None:
-        """What shows which weights are in a handle; None without one."""
+        """Return numbers that depend on the weights in the handle; None without a handle."""
         handle = getattr(self, "handle", None)
         return None if handle is None else handle.packed.float() * 2
 
@@ -55,7 +55,7 @@ class Quantised(ToyModel):
 
     @staticmethod
     def process(layer: Any) -> None:
-        """What the engine does with the layer after loading."""
+        """The engine's processing of the layer after loading."""
 
     def processed(self) -> list[nn.Module]:
         return [self.layer]

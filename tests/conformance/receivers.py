@@ -19,36 +19,41 @@ import msgspec
 import torch
 from torch import nn
 
-from engine_ext.derived.recompute import Recomputation
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
-from engine_ext.format import ParamDelta, decode_part, encode_part
-from engine_ext.format.identity import PartId, part_identity
+from engine_ext.format import ParamDelta, PartId, encode_part
 from engine_ext.model.constants import Constants, is_constant
-from engine_ext.rebuild import LoadingStates, make_twin
-from engine_ext.repacks import Processing, RepackLearner
 from engine_ext.settings import Settings
-from engine_ext.sync.loaded_model import LoadedModel, Rebuilding
+from engine_ext.startup import (
+    LoadedModel,
+    LoadingTrace,
+    Processing,
+    RepackLearner,
+    Reprocessing,
+    UnprocessedModules,
+    make_unprocessed_model,
+)
+from engine_ext.startup.derived.recompute import Recomputation
+from engine_ext.sync import make_receiver
 from engine_ext.sync.receiver import Receiver
-from engine_ext.sync.startup import make_receiver
-from engine_ext.tracing import LoadingTrace
 from tests.conformance.subject import Delta, Rank
 from tests.conformance.syncs import bits
 from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import ToyModel
+from tests.support.verified_file import identity_of, verified_file
 
 _SYNC_ID = "conformance"
-_SHADOW_BYTES = 1 << 20
+_UNPROCESSED_BYTES = 1 << 20
 
 
 class Refused(Exception):
-    """What a receiver answered instead of writing."""
+    """A receiver's answer in place of a write."""
 
 
 class Project:
-    """One way to apply, through the receivers of all ranks."""
+    """One way to apply, through the receivers of all ranks; parts come in one encoding."""
 
-    def __init__(self, name: Literal["scatter", "masked"]) -> None:
-        self.name = name
+    def __init__(self, name: Literal["scatter", "masked"], encoding: str = "deltas") -> None:
+        self.name, self._encoding = name, encoding
         self._receivers: list[Receiver] = []
 
     def serve(self, ranks: Sequence[Rank]) -> None:
@@ -59,10 +64,10 @@ class Project:
 
     def apply(self, deltas: Sequence[Delta]) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            bodies = _bodies(deltas)
+            bodies = _bodies(deltas, self._encoding)
             for number, body in enumerate(bodies):
                 path = Path(folder, f"{number}.part")
-                path.write_bytes(body)
+                path.write_bytes(verified_file(body)[1])
                 self._stage(_part_id(body, number, len(bodies)), path)
             self._prepare(_part_id(bodies[-1], len(bodies) - 1, len(bodies)))
             self._call("commit", version=1, sync_id=_SYNC_ID)
@@ -103,7 +108,7 @@ def masked() -> Project:
 
 
 def _everywhere(do: Callable[[Any], Any], ranks: Sequence[Any]) -> list[Any]:
-    """What every rank makes of it, in rank order; all ranks run at once."""
+    """The result of every rank, in rank order; all ranks run at once."""
     if len(ranks) == 1:
         return [do(ranks[0])]
     with ThreadPoolExecutor(len(ranks)) as threads:
@@ -113,12 +118,16 @@ def _everywhere(do: Callable[[Any], Any], ranks: Sequence[Any]) -> list[Any]:
 def _load(rank: Rank, place: ThreadRanks) -> LoadedModel:
     """Start one rank's engine, and see what an adapter sees meanwhile."""
     model: Any = rank.model
-    constants, states, loading = Constants(model), LoadingStates(_SHADOW_BYTES), LoadingTrace()
+    constants, states, loading = (
+        Constants(model),
+        UnprocessedModules(_UNPROCESSED_BYTES),
+        LoadingTrace(),
+    )
     rank.load()
 
     def trace(model: nn.Module) -> None:
-        twin: Any = make_twin(model, states.states)
-        loading.trace(twin, twin.load_weights, rank.checkpoint.items)
+        unprocessed: Any = make_unprocessed_model(model, states.states)
+        loading.trace(unprocessed, unprocessed.load_weights, rank.checkpoint.items)
 
     # The engine's walk over its modules is preceded by the learner's.
     learner = RepackLearner(type(model), "after_loading", _processings, trace, states.keep)
@@ -135,9 +144,9 @@ def _load(rank: Rank, place: ThreadRanks) -> LoadedModel:
         constants=lambda path, tensor: is_constant(path, tensor) or constants(path, tensor),
         recomputations=[Recomputation(("",), model.recompute)] if _recomputes(model) else [],
         loading=loading,
-        rebuilding=Rebuilding(
+        reprocessing=Reprocessing(
             states=states,
-            loader=lambda twin: twin.load_weights,  # type: ignore[return-value]
+            loader=lambda copy: copy.load_weights,  # type: ignore[return-value]
             context=contextlib.nullcontext,
             probe=_probe,
         ),
@@ -165,14 +174,14 @@ def _recomputes(model: nn.Module) -> bool:
     return hasattr(model, "recompute")
 
 
-def _bodies(deltas: Sequence[Delta]) -> list[bytes]:
+def _bodies(deltas: Sequence[Delta], encoding: str) -> list[bytes]:
     """The parts of one sync, each of one dtype; an empty one where nothing is sent."""
     params = [_param(delta) for delta in deltas]
     dtypes = sorted({param.dtype for param in params}) or [""]
     return [
         encode_part(
             [param for param in params if param.dtype == dtype],
-            encoding="deltas",
+            encoding=encoding,
             current_version=1,
             base_version=0,
             sync_id=_SYNC_ID,
@@ -194,7 +203,7 @@ def _part_id(body: bytes, number: int, of: int) -> PartId:
     return PartId(
         version=1,
         base_version=0,
-        identity=part_identity(decode_part(body).header, body),
+        identity=identity_of(body),
         sync_id=_SYNC_ID,
         part=number,
         num_parts=of,

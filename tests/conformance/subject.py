@@ -1,4 +1,4 @@
-"""What the suite asks of a receiver, and what it gives it.
+"""The interface between the suite and a receiver.
 
 Only torch is needed here. A receiver of another project is put under test by a class with the
 three members of `Subject`, and a function without arguments that makes one.
@@ -16,7 +16,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a sync says of one checkpoint tensor.
+    """The part of a sync for one checkpoint tensor.
 
     Attributes:
         name, shape, dtype: as in the checkpoint.
@@ -65,7 +65,7 @@ class Subject(Protocol):
         """Bring all ranks to the target checkpoint.
 
         Raises:
-            Exception: refused; no rank's memory may have changed.
+            Exception: refused; no rank's memory must have changed.
         """
 
 

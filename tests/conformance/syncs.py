@@ -88,7 +88,7 @@ def checkpoints(setup: Setup, sync: Sync) -> tuple[Checkpoint, Checkpoint]:
 
 
 def deltas_of(sync: Sync, base: Checkpoint, target: Checkpoint) -> list[Delta]:
-    """What a trainer sends, by bits."""
+    """The tensors that a trainer sends, by bits."""
     found = []
     for name in sync.tensors:
         old, new = base[name].reshape(-1), target[name].reshape(-1)

@@ -93,7 +93,7 @@ def test_a_subject_must_start_the_engine() -> None:
 
 
 def test_every_tensor_counts_and_the_gaps_between_elements() -> None:
-    """What hangs on a module in a list, swapped memory, and memory beside a view."""
+    """Tensors that a module holds in a list, swapped memory, and memory next to a view."""
 
     class Meddles(Script):
         def __init__(self, change: str) -> None:
@@ -114,7 +114,7 @@ def test_every_tensor_counts_and_the_gaps_between_elements() -> None:
         assert judge(setup, syncs_of(setup)[0], lambda s=subject: s).outcome == expected
 
 
-def test_deltas_repeat_and_lead_to_target() -> None:
+def test_deltas_are_deterministic_and_lead_to_the_target() -> None:
     for setup in ((FusedQkv,), (models.ManyDtypes,), (models.OtherFloats,), (AssignsData,)):
         for sync in syncs_of(setup):
             base, target = checkpoints(setup, sync)

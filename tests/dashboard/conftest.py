@@ -1,6 +1,6 @@
 """Chromium, and a server with the real routes whose status a test decides.
 
-They run in .venv-dashboard only, which has the browser's driver.
+They run in .venv-trainers only, which has the browser's driver.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def real_status(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What an engine answers after two syncs, a refusal, a rollback and a full sync."""
+    """An engine's answers after two syncs, a refusal, a rollback and a full sync."""
 
     def ask() -> dict[str, Any]:
         rig = Rig(tmp_path_factory.mktemp("spool"))

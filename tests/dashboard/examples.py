@@ -8,7 +8,7 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
 RULES = EXAMPLES / "delta-updates.rules.yml"
-# What Grafana puts in place of its variables.
+# The values that Grafana puts in place of its variables.
 _VARIABLES = {
     "$__rate_interval": "1m",
     "$__range": "1h",

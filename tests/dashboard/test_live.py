@@ -100,7 +100,7 @@ def prometheus(
 
 @pytest.fixture(scope="module")
 def status(engine: EngineProcess, prometheus: Prometheus) -> dict[str, Any]:
-    """What the engine answers after many deltas, a refusal and a full sync, all scraped."""
+    """The engine's answers after many deltas, a refusal and a full sync, all scraped."""
     prometheus.wait_for("delta_updates_version")
     tensors = tiny_models.load_tensors(engine.model)
     generator = torch.Generator().manual_seed(3)

@@ -13,7 +13,7 @@ import httpx
 import torch
 
 from delta_sender import LogSender, SyncReport
-from engine_ext.delta_log import Heartbeat, StoreLog, live_heartbeats, open_log
+from engine_ext.log import Heartbeat, live_heartbeats, open_log
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.faults.observed import FIRST, KINDS, PLUGIN, ObservedEngine, wait_until
@@ -40,7 +40,7 @@ class ReadsOnly(httpx.HTTPTransport):
 
 
 def open_sender(url: str, base: Path, engine_url: str) -> LogSender:
-    """Open the log as its writer; the engine looks at it by itself only."""
+    """Open the log as its writer; no call notifies the engine, which only looks."""
     client = httpx.Client(transport=ReadsOnly())
     options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "base_version": FIRST}
     return LogSender(url, base, notify=[engine_url], client=client, **options)
@@ -50,7 +50,7 @@ class FollowHarness(ObservedEngine):
     """One engine that reads the store by way of a proxy, and a sender that writes past it.
 
     The weights of the versions are those of four checkpoints in turn, the first one the engine's.
-    What an engine with each of them looks like is learned from the first round.
+    The first round records the observable state of an engine with each of them.
 
     Args:
         start: starts an engine.
@@ -109,7 +109,6 @@ class FollowHarness(ObservedEngine):
         )
         super().__init__(engine, chosen, folder)
         opened = open_log(url, scratch=str(folder))
-        assert isinstance(opened, StoreLog)
         self.log = opened
         self.weights = four_checkpoints(tiny_models.load_tensors(base))
         self.folders = [
@@ -217,7 +216,7 @@ class FollowHarness(ObservedEngine):
         assert self.version() == version
 
     def reaches(self, version: int, *, heard: bool = True) -> None:
-        """Check that the engine reaches the newest version by itself."""
+        """Check that the engine reaches the newest version without a call."""
         wait_until(lambda: self.version() == version, SETTLES_S)
         wait_until(lambda: self._error() is None, SETTLES_S)
         self._is_at(version)
@@ -252,7 +251,7 @@ class FollowHarness(ObservedEngine):
         return self.engine.delta_status()["delta_log"]["follow"]["looked_at"]
 
     def heartbeat(self) -> Heartbeat:
-        """Return what the engine has written about itself."""
+        """Return the engine's heartbeat in the log."""
         [heartbeat] = live_heartbeats(self.log)
         return heartbeat
 
@@ -269,8 +268,7 @@ class FollowHarness(ObservedEngine):
 
 
 def four_checkpoints(base: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Return checkpoints of which each differs by one step from the next, and the last one again
-    from the first."""
+    """Return checkpoints that each differ by one step from the next; so do the last and first."""
     trainer = Trainer(dict(base))
     found = [base]
     for _ in range(2):

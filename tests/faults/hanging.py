@@ -22,7 +22,7 @@ SHORT_S = 3
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Stop a process, as if it hung, and let it go on afterwards."""
+    """Stop a process, as if it hung, and let it continue afterwards."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -31,14 +31,14 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def hangs_while_it_stages(harness: Harness) -> None:
-    """The other replica goes on with the old version."""
+    """The other replica continues with the old version."""
     with ThreadPoolExecutor(1) as pool:
         with stopped(pid_of(harness, HANGS)):
-            told = pool.submit(harness.is_told, harness.parts()[0], "committed")
+            answered = pool.submit(harness.expect, harness.parts()[0], "committed")
             for _ in range(5):
                 assert harness.generates_on(1 - HANGS) == 200
-            assert not told.done()
-        told.result()
+            assert not answered.done()
+        answered.result()
 
 
 def hangs_in_mid_commit(harness: Harness) -> None:
@@ -46,14 +46,14 @@ def hangs_in_mid_commit(harness: Harness) -> None:
     stalled = harness.folder / f"stalled-{HANGS}"
     harness.arm("slow_write", HANGS)
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(harness.is_told, harness.parts()[0], "committed")
+        answered = pool.submit(harness.expect, harness.parts()[0], "committed")
         wait_until(stalled.exists)
         with stopped(int(stalled.read_text())):
             for replica in (HANGS, 1 - HANGS):
                 with pytest.raises(httpx.ReadTimeout):
                     harness.generates_on(replica, timeout=SHORT_S)
-            assert not told.done()
-        told.result()
+            assert not answered.done()
+        answered.result()
     stalled.unlink()
 
 
@@ -67,14 +67,14 @@ def pid_of(harness: Harness, rank: int) -> int:
 
 HANGING = [
     *rows(
-        "a replica hangs while it stages, and goes on",
-        "`committed`, once it goes on; the other replica serves the old version until then",
+        "a replica hangs while it stages, and continues",
+        "`committed`, once it continues; the other replica serves the old version until then",
         "new",
         ("a replica hangs while it stages", hangs_while_it_stages),
     ),
     *rows(
-        "a replica hangs in mid-commit, and goes on",
-        "`committed`, once it goes on; nothing is served until then",
+        "a replica hangs in mid-commit, and continues",
+        "`committed`, once it continues; nothing is served until then",
         "new",
         ("a replica hangs in mid-commit", hangs_in_mid_commit),
     ),

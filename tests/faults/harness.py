@@ -26,7 +26,7 @@ STAGE_TIMEOUT = 2
 PART_BYTES = 4 << 10  # a step of all tensors makes several parts, one of the norms a single one
 SPOOL = 2 << 20
 
-# A sender in a process of its own: it sends, may read the answer, and waits to be killed.
+# A sender in a process of its own: it sends, can read the answer, and waits to be killed.
 CHILD = """
 import socket, sys, time
 connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
@@ -139,17 +139,17 @@ class Harness(ObservedEngine):
     def post(self, body: bytes, **params: str) -> httpx.Response:
         return self.engine.post(ROUTE, content=body, headers=OCTETS, params=params)
 
-    def told(self, response: httpx.Response) -> str:
+    def outcome_of(self, response: httpx.Response) -> str:
         """Return the answer's status, or the HTTP status and type of its error."""
         answer = response.json()
         if response.status_code == 200:
             return str(answer["status"])
         return f"{response.status_code} {answer['error']['type']}"
 
-    def is_told(self, body: bytes, expected: str, **params: str) -> httpx.Response:
+    def expect(self, body: bytes, expected: str, **params: str) -> httpx.Response:
         """Post a part and check the answer."""
         response = self.post(body, **params)
-        assert self.told(response) == expected, response.text
+        assert self.outcome_of(response) == expected, response.text
         return response
 
     def raw(self, body: bytes, *, chunked: bool = False) -> bytes:

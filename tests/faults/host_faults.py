@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from engine_ext.delta_log.catalog import folder_name
+from engine_ext.log.catalog import folder_name
 from tests.faults.following import CACHE_BYTES, FollowHarness
 from tests.faults.observed import fill, wait_until
 from tests.faults.store_answers import BUSY, WELL, parts
@@ -86,7 +86,7 @@ def link_elsewhere(path: Path) -> None:
 
 
 def cache_emptied(harness: FollowHarness) -> Iterator[None]:
-    """Of everything, also of the folder that the engine has there for itself."""
+    """Delete all of the cache, including the folder that the engine has there for itself."""
     for path in harness.cache().iterdir():
         if path.is_dir():
             shutil.rmtree(path)

@@ -13,33 +13,33 @@ from tests.faults.survivable import flipped, rows
 
 
 def post_at_once(harness: Harness, bodies: Sequence[bytes]) -> list[str]:
-    """Post parts side by side; return what is told of each."""
+    """Post parts at the same time; return the outcome of each."""
     with ThreadPoolExecutor(len(bodies)) as pool:
-        return [harness.told(answer) for answer in pool.map(harness.post, bodies)]
+        return [harness.outcome_of(answer) for answer in pool.map(harness.post, bodies)]
 
 
 def side_by_side(harness: Harness) -> None:
     *others, last = harness.parts(4)
     assert post_at_once(harness, others) == ["staged"] * 3
-    harness.is_told(last, "committed")
+    harness.expect(last, "committed")
 
 
 def side_by_side_with_the_last(harness: Harness) -> None:
     """Which of them completes the sync is not known; one does."""
-    told = post_at_once(harness, harness.parts(4))
-    assert sorted(told) == ["committed", *["staged"] * 3]
+    outcomes = post_at_once(harness, harness.parts(4))
+    assert sorted(outcomes) == ["committed", *["staged"] * 3]
 
 
 def one_of_several_corrupted(harness: Harness) -> None:
     first, second, third, _ = harness.parts(4)
-    told = post_at_once(harness, [first, flipped(second, len(second) - 1), third])
-    assert told == ["staged", "400 ChecksumMismatch", "staged"]
+    outcomes = post_at_once(harness, [first, flipped(second, len(second) - 1), third])
+    assert outcomes == ["staged", "400 ChecksumMismatch", "staged"]
 
 
 def one_rank_cannot_stage_one_of_several(harness: Harness) -> None:
     harness.arm("fail_stage", 1)
-    told = post_at_once(harness, harness.parts(4)[:3])
-    assert [status[:4] for status in sorted(told)] == ["500 ", "stag", "stag"]
+    outcomes = post_at_once(harness, harness.parts(4)[:3])
+    assert [status[:4] for status in sorted(outcomes)] == ["500 ", "stag", "stag"]
 
 
 def several_cut(harness: Harness) -> None:

@@ -1,4 +1,4 @@
-"""A live engine with two ranks of which a test sees version, checksums and what it generates."""
+"""A live engine with two ranks; a test sees its version, its checksums and its answers."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Death:
 
     Attributes:
         what: text in the table; rows with the same text are merged.
-        told: the sender's answer, as text in the table.
+        answer: the reply to the sender, as text in the table.
         ends: the version of the restarted engine: ``old``, ``new``, or the newest of the ``log``.
         do: starts the sync of the current step, and kills.
         only: the step changes only tensors with this in their names, so that one part is enough.
@@ -34,7 +34,7 @@ class Death:
 
     name: str
     what: str
-    told: str
+    answer: str
     ends: Ends
     do: Callable[[RestartHarness], None]
     only: str = ""
@@ -65,7 +65,7 @@ def between_parts(
 ) -> Callable[[RestartHarness], None]:
     """Kill when one part is staged and others are about to be posted.
 
-    The sender goes on with them, after the engine's end unless it survives.
+    The sender then posts them; if the engine does not survive, after its end.
     """
 
     def do(harness: RestartHarness) -> None:

@@ -13,12 +13,12 @@ from tests.faults.survivable import rows
 def one_rank_cannot_rebuild(harness: Harness, rank: int) -> None:
     """The engine's own processing raises there."""
     harness.arm("fail_rebuild", rank)
-    harness.is_told(harness.parts()[0], "422 NotUpdatable")
+    harness.expect(harness.parts()[0], "422 NotUpdatable")
 
 
 def one_rank_rebuilds_otherwise(harness: Harness, rank: int) -> None:
     harness.arm("other_bits", rank)
-    harness.is_told(harness.parts()[0], "422 NotUpdatable")
+    harness.expect(harness.parts()[0], "422 NotUpdatable")
 
 
 REBUILD_FAULTS = [

@@ -18,7 +18,8 @@ import httpx
 import psutil
 
 from delta_sender import SyncError, SyncReport
-from engine_ext.delta_log.catalog import Listing, list_log
+from engine_ext.log import open_log
+from engine_ext.log.catalog import Listing
 from scripts.live_engine.process import EngineProcess
 from tests.faults.harness import PART_BYTES, STAGE_TIMEOUT, Harness
 from tests.faults.observed import FIRST, KINDS, PLUGIN, wait_until
@@ -217,7 +218,7 @@ class RestartHarness(Harness):
             return True
         except httpx.TransportError:
             return False  # it is about to end
-        # Ranks that still run may answer status requests.
+        # Ranks that still run might answer status requests.
         assert answer.status_code >= 500 or method == "GET", (path, answer.text)
         return False
 
@@ -254,7 +255,7 @@ class RestartHarness(Harness):
 
     def listing(self) -> Listing:
         """List the log."""
-        return list_log(self.log)
+        return open_log(self.log).listing()
 
     def spools(self) -> list[Path]:
         """List the spools that exist, of every start."""

@@ -19,10 +19,10 @@ class StoreFault:
 
     Attributes:
         what: text in the table; rows with the same text are merged.
-        told: what the sender or the status says, as text in the table.
+        answer: the report of the sender or the status, as text in the table.
         error: type of the follower's error while the fault lasts; None if it has none.
         meanwhile: the engine's version while the fault lasts.
-        until: text in the table, if that is the old one: when the engine goes on.
+        until: text in the table, if that is the old one: when the engine continues.
         about: what the error's message has.
         heard: whether the engine's heartbeat gets through.
         do: causes the fault, with a new version in the log if there can be one; yields; and ends
@@ -31,7 +31,7 @@ class StoreFault:
 
     name: str
     what: str
-    told: str
+    answer: str
     error: str | None
     meanwhile: Meanwhile
     until: str
@@ -49,14 +49,14 @@ def lasting(
     error: str | None,
     until: str | None,
     *cases: tuple[str, Lasts],
-    told: str | None = None,
+    answer: str | None = None,
     about: str = "",
     heard: bool = True,
 ) -> list[StoreFault]:
     """Return rows; without `until`, the engine reaches the new version while the fault lasts."""
     meanwhile: Meanwhile = "new" if until is None else "old"
-    told = told or ("nothing" if error is None else f"`{error}`")
+    answer = answer or ("nothing" if error is None else f"`{error}`")
     return [
-        StoreFault(name, what, told, error, meanwhile, until or "", about, heard, do)
+        StoreFault(name, what, answer, error, meanwhile, until or "", about, heard, do)
         for name, do in cases
     ]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from engine_ext.delta_log.catalog import folder_name
+from engine_ext.log.catalog import folder_name
 from tests.faults.following import FollowHarness
 from tests.faults.store_fault import lasting
 
@@ -54,7 +54,8 @@ def spoilt(harness: FollowHarness, end: str, spoil: Spoil, *, repaired: bool) ->
     with harness.held():
         harness.publish()
         folder = folder_name(harness.newest)
-        [name] = [one.name for one in harness.log.store.list(folder) if one.name.endswith(end)]
+        [found] = harness.log.store.list(folder).values()
+        [name] = [f"{folder}/{one}" for one in found.names if one.endswith(end)]
         good = harness.log.store.read(name, MOST)
         bad = spoil(good)
         if bad is None:

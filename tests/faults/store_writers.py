@@ -153,6 +153,6 @@ WRITERS = [
         *((f"two writers at once, {k}", two_at_once) for k in range(3)),
         ("two writers, the other is first", the_other_is_first),
         ("two writers, the other is late", the_other_is_late),
-        told="one is done, the other gets `BlockingIOError` or `ValueError`",
+        answer="one is done, the other gets `BlockingIOError` or `ValueError`",
     ),
 ]

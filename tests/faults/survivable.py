@@ -22,7 +22,7 @@ class Fault:
 
     Attributes:
         what: text in the table; rows with the same text are merged.
-        told: the sender's answer, as text in the table.
+        answer: the reply to the sender, as text in the table.
         ends: the engine's version afterwards: ``old``, ``new``, ``either`` of them, or
             ``uncertain``.
         do: causes the fault during the sync of the current step, and checks the answers.
@@ -30,7 +30,7 @@ class Fault:
 
     name: str
     what: str
-    told: str
+    answer: str
     ends: Ends
     do: Callable[[Harness], None]
 
@@ -50,7 +50,7 @@ def killed_after_the_commit(harness: Harness) -> None:
     [body] = harness.parts()
     harness.killed_sender(harness.raw(body), reads=False, when=lambda: harness.version() == after)
     # A sender that sends the same part again learns that it is applied.
-    harness.is_told(body, "already_applied")
+    harness.expect(body, "already_applied")
 
 
 def spool_full(harness: Harness) -> None:
@@ -59,14 +59,14 @@ def spool_full(harness: Harness) -> None:
 
 def spool_full_at_the_second(harness: Harness) -> None:
     first, second = harness.parts(2)
-    harness.is_told(first, "staged")
+    harness.expect(first, "staged")
     full_for(harness, second)
 
 
 def full_for(harness: Harness, body: bytes) -> None:
     filler = fill(harness.spool())
     try:
-        harness.is_told(body, "507 SpoolFull")
+        harness.expect(body, "507 SpoolFull")
     finally:
         filler.unlink()
 
@@ -74,7 +74,7 @@ def full_for(harness: Harness, body: bytes) -> None:
 def corrupted_data(harness: Harness) -> None:
     [body] = harness.parts()
     for at in (len(body) - 1, len(body) - 100):
-        harness.is_told(flipped(body, at), "400 ChecksumMismatch")
+        harness.expect(flipped(body, at), "400 ChecksumMismatch")
 
 
 def corrupted_header(harness: Harness) -> None:
@@ -83,54 +83,54 @@ def corrupted_header(harness: Harness) -> None:
     key = body.index(b"manifest_checksum")
     for at in range(0, 8 + int.from_bytes(body[:8], "little"), 97):
         if not key <= at < key + len("manifest_checksum"):
-            assert harness.told(harness.post(flipped(body, at)))[:3] in ("400", "413")
+            assert harness.outcome_of(harness.post(flipped(body, at)))[:3] in ("400", "413")
 
 
 def truncated(harness: Harness) -> None:
     [body] = harness.parts()
     for length in (0, 7, 100, len(body) // 2, len(body) - 1):
-        harness.is_told(body[:length], "400 MalformedPart")
+        harness.expect(body[:length], "400 MalformedPart")
 
 
 def corrupted_second(harness: Harness) -> None:
     first, second = harness.parts(2)
-    harness.is_told(first, "staged")
-    harness.is_told(flipped(second, len(second) - 1), "400 ChecksumMismatch")
+    harness.expect(first, "staged")
+    harness.expect(flipped(second, len(second) - 1), "400 ChecksumMismatch")
 
 
 def reordered(harness: Harness) -> None:
     parts = harness.parts(3)
-    harness.is_told(parts[2], "staged")
-    harness.is_told(parts[0], "staged")
-    harness.is_told(parts[1], "committed")
+    harness.expect(parts[2], "staged")
+    harness.expect(parts[0], "staged")
+    harness.expect(parts[1], "committed")
 
 
 def duplicated(harness: Harness) -> None:
     first, second = harness.parts(2)
-    harness.is_told(first, "staged")
-    harness.is_told(first, "staged")
-    harness.is_told(second, "committed")
-    harness.is_told(second, "already_applied")
-    harness.is_told(first, "already_applied")
+    harness.expect(first, "staged")
+    harness.expect(first, "staged")
+    harness.expect(second, "committed")
+    harness.expect(second, "already_applied")
+    harness.expect(first, "already_applied")
 
 
 def duplicated_at_once(harness: Harness) -> None:
     [body] = harness.parts()
     with ThreadPoolExecutor(4) as pool:
-        told = sorted(map(harness.told, pool.map(harness.post, [body] * 4)))
-    assert told == [*["already_applied"] * 3, "committed"]
+        outcomes = sorted(map(harness.outcome_of, pool.map(harness.post, [body] * 4)))
+    assert outcomes == [*["already_applied"] * 3, "committed"]
 
 
 def missing(harness: Harness) -> None:
     parts = harness.parts(3)
-    harness.is_told(parts[0], "staged")
-    harness.is_told(parts[2], "staged")
+    harness.expect(parts[0], "staged")
+    harness.expect(parts[2], "staged")
 
 
 def other_bytes(harness: Harness) -> None:
     first, second = harness.parts(2, sync_id="one")
-    harness.is_told(first, "staged")
-    harness.is_told(edited(second, part="0"), "409 Conflict")
+    harness.expect(first, "staged")
+    harness.expect(edited(second, part="0"), "409 Conflict")
 
 
 def stale(harness: Harness) -> None:
@@ -138,14 +138,14 @@ def stale(harness: Harness) -> None:
     old = str(harness.base_version)
     # Another's way to the version that the engine is at, and one from further back.
     before = str(harness.base_version - 1)
-    harness.is_told(edited(body, current_version=old, base_version=before), "409 VersionConflict")
-    harness.is_told(edited(body, base_version=before), "409 VersionConflict")
+    harness.expect(edited(body, current_version=old, base_version=before), "409 VersionConflict")
+    harness.expect(edited(body, base_version=before), "409 VersionConflict")
 
 
 def future(harness: Harness) -> None:
     [body] = harness.parts()
     there, next_one = str(harness.trainer.version), str(harness.trainer.version + 1)
-    answer = harness.is_told(
+    answer = harness.expect(
         edited(body, current_version=next_one, base_version=there), "409 VersionConflict"
     )
     assert answer.json()["error"]["actual"] == harness.base_version
@@ -158,9 +158,11 @@ def two_senders(harness: Harness) -> None:
         syncs.append((dict(harness.trainer.tensors), harness.parts(encoding=encoding, **who)))
         harness.other_values()
     with ThreadPoolExecutor(2) as pool:
-        told = [harness.told(answer) for answer in pool.map(harness.post, [b for _, [b] in syncs])]
-    won = told.index("committed")
-    assert told[1 - won] in ("409 VersionConflict", "409 SyncInProgress", "409 RunConflict")
+        outcomes = [
+            harness.outcome_of(answer) for answer in pool.map(harness.post, [b for _, [b] in syncs])
+        ]
+    won = outcomes.index("committed")
+    assert outcomes[1 - won] in ("409 VersionConflict", "409 SyncInProgress", "409 RunConflict")
     harness.trainer.tensors, harness.sent = syncs[won]
 
 
@@ -169,13 +171,13 @@ def two_senders_between_parts(harness: Harness) -> None:
     first, second = sent = harness.parts(2)
     harness.other_values()
     [other] = harness.parts(**of_another(harness))
-    harness.is_told(first, "staged")
+    harness.expect(first, "staged")
     if harness.run:
-        harness.is_told(other, "409 RunConflict")
+        harness.expect(other, "409 RunConflict")
     else:
-        answer = harness.is_told(other, "409 SyncInProgress")
+        answer = harness.expect(other, "409 SyncInProgress")
         assert 1 <= int(answer.headers["Retry-After"]) <= STAGE_TIMEOUT
-    harness.is_told(second, "committed")
+    harness.expect(second, "committed")
     harness.trainer.tensors, harness.sent = tensors, sent
 
 
@@ -193,8 +195,8 @@ def another_run(harness: Harness) -> None:
     [body] = harness.parts(**other)
     tensors = harness.trainer.tensors
     whole = {"current_version": "99999", "full": "true", **other}
-    harness.is_told(body, "409 RunConflict")
-    harness.is_told(container(tensors, dict.fromkeys(tensors), metadata=whole), "409 RunConflict")
+    harness.expect(body, "409 RunConflict")
+    harness.expect(container(tensors, dict.fromkeys(tensors), metadata=whole), "409 RunConflict")
     if not owned:
         harness.ask("release", "the-owner")
 
@@ -208,12 +210,12 @@ def takeover(harness: Harness) -> None:
     other = {"run": uuid.uuid4().hex, "run_epoch": "1"}
     harness.ask("claim", **other)
     late = edited(first, **other)
-    harness.is_told(late, "staged")
+    harness.expect(late, "staged")
     harness.ask("claim", takeover=True, **run)
-    harness.is_told(late, "409 RunFenced")
-    harness.is_told(first, "staged")
-    harness.is_told(second, "committed")
-    harness.is_told(late, "409 RunFenced")
+    harness.expect(late, "409 RunFenced")
+    harness.expect(first, "staged")
+    harness.expect(second, "committed")
+    harness.expect(late, "409 RunFenced")
     if not owned:  # nor is it when the parts are sent again
         harness.ask("release", **run)
         harness.sent = [edited(body, run=None, run_epoch=None) for body in harness.sent]
@@ -222,39 +224,39 @@ def takeover(harness: Harness) -> None:
 def asleep(harness: Harness) -> None:
     [body] = harness.parts()
     harness.sleep()
-    harness.is_told(body, "409 WeightsAsleep")
+    harness.expect(body, "409 WeightsAsleep")
     harness.wake()
 
 
 def asleep_between_parts(harness: Harness) -> None:
     first, second = harness.parts(2)
-    harness.is_told(first, "staged")
+    harness.expect(first, "staged")
     harness.sleep()
-    harness.is_told(second, "409 WeightsAsleep")
+    harness.expect(second, "409 WeightsAsleep")
     harness.wake()
 
 
 def one_rank_cannot_stage(harness: Harness, rank: int) -> None:
     harness.arm("fail_stage", rank)
-    assert harness.told(harness.post(harness.parts()[0])).startswith("500 ")
+    assert harness.outcome_of(harness.post(harness.parts()[0])).startswith("500 ")
 
 
 def one_rank_cannot_write(harness: Harness, rank: int) -> None:
     harness.arm("fail_write", rank)
-    harness.is_told(harness.parts()[0], "500 WriteUndone")
+    harness.expect(harness.parts()[0], "500 WriteUndone")
 
 
 def ranks_raise(harness: Harness) -> None:
     """Where nothing should, and before they vote."""
     for rank in range(RANKS):
         harness.arm("raise_commit", rank)
-    assert harness.told(harness.post(harness.parts()[0])).startswith("500 ")
+    assert harness.outcome_of(harness.post(harness.parts()[0])).startswith("500 ")
 
 
 def one_rank_cannot_undo(harness: Harness, rank: int) -> None:
     harness.arm("fail_write", rank)
     harness.arm("fail_undo", rank)
-    answer = harness.is_told(harness.parts()[0], "500 CommitFailed")
+    answer = harness.expect(harness.parts()[0], "500 CommitFailed")
     assert answer.json()["error"]["engine_state"] == "uncertain"
 
 
@@ -290,9 +292,9 @@ def flipped(body: bytes, at: int) -> bytes:
 
 
 def rows(
-    what: str, told: str, ends: Ends, *cases: tuple[str, Callable[[Harness], None]]
+    what: str, answer: str, ends: Ends, *cases: tuple[str, Callable[[Harness], None]]
 ) -> list[Fault]:
-    return [Fault(name, what, told, ends, do) for name, do in cases]
+    return [Fault(name, what, answer, ends, do) for name, do in cases]
 
 
 FAULTS = [

@@ -1,4 +1,4 @@
-"""SGLang with several HTTP processes: it restarts those that die, and goes on."""
+"""SGLang with several HTTP processes: it restarts those that die, and continues."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def harness(
 
 @pytest.mark.parametrize("death", RESPAWNS, ids=lambda death: death.name)
 def test_respawn(harness: RestartHarness, death: Death) -> None:
-    """The ranks live, keep what was staged, and know that generation is to go on."""
+    """The ranks live, keep staged parts, and know that generation must continue."""
     before, dead = harness.prints(), harness.titled(HTTP)
     harness.step()
     death.do(harness)

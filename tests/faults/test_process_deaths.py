@@ -68,7 +68,7 @@ def check(harness: RestartHarness, death: Death) -> None:
     harness.serves_nothing()
     assert harness.ends_by_itself() == (harness.engine.name not in death.lingers)
     assert not harness.commits()
-    assert harness.answers <= ({200} if death.told == "nothing" else {200, 500})
+    assert harness.answers <= ({200} if death.answer == "nothing" else {200, 500})
     harness.restart()
     new = check_version(harness, before)
     assert death.ends in ("log", "new" if new else "old")

@@ -127,6 +127,6 @@ def check_one_of_two(harness: Harness, before: object, new: bool) -> None:
         again = {"current_version": str(version + 1), "manifest_checksum": None}
         *others, last = [edited(body, **again) for body in harness.sent]
         for body in others:
-            harness.is_told(body, "staged")
-        harness.is_told(last, "committed")
+            harness.expect(body, "staged")
+        harness.expect(last, "committed")
         assert harness.prints() == found

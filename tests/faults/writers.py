@@ -51,12 +51,12 @@ class Halt:
         assert self._reached.wait(SETTLES_S), f"no PUT of {self._part}"
 
     def release(self) -> None:
-        """Let it go on."""
+        """Let it continue."""
         self._released.set()
 
 
 class Writer:
-    """A sender in a process of its own, which writes one version when it is told to.
+    """A sender in a process of its own, which writes one version when `begin` is called.
 
     Attributes:
         number: of the checkpoint that it leads to.
@@ -74,27 +74,27 @@ class Writer:
         )
         self._process.start()
         other.close()
-        assert self.told() == ("ready", 0)
+        assert self.next_event() == ("ready", 0)
 
     def open(self) -> None:
         """Open the log."""
         self._connection.send("open")
-        assert self.told() == ("open", 0)
+        assert self.next_event() == ("open", 0)
 
     def begin(self) -> None:
         """Write the version; if the log is not open yet, open it first."""
-        self._connection.send("go on")
-        self._connection.send("go on")
+        self._connection.send("continue")
+        self._connection.send("continue")
 
-    def told(self) -> tuple[str, int]:
-        """Return what it has done: ``written`` and a version, or the type of its error and 0."""
+    def next_event(self) -> tuple[str, int]:
+        """Return its next step: ``written`` and a version, or the type of its error and 0."""
         assert self._connection.poll(SETTLES_S), "the writer does not answer"
         what, version = self._connection.recv()
         return str(what), int(version)
 
     def outcome(self) -> tuple[str, int]:
-        """Return what it has done in the end; see `told`."""
-        while (found := self.told())[0] == "open":
+        """Return its last step; see `next_event`."""
+        while (found := self.next_event())[0] == "open":
             pass
         return found
 

@@ -1,4 +1,4 @@
-"""What is thrown at the receiver: parts of every encoding, broken in one or several places."""
+"""Inputs of the receiver: parts of every encoding, broken in one or several places."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 ARRAYS = ("__positions__", "__values__")
 DEEP = 20_000
 LENGTHS = [0, 1, 7, 8, 2**20, 2**26, 2**26 + 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
-# Literal JSON texts on which no decoder may fail unexpectedly.
+# Literal JSON texts that every decoder must accept or refuse, and not fail on.
 TEXTS = [
     "[" * DEEP, '{"a":' * DEEP, "[" * DEEP + "]" * DEEP, "1" * 5000, "-1", "1e999", "NaN", "",
     "Infinity", '"\\ud800"', '"\\u0000"', "\x00", "\ufeff[]", "[]", "{}", "null", "true", '""',
@@ -130,7 +130,7 @@ def lengths(draw: st.DrawFn, body: bytes) -> bytes:
     number = draw(st.sampled_from(LENGTHS))
     header, data = header_of(body)
     arrays = [header[name] for name in ARRAYS if isinstance(header.get(name), dict)]
-    if not arrays or draw(st.booleans()):  # a mutant may have renamed them
+    if not arrays or draw(st.booleans()):  # a mutant might have renamed them
         return struct.pack("<Q", number) + body[8:]
     tensor = draw(st.sampled_from(arrays))
     where = draw(st.sampled_from(["shape", "data_offsets"]))
@@ -173,7 +173,7 @@ def broken(draw: st.DrawFn, shapes: Shapes) -> bytes:
 
 @st.composite
 def wrapped(draw: st.DrawFn, body: bytes) -> bytes:
-    """The bytes in a zstd frame that may lie about what it holds, or in several."""
+    """The bytes in a zstd frame, whose header might be wrong about them, or in several."""
     kind = draw(st.sampled_from(["frame", "no size", "two", "skippable", "in itself", "bomb"]))
     frame = zstandard.ZstdCompressor(write_content_size=kind != "no size").compress(body)
     if kind == "two":
@@ -189,7 +189,7 @@ def wrapped(draw: st.DrawFn, body: bytes) -> bytes:
 
 @st.composite
 def bodies(draw: st.DrawFn, shapes: Shapes) -> bytes:
-    """Anything that may come as a part."""
+    """Anything that can come as a part."""
     if draw(st.integers(0, 9)) == 0:
         return draw(st.binary(max_size=200))
     body = draw(broken(shapes))

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 from engine_ext.errors import DeltaError
-from engine_ext.format import FrameReader, Limits, Part, PartGate, decode_part
+from engine_ext.format import DecodedPart, FrameReader, Limits, PartGate, decode_part, read_verified
 from engine_ext.format import part as wire_part
 from engine_ext.format.manifest import parse_manifest
 from engine_ext.ranks.operations import DropSync
@@ -25,7 +25,8 @@ from tests.fuzz.requests import REQUESTS
 from tests.fuzz.time_boxed import SECONDS, check_for
 from tests.support.delta_bodies import SHAPES, Weights, after, delta_part, same
 from tests.support.endpoint_rig import DELTA, FROM_DISK, Rig
-from tests.support.independent_encoder import assert_well_formed, header_of, unwrap
+from tests.support.independent_encoder import assert_same, assert_well_formed, header_of, unwrap
+from tests.support.verified_file import verified_file
 
 LIMITS = Limits(max_part_bytes=1 << 18, max_header_bytes=1 << 20)
 # A value becomes at most 8 bytes of an index, and JSON becomes objects.
@@ -55,7 +56,10 @@ def test_container(monkeypatch: pytest.MonkeyPatch) -> None:
         except DeltaError as error:
             check_refusal(error)
             return
-        assert part.header == header
+        assert part.manifest == header.manifest
+        mapped = read_verified(*reversed(verified_file(bytes(kept))))
+        assert mapped is not None
+        assert_same(mapped, part.deltas)
         assert_well_formed(part)
 
     sizes = st.lists(st.integers(0, 300), max_size=5)
@@ -96,7 +100,7 @@ def metadata_of(body: bytes) -> dict[str, str]:
 
 
 def test_http(tmp_path: Path) -> None:
-    """Requests to every route: an answer of the table, and weights that it tells the truth of."""
+    """Requests to every route: an answer of the table, and weights that agree with it."""
     root = tmp_path / "root"
     root.mkdir()
     (root / "a").write_bytes(delta_part())
@@ -163,7 +167,7 @@ def check_one(rig: Rig, request: dict[str, Any], root: str) -> bool:
     return True
 
 
-def check_exact(rig: Rig, before: Weights, part: Part) -> None:
+def check_exact(rig: Rig, before: Weights, part: DecodedPart) -> None:
     """The weights are what a part makes of them that is all of its sync."""
     if (part.manifest.num_parts or 1) > 1:
         return

@@ -39,7 +39,7 @@ def check_for(
         check: the test.
         examples: what it is called with.
         share: of the time.
-        most_bytes: traced memory that one example may take.
+        most_bytes: traced memory that one example can take.
 
     Returns:
         The number of examples checked.
@@ -52,7 +52,7 @@ def check_for(
     def bounded(example: Any) -> None:
         nonlocal count
         count += 1
-        if not fits(*taken(example)):  # the first time may have imported something
+        if not fits(*taken(example)):  # the first time might have imported something
             traced, resident = taken(example)
             assert fits(traced, resident), f"{traced} bytes, {resident} resident"
 

@@ -101,7 +101,7 @@ def check_steps(
         adapter: the LoRA adapter whose own tensors the steps are; None: the model's weights.
 
     Returns:
-        What was observed at the last step, where the engine is now, and the reports of the deltas.
+        The observation at the last step, where the engine is now, and the reports of the deltas.
     """
     named = {} if adapter is None else {"adapter": adapter}
     seen, reports = [observe(engine)], []
@@ -114,7 +114,7 @@ def check_steps(
         assert before != after
     assert engine.post("/delta_rollback", json={}, params=named).json()["status"] == "rolled_back"
     assert observe(engine) == seen[-2]
-    # A sender that knows other weights sends all of them, if it may.
+    # A sender that knows other weights sends all of them, if it is allowed to.
     with DeltaSender(engine.url, base=steps[0].items(), adapter=adapter) as sender:
         with pytest.raises(FullSyncRefused):
             sender.sync(steps[-1].items())

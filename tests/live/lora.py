@@ -46,7 +46,7 @@ def make_adapter(base: Path, folder: Path, seed: int = 5) -> Path:
 
 
 def generated(engine: EngineProcess, adapter: str = ADAPTER) -> list[Any]:
-    """What an adapter generates, with the logprobs."""
+    """The completions of an adapter, with the logprobs."""
     answers = [
         engine.complete(prompt, model=adapter, max_tokens=12, temperature=0.0, logprobs=5)
         for prompt in PROMPTS

@@ -46,5 +46,5 @@ def start(name: str, folder: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def left_in(folder: Path) -> list[str]:
-    """List what a program left in its folder for temporary files."""
+    """List the files that a program left in its folder for temporary files."""
     return [path.name for what in ("delta-*", "engine-*") for path in folder.glob(what)]

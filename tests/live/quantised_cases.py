@@ -37,7 +37,7 @@ class Case:
         return tiny_models.build(self.checkpoint, folder)
 
     def options(self, *more: str) -> dict[str, Any]:
-        """Return what to start an engine with; `more` arguments go to it."""
+        """Return the arguments to start an engine with; `more` arguments go to it."""
         dtype = quantised_checkpoints.serving_dtype(self.checkpoint)
         return {
             "tp": self.tp,
@@ -47,7 +47,7 @@ class Case:
         }
 
     def observed(self, engine: EngineProcess) -> dict[str, Any]:
-        """Return all that this machine can tell of an engine's weights."""
+        """Return everything about an engine's weights that this machine can observe."""
         if self.int4 and not torch.cpu._is_avx512_supported():
             return {"parameters": engine.checksums(), "buffers": engine.buffer_checksums()}
         return fingerprint(engine)

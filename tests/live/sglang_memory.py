@@ -18,7 +18,7 @@ class Server:
     """A server whose whole model can be hashed.
 
     Args:
-        seen: folder for what its ranks tell; see ``tests/shims/faults``.
+        seen: folder for the reports of its ranks; see ``tests/shims/faults``.
         extra_args, python_path: see `EngineProcess`.
         stages: how many pipeline stages there are, of `tp` ranks each. SGLang's own checksums are
             those of the first.

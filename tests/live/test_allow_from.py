@@ -65,6 +65,6 @@ def test_clients_of_a_named_network_need_no_token(
         url = f"http://{here.address}:{engine.port}"
         named = asked_from(there, there.address, url)
         assert named == ["200 None", "400 MalformedPart"]
-        assert asked_from(there, other, url) == ["403 LoopbackOnly"] * 2
+        assert asked_from(there, other, url) == ["403 AccessDenied"] * 2
         assert engine.delta_status()["version"] == 0
         engine.stop()

@@ -70,7 +70,7 @@ def test_one_sender_two_engines(both: Both) -> None:
         assert both.versions() == [3, 3]
         assert both.hold_the_trainers_bytes()
 
-        server = sender._sessions[0].destination
+        server = sender._publisher.sessions[0].destination
         address, server._url = server._url, f"{server._url}/nowhere"
         trainer.step()
         with pytest.raises(PartialSyncError) as caught:
@@ -87,7 +87,7 @@ def test_one_sender_two_engines(both: Both) -> None:
 
 
 def test_one_that_lags_holds_up_nobody(both: Both) -> None:
-    """What it is sent is lost on the way; it is brought up once there is a way again."""
+    """Its requests are lost; it gets the missing versions once they arrive again."""
     trainer = both.trainer
     version = trainer.version
     vllm, sglang = both.engines
@@ -107,7 +107,7 @@ def test_one_that_lags_holds_up_nobody(both: Both) -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             assert both.versions() == [version + 2, version + 1]
-            sender._options["lag_limit"] = None
+            sender._publisher.lag_limit = None
             trainer.step()
             reports = sender.sync(trainer.tensors.items())
             assert [report.full for report in reports.values()] == [False, False]
@@ -135,7 +135,7 @@ def test_the_program_sends_to_both(both: Both, tmp_path: Path) -> None:
     assert both.hold_the_trainers_bytes()
 
 
-# ---- runs: whose the engines are, and what may be replaced there ---------------------------------
+# ---- runs: whose the engines are, and what can be replaced there ---------------------------------
 
 
 def failures_of(sender: MultiSender, trainer: Trainer) -> list[type[BaseException]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, SyncError, cli
-from engine_ext.delta_log import FolderLog, live_heartbeats
+from engine_ext.log import live_heartbeats, open_log
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
@@ -126,7 +126,7 @@ def test_an_engine_stays_before_a_damaged_version(
     status = engine.delta_status()
     assert (status["ranks"], status["version"], engine.weight_version()) == (tp, 1, "1")
     assert status["digest"] == model_digest(good).hex()
-    # Of every rank's live memory.
+    # The scan covers every rank's live memory.
     scan = engine.get("/delta_digest", params={"scan": "true"}).json()
     assert (scan["digest"], scan["corrupted"]) == (status["digest"], [])
     assert status["staged"] is None
@@ -199,7 +199,7 @@ def test_an_engine_follows_the_log(
         damaged.write_bytes(good)
         reach(engine, 8)
         seen_by(engine)
-        [heartbeat] = live_heartbeats(FolderLog(log))
+        [heartbeat] = live_heartbeats(open_log(log))
         assert (heartbeat.version, heartbeat.state) == (8, "following")
 
         remove_versions(log, 8)
@@ -213,7 +213,7 @@ def test_an_engine_follows_the_log(
         for _ in range(11):
             write_unproven(log, new)
         check_other_history(engine, seen_by(engine)["delta_log"]["follow"]["error"], 9)
-        [heartbeat] = live_heartbeats(FolderLog(log))
+        [heartbeat] = live_heartbeats(open_log(log))
         assert (heartbeat.version, heartbeat.state) == (9, "diverged")
         check_weights(engine, 9, trainer)
         assert "delta_updates_log_diverged 1.0" in engine.get("/metrics").text
@@ -249,9 +249,9 @@ def test_a_trainer_that_posts_to_no_engine(
             trainer.step()
             report = sender.sync(trainer.tensors.items())
             assert (report.version, report.full) == (version, False)
-            told = sender.wait(60)
-            assert told[engine.url] == version, told
-            assert isinstance(told[urls[1]], SyncError)
+            outcome = sender.wait(60)
+            assert outcome[engine.url] == version, outcome
+            assert isinstance(outcome[urls[1]], SyncError)
             assert report.digest == engine.delta_status()["digest"]
     # By the command, from the checkpoint of the last version to the next one.
     before = tiny_models.save_checkpoint(base, tmp_path / "before", trainer.tensors)
@@ -269,9 +269,9 @@ def test_a_trainer_that_posts_to_no_engine(
         for _ in range(5):
             other.step()
             sender.sync(other.tensors.items())
-        told = str(sender.wait(60)[engine.url])
-    assert "another history" in told
-    assert "damaged" not in told
+        outcome = str(sender.wait(60)[engine.url])
+    assert "another history" in outcome
+    assert "damaged" not in outcome
     assert fingerprint(engine) == seen
     engine.stop()
     fresh = start("vllm", tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors))
@@ -301,7 +301,7 @@ def check_other_history(engine: EngineProcess, error: dict[str, Any], version: i
 
 
 def publish(draft: Path, log: Path) -> None:
-    """Move the versions that a log lacks there, at once as far as a reader can tell."""
+    """Move the versions that a log lacks there, at once for any reader."""
     for folder in sorted(draft.glob("weight_v*")):
         if not (log / folder.name).exists():
             folder.rename(log / folder.name)

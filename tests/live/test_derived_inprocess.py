@@ -17,8 +17,8 @@ import pytest
 from engine_ext.format import encode_part
 from tests.support.in_process_vllm import run
 
-# What vLLM derives from weights there follows: views of kv_b_proj, packed experts, and what is
-# rebuilt (Mamba's A and convolutions).
+# These models cover all that vLLM derives from weights: views of kv_b_proj, packed experts, and
+# rebuilt tensors (Mamba's A and convolutions).
 KINDS = (
     *("deepseek_v3", "gpt_oss", "qwen3", "llama_tied", "gemma3"),
     *("qwen3_moe", "qwen3_next", "mamba2"),

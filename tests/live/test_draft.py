@@ -82,7 +82,7 @@ def check(
         options: of the engine.
 
     Returns:
-        What was seen at each step.
+        The observation at each step.
     """
     options = {**options, "extra_args": speculative(method, draft)}
     engine = start("vllm", base, **options)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.rebuild import ModuleRebuild
+from engine_ext.startup.recomputed import ModuleRebuild
 from tests.support.quantised_engine import Serving
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
@@ -180,7 +180,7 @@ def served_at(module: nn.Module) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing may be replaced as a whole, as on a GPU."""
+    """Nothing can be replaced as a whole, as on a GPU."""
     elsewhere = torch.empty(0, device="meta")
     monkeypatch.setattr(ModuleRebuild, "live_tensors", lambda self: [elsewhere])
 
@@ -220,7 +220,7 @@ def test_an_object_that_shows_nothing_is_named(tmp_path: Path) -> None:
 
 
 def test_an_attribute_that_came_later_is_refused(tmp_path: Path) -> None:
-    """It may be computed from the weights of before."""
+    """It can be computed from the weights of before."""
     serving = Serving(one(Experts), tmp_path)
     method: Any = serving.models[0].lin.quant_method  # type: ignore[union-attr]
     method.moe_kernel.fused_experts.cached = torch.ones(3)

@@ -33,7 +33,7 @@ class Server:
         assert answer.json().get("status") == "committed", answer.text
 
     def refuses_all_but_a_full_sync(self) -> None:
-        """A delta builds on the weights of a version, and those are gone; generation goes on."""
+        """A delta builds on the weights of a version, and those are gone; the engine generates."""
         answer = self.post(self.next())
         assert (answer.status_code, answer.json()["error"]["type"]) == (409, "BaseMismatch")
         back = self.engine.post("/delta_rollback")

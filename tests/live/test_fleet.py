@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from delta_sender import DeltaSender
-from engine_ext.delta_log import live_heartbeats, open_log
+from engine_ext.log import live_heartbeats, open_log
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
@@ -28,7 +28,7 @@ HOSTS = ["a", "b"]
 
 
 class Host:
-    """What engines of one host share: a cache, and the way to the store."""
+    """Resources that engines of one host share: a cache, and the way to the store."""
 
     def __init__(self, name: str, store: StoreServer, folder: Path) -> None:
         self.proxy = StoreProxy(store)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine_ext.delta_log import FolderLog, live_heartbeats
+from engine_ext.log import live_heartbeats, open_log
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess
@@ -58,16 +58,16 @@ def vllm(base: Path, log: Path, folder: Path) -> VllmServe:
 
 
 def until(clients: list[httpx.Client], **facts: Any) -> list[dict[str, Any]]:
-    """Wait until the status by every process has these facts; return what they tell."""
+    """Wait until the status by every process has these facts; return all statuses."""
     end = time.monotonic() + WAIT_S
     while True:
-        told = []
+        found = []
         for client in clients:
             status = client.get("/delta_status").json()
-            told.append({**status, **status["delta_log"], **status["delta_log"]["follow"]})
-        if all(one[name] == value for one in told for name, value in facts.items()):
-            return told
-        assert time.monotonic() < end, told
+            found.append({**status, **status["delta_log"], **status["delta_log"]["follow"]})
+        if all(one[name] == value for one in found for name, value in facts.items()):
+            return found
+        assert time.monotonic() < end, found
         time.sleep(0.1)
 
 
@@ -75,7 +75,7 @@ def heartbeat(log: Path, version: int) -> Any:
     """Wait for the heartbeat of an engine at a version; there is no other one."""
     end = time.monotonic() + WAIT_S
     while True:
-        [found] = live_heartbeats(FolderLog(log))
+        [found] = live_heartbeats(open_log(log))
         if found.version == version:
             return found
         assert time.monotonic() < end, found
@@ -96,8 +96,8 @@ def follow_with_all(
     pinned = second.post("/delta_pin", params={"version": "2"}).json()
     assert (pinned["status"], pinned["version"]) == ("pinned", 1)
     write_log(log, trainer, 2)
-    told = until(clients, version=2, newest=3, pinned=2)
-    assert len({(one["name"], one["pid"]) for one in told}) == 1
+    statuses = until(clients, version=2, newest=3, pinned=2)
+    assert len({(one["name"], one["pid"]) for one in statuses}) == 1
     assert heartbeat(log, 2).state == "pinned"
     refused = first.post("/delta_pin", params={"version": "1"})
     assert (refused.status_code, refused.json()["error"]["actual"]) == (409, 2)
@@ -106,9 +106,9 @@ def follow_with_all(
     write_log(log, trainer, 1)
     for client in clients:
         assert client.post("/delta_catch_up").json()["version"] == 4
-    told = until(clients, version=4, newest=4, failures=0, weight_version="4")
+    statuses = until(clients, version=4, newest=4, failures=0, weight_version="4")
     found = heartbeat(log, 4)
-    assert (found.name, found.state) == (told[0]["name"], "following")
+    assert (found.name, found.state) == (statuses[0]["name"], "following")
     assert shown_by_top(engine.url)[1:] == (4, "certain")
     for client in clients:
         lines = client.get("/metrics").text.splitlines()
@@ -118,7 +118,7 @@ def follow_with_all(
     check_scan(engine, trainer)
     text = engine.log_path.read_text()
     assert sum(text.count(f"sync outcome=committed version={v} ") for v in (2, 3, 4)) == 3
-    [pid] = {one["pid"] for one in told}
+    [pid] = {one["pid"] for one in statuses}
     assert pid in engine.pids()
     return int(pid)
 
@@ -133,7 +133,7 @@ def test_one_of_vllms_processes_follows(
             process = follow_with_all(engine, clients, log, trainer)
         os.kill(process, signal.SIGKILL)
         assert engine.wait(WAIT_S)
-        assert live_heartbeats(FolderLog(log))  # prune keeps what it needs, until that expires
+        assert live_heartbeats(open_log(log))  # prune keeps what it needs, until that expires
     write_log(log, trainer, 1)
     with vllm(base, log, tmp_path / "second") as engine:
         with one_client_each(engine, PROCESSES) as clients:
@@ -178,9 +178,9 @@ def test_another_of_sglangs_processes_takes_over(
     write_log(log, trainer, 1)
     assert heartbeat(log, 5).name == name
     with one_client_each(sglang, PROCESSES) as clients:  # one of them is new
-        told = until(clients, version=5, newest=6, pinned=5, failures=0)
-        assert {one["name"] for one in told} == {name}
-        [pid] = {one["pid"] for one in told}
+        statuses = until(clients, version=5, newest=6, pinned=5, failures=0)
+        assert {one["name"] for one in statuses} == {name}
+        [pid] = {one["pid"] for one in statuses}
         assert pid != dead
         assert pid in sglang.pids()
         assert clients[1].post("/delta_pin").json()["status"] == "released"
@@ -198,9 +198,9 @@ def test_another_of_sglangs_processes_takes_over(
     reach(sglang, 7)
     write_log(log, trainer, 1)
     with one_client_each(sglang, PROCESSES) as clients:
-        told = until(clients, version=8, newest=8, weight_version="8", engine_state="certain")
-        assert {one["name"] for one in told} == {name}
-        assert pid not in {one["pid"] for one in told}
+        statuses = until(clients, version=8, newest=8, weight_version="8", engine_state="certain")
+        assert {one["name"] for one in statuses} == {name}
+        assert pid not in {one["pid"] for one in statuses}
     check_scan(sglang, trainer)
     assert sglang.complete("the quick", max_tokens=4)["choices"][0]["text"] is not None
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from engine_ext.rebuild import ModuleRebuild
+from engine_ext.startup.recomputed import ModuleRebuild
 from tests.shims.vllm_cpu_fp8.vllm_cpu_fp8 import scaled_fp8_quant
 from tests.support import quantised_engine
 from tests.support.quantised_engine import Serving
@@ -114,7 +114,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Any) ->
         "process",
         lambda model: utils.process_weights_after_loading(model, config, device),
     )
-    # Nothing may be replaced as a whole, as on a GPU.
+    # Nothing can be replaced as a whole, as on a GPU.
     elsewhere = torch.empty(0, device="meta")
     monkeypatch.setattr(ModuleRebuild, "live_tensors", lambda self: [elsewhere])
     with set_current_vllm_config(VllmConfig()):

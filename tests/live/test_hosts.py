@@ -23,6 +23,7 @@ from tests.live.conftest import fingerprint
 from tests.live.vllm_serve import VllmServe, distribution
 from tests.support.hosts import Host, two_hosts
 from tests.support.plain_trainer import Trainer, container, model_digest, split
+from tests.support.verified_file import verified_file
 
 pytestmark = pytest.mark.full
 
@@ -34,7 +35,7 @@ CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 def shims(kind: str, layout: tuple[str, ...]) -> list[Path]:
-    """Return what vLLM lacks to generate with pipeline stages on CPU."""
+    """Return a shim that lets vLLM generate with pipeline stages on CPU."""
     return [SHIMS / "vllm_cpu_pp"] if kind == "vllm" and layout else []
 
 
@@ -178,7 +179,8 @@ def test_both_hosts_are_bit_identical(
             assert holds(engine, trainer)
         # Each part was fetched by the second host, once, and read in the spool on the first.
         first, second = map(contents, cluster.cached)
-        assert (first, second) == (set(), set(map(xxhash.xxh3_128_hexdigest, sent)))
+        files = [verified_file(body)[1] for body in sent]
+        assert (first, second) == (set(), set(map(xxhash.xxh3_128_hexdigest, files)))
 
         # A damaged copy is not read: the same parts come again, as another sync would send them.
         for copy in cluster.cached[1].glob("*.part"):

@@ -86,8 +86,8 @@ def test_files_are_written_again(base: Path, spool: Path, tmp_path: Path) -> Non
                 assert answer.status_code == 200, answer.text
                 return str(answer.json()["status"])
 
-            told = [*threads.map(post, range(0, 2)), *threads.map(post, range(2, 4))]
-            assert sorted(told) == ["committed"] + ["staged"] * (PARTS - 1)
+            statuses = [*threads.map(post, range(0, 2)), *threads.map(post, range(2, 4))]
+            assert sorted(statuses) == ["committed"] + ["staged"] * (PARTS - 1)
             found = clients[0].get("/delta_digest", params={"scan": "true"}).json()
             assert (found["digest"], found["corrupted"]) == (
                 model_digest(trainer.tensors).hex(),

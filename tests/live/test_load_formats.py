@@ -1,4 +1,4 @@
-"""What a checkpoint is certified with, where the engine reads it in a way of its own."""
+"""Certification with the checkpoint as read, where the engine reads it in a way of its own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from delta_sender.checkpoint import read_checkpoint
+from engine_ext.files import read_checkpoint
 from engine_ext.ranks import SingleRank
 from engine_ext.settings import Settings
-from engine_ext.sync.loaded_model import LoadedModel
-from engine_ext.sync.startup import make_receiver
+from engine_ext.startup import LoadedModel
+from engine_ext.sync import make_receiver
 from scripts.live_engine import tiny_models
 from tests.live.programs import python
 from tests.support.plain_trainer import model_digest
@@ -37,7 +37,7 @@ def test_vllm_reads_the_files_of_collective_formats_alone(
     from vllm.config import LoadConfig
     from vllm.model_executor.model_loader import default_loader
 
-    from engine_ext.adapters.vllm.worker import checkpoint as read
+    from engine_ext.adapters.vllm.checkpoint import checkpoint as read
 
     def together(*args: Any, **kwargs: Any) -> Iterable[tuple[str, torch.Tensor]]:
         raise AssertionError("a rank alone waits for the others")
@@ -62,11 +62,11 @@ class Pair(ToyModel):
 def test_vllm_certifies_the_files_that_it_has_loaded(
     load_format: str, is_indexed: bool, tmp_path: Path
 ) -> None:
-    """Of a folder that has other values under the same names in Mistral's file."""
+    """The folder has other values under the same names in Mistral's file."""
     from vllm.config import LoadConfig
     from vllm.model_executor.model_loader import get_model_loader
 
-    from engine_ext.adapters.vllm.worker import checkpoint as read
+    from engine_ext.adapters.vllm.checkpoint import checkpoint as read
 
     model = base_checkpoint(Pair)
     consolidated = {**base_checkpoint(Pair, seed=9), "c": model["c"]}
@@ -124,7 +124,7 @@ def test_vllm_certifies_the_files_that_it_has_loaded(
 
 
 def assert_same(found: dict[str, torch.Tensor], folder: Path) -> None:
-    """What was read is the checkpoint."""
+    """Check that the read tensors are the checkpoint's."""
     expected = tiny_models.load_tensors(folder)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -140,7 +140,7 @@ from torch import nn
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_loader import loader
 from sglang.srt.runtime_context import get_context
-from engine_ext.adapters.sglang.loading import checkpoint
+from engine_ext.adapters.sglang.checkpoint import checkpoint
 
 def together(*args, **kwargs):
     raise AssertionError("its tensors are gone after the reading")

@@ -42,9 +42,9 @@ def main(model: str, out: str) -> None:
 
     from engine_ext import settings
     from engine_ext.adapters.vllm import plugin
-    from engine_ext.format import decode_part, part_identity
     from scripts.live_engine import tiny_models
     from tests.support.plain_trainer import Trainer, container
+    from tests.support.verified_file import verified_file
 
     settings.Settings().export()
     plugin.install_workers()
@@ -69,10 +69,10 @@ def main(model: str, out: str) -> None:
 
     def sync(body: bytes, *, full: bool) -> None:
         spooled = Path(out).with_suffix(".part")
-        spooled.write_bytes(body)
+        identity, verified = verified_file(body)
+        spooled.write_bytes(verified)
         version = trainer.version
         base_version = None if full else version - 1
-        identity = part_identity(decode_part(body).header, body)
         part = {"version": version, "base_version": base_version, "identity": identity}
         part |= {"full": full, "num_parts": 1}
         assert call("begin", part=part, path=str(spooled), now=0.0)["admission"] == "new"

@@ -114,7 +114,7 @@ def test_exact(
 
 
 def check_request_in_flight(engine: EngineProcess, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Let a request that shows an image go on over a sync of the vision part.
+    """Let a request that shows an image run while the vision part is synced.
 
     It writes one and the same token, so what it computes at each place depends on weights alone.
     """
@@ -167,7 +167,7 @@ def stream(engine: EngineProcess, chunks: list[Any]) -> tuple[threading.Thread, 
 
 
 def check_requests_meanwhile(engine: EngineProcess, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Show the same few images all the time while the vision part is synced; none may fail."""
+    """Show the same few images all the time while the vision part is synced; none must fail."""
     statuses: list[int] = []
     done = threading.Event()
 

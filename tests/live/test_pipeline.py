@@ -16,7 +16,7 @@ from tests.live.conftest import check_steps, fingerprint
 from tests.live.sglang_memory import Server
 from tests.support.plain_trainer import Trainer, container
 
-# vLLM does not generate so on the CPU by itself.
+# vLLM does not generate so on the CPU without this shim.
 SHIM = Path(__file__).parents[1] / "shims" / "vllm_cpu_pp"
 STAGES = ("--pipeline-parallel-size", "2")
 

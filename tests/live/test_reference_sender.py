@@ -35,7 +35,7 @@ def engine(start: Callable[..., EngineProcess], base: Path) -> EngineProcess:
 
 @pytest.fixture(scope="module")
 def trainer(base: Path) -> Trainer:
-    """What the engine holds, and its version; each test moves both on."""
+    """The engine's tensors and version; each test moves both on."""
     return Trainer(tiny_models.load_tensors(base))
 
 

@@ -176,7 +176,7 @@ def test_403_forwarded(server: Server, method: str, path: str) -> None:
     disk = {"model_path": "/", "load_format": "delta", "method": "apply_delta_from_disk"}
     body = {} if method == "GET" else {"json": disk}
     call = server.engine.get if method == "GET" else server.engine.post
-    refused(call(path, headers=headers, **body), 403, "LoopbackOnly")
+    refused(call(path, headers=headers, **body), 403, "AccessDenied")
 
 
 def test_403_paths(server: Server, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_connection_that_is_cut(server: Server) -> None:
 
 
 def big_part(server: Server, nbytes: int) -> bytes:
-    """A well-formed part with a tensor of this size, of which the engine knows nothing."""
+    """A well-formed part with a tensor of this size that the engine does not know."""
     tensor = torch.randint(0, 2**15, (nbytes // 2,), dtype=torch.int16).view(torch.bfloat16)
     return server.next(tensors={"big": tensor}, changed={"big": None})
 
@@ -293,7 +293,7 @@ def drop_staged(server: Server) -> None:
 
 
 def test_two_senders_at_once(server: Server) -> None:
-    """Of two senders that send two parts each, the one that is first wins; the other gets 409."""
+    """Two senders send two parts each: the first one wins; the other gets 409."""
     bodies = [
         [
             server.next(metadata={"sync_id": name, "part": str(part), "num_parts": "2"})

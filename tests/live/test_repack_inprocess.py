@@ -68,29 +68,29 @@ def main(model: str, out: str, *options: str) -> None:
     """
     from vllm import LLM
 
-    from engine_ext.adapters.vllm import worker as adapter
+    from engine_ext.adapters.vllm import checkpoint, worker
     from engine_ext.adapters.vllm.postload import repack_learner
     from engine_ext.model.fingerprint import hash_tensor
     from engine_ext.model.storage_index import StorageIndex
     from engine_ext.placement.certify import certify_placement
     from engine_ext.placement.segments import TensorSpec
-    from engine_ext.repacks.infer import compose
-    from engine_ext.tracing.trace import trace_placement
+    from engine_ext.startup import LoaderDryRun
+    from engine_ext.startup.permuted.infer import compose
 
     if "--packed" in options:
         _pack_convolutions()
     else:
-        adapter._keep_checkpoint_layout()
+        worker._keep_checkpoint_layout()
     learner = repack_learner()
     with learner if "--learn" in options else contextlib.nullcontext():
         llm = LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=256)
-    worker = llm.llm_engine.model_executor.driver_worker.worker
-    live, config = worker.model_runner.model, worker.vllm_config
-    specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in adapter.checkpoint(live, config)]
+    own: Any = llm.llm_engine.model_executor.driver_worker.worker
+    live, config = own.model_runner.model, own.vllm_config
+    specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint.checkpoint(live, config)]
     index = StorageIndex(live)
-    placement = trace_placement(live, adapter._loader(live, config), specs, index)
+    placement = LoaderDryRun(live, checkpoint.load_function(live, config), index).trace(specs)
     compose(placement, learner.repacks, learner.refusals)
-    certify_placement(placement, adapter.checkpoint(live, config))
+    certify_placement(placement, checkpoint.checkpoint(live, config))
     sizes = {name: parameter.numel() for name, parameter in live.named_parameters()}
     found = {
         "status": {name: placed.status.value for name, placed in placement.items()},

@@ -1,7 +1,7 @@
-"""What must stay stable in a long run: memory, addresses, cache, sleep, metrics and status.
+"""Properties that stay stable in a long run: memory, addresses, cache, sleep, metrics and status.
 
-What is not served at all (LoRA, data parallel replicas) is refused before the engine loads
-anything; ``test_startup.py`` shows it for every option, and here a whole server does.
+Configurations that are not served at all (LoRA, data parallel replicas) are refused before the
+engine loads anything; ``test_startup.py`` shows it for every option, and here a whole server does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.plain_trainer import Trainer, container, split
 OCTETS = {"Content-Type": "application/octet-stream"}
 SHIM = Path(__file__).parents[1] / "shims" / "faults"
 PROMPT = [3 + number % 250 for number in range(200)]  # longer than a block of vLLM's on CPU
-# What the allocator may hold back; a sync's old values and its part take 0.7 MB.
+# What the allocator can hold back; a sync's old values and its part take 0.7 MB.
 SLACK = 12 << 20
 ARGUMENTS = {
     "vllm": ["--enable-prompt-tokens-details"],
@@ -199,7 +199,7 @@ def test_a_cached_prompt_is_answered_with_the_new_weights(server: Server) -> Non
     server.flush()
     assert server.ask() == (new, 0)
     assert new != old
-    # What the caller has asked to keep is kept, and a later sync drops it.
+    # The cache is kept if the caller asks for it, and a later sync drops it.
     server.sync(density=0.5, flush_cache="false")
     assert server.ask()[1] >= 100
     server.sync(density=0.5)

@@ -50,7 +50,7 @@ class Program:
         return subprocess.Popen(command, env=environment(), stdout=pipe, stderr=pipe, text=True)
 
     def says(self, base: Path, target: Path) -> str:
-        """What it says of a sync that went well."""
+        """Its output for a sync that went well."""
         self.proxy.recover()
         program = self.start(base, target)
         said, errors = program.communicate(timeout=120)
@@ -69,7 +69,7 @@ class Program:
             program.communicate()
 
     def known(self) -> dict[str, Any]:
-        """What the file says."""
+        """The contents of the file."""
         found: dict[str, Any] = json.loads(self.state.read_bytes())
         return found
 

@@ -92,7 +92,7 @@ def server(
 
 
 def test_every_route_that_generates_is_guarded(server: Server) -> None:
-    """Of what changes anything, the engine has no path that is neither guarded nor known here."""
+    """Every path that changes anything is guarded or known here."""
     paths = server.engine.get("/openapi.json").json()["paths"]
     writes = {path for path, methods in paths.items() if methods.keys() & {"post", "put"}}
     assert {"/v1/completions", "/update_weights_delta"} <= writes

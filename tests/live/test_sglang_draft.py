@@ -26,7 +26,7 @@ pytestmark = pytest.mark.full
 
 
 def options(algorithm: str, draft: Path, tp: int = 1) -> dict[str, Any]:
-    """Return what an engine is started with to draft one token at a time."""
+    """Return an engine's arguments to draft one token at a time."""
     one = ("--speculative-num-steps", "1", "--speculative-eagle-topk", "1")
     flags = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft)]
     flags += [*one, "--speculative-num-draft-tokens", "2"]
@@ -57,11 +57,11 @@ def check(
     """Sync an engine to each step's tensors of both models, and compare it with a fresh one.
 
     Args:
-        draft: folder of the draft model, which may be the target's.
+        draft: folder of the draft model, which can be the target's.
         ignored: tensors that SGLang does not use.
 
     Returns:
-        What was seen at each step.
+        The observation at each step.
     """
     engine = start("sglang", base, **options(algorithm, draft, tp))
     for plan in engine.get("/delta_status", params={"plan": "true"}).json()["plan"]:

@@ -60,7 +60,7 @@ METHODS = {
     "awq": "AWQLinearMethod",
     "gptq": "GPTQLinearMethod",
 }
-# What SGLang itself cannot load.
+# Checkpoints that SGLang itself cannot load.
 ERRORS = {
     "w4a16": "AssertionError: Torch not compiled with CUDA enabled",
     # It makes one scale for a layer that joins several tensors, and loads several into it.
@@ -72,7 +72,7 @@ KINDS = {"unquantised": "qwen3", "dummy": "qwen3", "online-fp8-experts": "qwen3_
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What was found of every case; see `tests.support.in_process_sglang`."""
+    """The observations of every case; see `tests.support.in_process_sglang`."""
     root = tmp_path_factory.mktemp("sglang")
     cases = [case(name, root) for name in (*STATES, *ERRORS)]
     return run(SglangProcess.interpreter(), Path(cases[0].folders[0]), cases, root)

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from delta_sender import ShardedSender, SyncError, model_shards
-from delta_sender.checkpoint import read_checkpoint
-from delta_sender.http_client import EngineClient
+from delta_sender.publish.http_client import EngineClient
+from engine_ext.files import read_checkpoint
 from engine_ext.format import tensor_digest
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess

@@ -18,7 +18,7 @@ from scripts.live_engine.process import EngineProcess
 from tests.support.armed_faults import arm
 from tests.support.plain_trainer import Trainer, container, model_digest, split
 
-# 26 million elements, 40 % of which are sent.
+# 26 million elements; a part sends 40 % of them.
 LARGE = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4}
 PARTS = 3
 TOKENS = 10  # of a request, while one part is staged

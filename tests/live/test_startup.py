@@ -114,7 +114,7 @@ REPLICAS = (DELTAS, "--data-parallel-size", "2")
 
 
 def parsed_by_vllm(*arguments: str) -> Any:
-    """Return what vLLM's own parser makes of a command line, without starting a process."""
+    """Return a command line as vLLM's own parser parses it, without starting a process."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -293,7 +293,7 @@ def test_sglang_refuses_arguments() -> None:
     assert wrong == {}
 
 
-# What an override for a model's architecture sets, which no command line shows.
+# Settings that an override for a model's architecture sets, which no command line shows.
 SGLANG_RESOLVED = """
 import sys
 from sglang.srt.runtime_context import get_context

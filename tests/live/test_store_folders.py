@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.object_store import ObjectStore
+from engine_ext.log import Objects
 from engine_ext.version_folders import INDEX
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
@@ -26,7 +26,7 @@ ENDPOINTS = ["/update_weights_delta", "/update_weights_from_disk"]
 class Published:
     """A trainer that publishes in a store, and the engine that takes its versions from there."""
 
-    def __init__(self, engine: EngineProcess, base: Path, store: ObjectStore, drafts: Path) -> None:
+    def __init__(self, engine: EngineProcess, base: Path, store: Objects, drafts: Path) -> None:
         self.engine, self.store, self.drafts = engine, store, drafts
         self.trainer = Trainer(tiny_models.load_tensors(base))
         self.version = 0
@@ -69,7 +69,7 @@ def test_an_engine_takes_a_trainers_versions_from_a_store(
     store_url: str,
     tmp_path: Path,
 ) -> None:
-    base, store = checkpoint("qwen3"), ObjectStore(store_url)
+    base, store = checkpoint("qwen3"), Objects(store_url)
     (tmp_path / "cache").mkdir(mode=0o700)
     arguments = ["--delta-root", store_url, "--delta-tuning", f"cache-dir={tmp_path / 'cache'}"]
     engine = start(kind, base, tp=tp, extra_args=arguments)

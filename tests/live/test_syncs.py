@@ -94,7 +94,7 @@ def run(
     arguments = ["--delta-root", str(root), "--delta-tuning", f"apply={apply}"]
     engine = start(kind, base, tp=tp, extra_args=arguments)
     for prompt in PROMPTS:
-        # What the prefix cache keeps now must not answer for later weights.
+        # Entries that the prefix cache keeps now must not answer for later weights.
         engine.complete(prompt, max_tokens=4, temperature=0.0)
     yield Run(kind, engine, base, root, apply)
     engine.stop()
@@ -142,7 +142,7 @@ def test_parts_out_of_order_by_http(run: Run, encoding: str) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=["in-order", "last-first"])
 def test_only_the_last_part_says_how_many(run: Run, order: tuple[int, ...]) -> None:
-    """What a sender posts that does not know it before; the encodings may differ."""
+    """The posts of a sender that does not know the engine before; the encodings can differ."""
     encodings = "gap8_exp", "gap8_ulp", "deltas_zstd"
     changed = split(run.trainer.step(), 3)
     shared = run.trainer.metadata()
@@ -192,7 +192,7 @@ def test_several_files_as_bodies(run: Run) -> None:
 
 
 def test_a_step_without_changes(run: Run) -> None:
-    """Told by a call, or shown by the folder of the version."""
+    """The step is announced by a call, or shown by the folder of the version."""
     before = run.engine.checksums()
     run.trainer.version += 3
     version = str(run.trainer.version)
@@ -241,7 +241,7 @@ def test_pull_then_commit(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_head_of_a_tied_embedding_is_skipped(run: Run) -> None:
-    """Of other values than the embedding's: no engine loads them."""
+    """Its values differ from the embedding's: no engine loads them."""
     changed = dict(run.trainer.step())
     tied = "lm_head.weight" not in run.trainer.tensors
     name, like = "lm_head.weight", run.trainer.tensors["model.embed_tokens.weight"]
@@ -367,9 +367,9 @@ def test_differences_to_other_old_values(run: Run) -> None:
         assert report.version == run.trainer.version
         assert report.digest == model_digest(run.trainer.tensors).hex()
         history = run.engine.get("/delta_status", params={"history": "true"}).json()["history"]
-        told = [sync["error"] for sync in history if sync["version"] == report.version]
+        errors = [sync["error"] for sync in history if sync["version"] == report.version]
         refused = ["BaseMismatch"] if full else []  # the values, whose digest is not the outcome's
-        assert told == [*refused, None]
+        assert errors == [*refused, None]
 
 
 def test_command_line_of_the_sender(run: Run, tmp_path: Path) -> None:

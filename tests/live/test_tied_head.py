@@ -21,7 +21,7 @@ pytestmark = pytest.mark.full
 
 
 def step(tensors: Tensors, *, ties: bool) -> tuple[Tensors, Tensors]:
-    """Return what a trainer makes of the tensors, and which elements it has changed."""
+    """Return a trainer's next tensors, and which elements it has changed."""
     trainer = Trainer(dict(tensors))
     changed = trainer.step()
     if ties:

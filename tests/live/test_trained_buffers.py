@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from delta_sender import DeltaSender, checkpoint_names, named_tensors
+from delta_sender.diff.snapshot import Snapshot
 from delta_sender.integrations.trl_trainers import empty_model
-from delta_sender.snapshot import Snapshot
 from scripts.live_engine.process import EngineProcess
 
 PAGE = Path(__file__).parents[2] / "docs" / "sender.md"

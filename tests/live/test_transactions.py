@@ -45,7 +45,7 @@ class Server:
         return found
 
     def status(self) -> dict[str, Any]:
-        """Without what changes by itself."""
+        """Return the status without the part that changes between syncs."""
         return {**self.engine.delta_status(), "scrub": None}
 
     def scrubbed(self) -> list[str]:
@@ -63,7 +63,7 @@ class Server:
     def mismatches(self) -> float:
         """Return how many scrubbing has found so far, by the engine's own route."""
         found, before = self._mismatches(), -1.0
-        while found != before:  # what was found just now may not be counted yet
+        while found != before:  # what was found just now might not be counted yet
             found, before = self._mismatches(), found
         return found
 
@@ -89,7 +89,7 @@ class Server:
         )
 
     def refuses_deltas(self, *names: str) -> None:
-        """Of some tensors and of others, and a rollback: they are known to hold other bits."""
+        """Deltas of the named tensors, of others, and a rollback: the bits are known to differ."""
         status = self.engine.delta_status()
         assert (status["engine_state"], status["mismatched"]) == ("mismatched", [*names])
         tensors, version = self.trainer.tensors, self.trainer.version
@@ -289,7 +289,7 @@ def test_replicas_that_differ_are_found(server: Server) -> None:
 def test_many_random_syncs(server: Server, syncs: int) -> None:
     """The digest is the trainer's after each of them; some are refused, one is rolled back.
 
-    Scrubbing goes on meanwhile, and finds nothing.
+    Scrubbing runs meanwhile, and finds nothing.
     """
     assert server.scrubbed() == []
     counted = server.mismatches()
@@ -359,7 +359,7 @@ def test_two_trainers_cannot_replace_each_other(server: Server) -> None:
     assert refusal(ask("claim", "second")) == (409, "RunConflict", "first-host")
     assert (server.engine.checksums(), server.digest(scan=True), server.status()) == before
 
-    # Another process takes over; its own numbers may be lower.
+    # Another process takes over; its own numbers can be lower.
     assert ask("claim", "second", takeover=True).json()["owner"]["run"] == "second"
     assert server.status()["run"] == "first"
     server.trainer.version = 1

@@ -128,7 +128,7 @@ def test_an_engine_follows_a_trainer(
 def test_other_bytes_than_the_trainers_are_refused(
     kind: str, tp: int, checkpoint: Callable[[str], Path], start: Start, tmp_path: Path
 ) -> None:
-    """Of a tensor that the ranks share, and of one that each has; where a step changes it or not.
+    """In a tensor that the ranks share, and in one that each has; whether a step changes it or not.
 
     Then an engine that starts with the versions as its delta log stays before the wrong one.
     """

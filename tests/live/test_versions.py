@@ -67,7 +67,7 @@ def test_another_version_is_refused_with_the_list(engine: str) -> None:
     assert f"{refusal}versions are {' and '.join(known.supported)}" in run.stderr
 
 
-# What start-up says of two replicas, by the installed version of vLLM; None is no refusal.
+# Why start-up refuses two replicas, by the installed version of vLLM; None is no refusal.
 REPLICAS = {
     "0.31": "it returns the answers of the first replica alone",
     "0.32": None,
@@ -76,7 +76,7 @@ REPLICAS = {
 
 
 def test_replicas_of_vllm_need_answers_of_all() -> None:
-    """What start-up checks, of vLLM's own command line."""
+    """The checks of start-up, on vLLM's own command line."""
     import vllm as installed
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -24,7 +24,7 @@ from tests.live.conftest import fingerprint
 from tests.support.in_process_vllm import run
 from tests.support.plain_trainer import Trainer, container
 
-# What each sync changes: parts of the names; and how many derived tensors are copies.
+# SYNCS: parts of the names that each sync changes. DERIVED: how many derived tensors are copies.
 SYNCS = ("", "kv_b_proj", "q_a_proj")
 DERIVED = {"--views": 0, "--copies": 4, "--default": 0}
 ABSORBED = ("W_UV", "W_UK_T", "impl._w_uv_packed", "impl._w_uk_packed")
@@ -162,15 +162,18 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
 def _apply(worker: Any, version: int, path: str) -> None:
     import msgspec
 
-    from engine_ext.format import decode_part
-    from engine_ext.format.identity import PartId, part_identity
+    from engine_ext.format import PartId, decode_part
+    from tests.support.verified_file import verified_file
 
     body = Path(path).read_bytes()
     part = decode_part(body)
+    identity, verified = verified_file(body)
+    path += ".verified"
+    Path(path).write_bytes(verified)
     part_id = PartId(
         version=version,
         base_version=version - 1,
-        identity=part_identity(part.header, body),
+        identity=identity,
         sync_id=part.manifest.sync_id,
         part=0,
         num_parts=1,

@@ -63,7 +63,7 @@ class Live:
         return client.post("/v1/completions", json=body)
 
     def at_one_version(self) -> None:
-        """Every process tells the trainer's version, and that the ranks hold its weights."""
+        """Every process reports the trainer's version, and that the ranks hold its weights."""
         version = self.trainer.version
         for client in self.clients:
             status = client.get("/delta_status").json()
@@ -126,13 +126,13 @@ def test_every_process_commits(live: Live) -> None:
 def test_the_parts_of_one_sync_come_to_several_processes(live: Live) -> None:
     groups = split(live.trainer.step(), 4)
     metadata = {**live.trainer.metadata(), "num_parts": "4"}
-    told = []
+    statuses = []
     for part, changed in enumerate(groups):
         body = container(live.trainer.tensors, changed, metadata={**metadata, "part": str(part)})
         client = live.clients[part % PROCESSES]
         answer = client.post("/update_weights_delta", content=body, headers=OCTETS)
-        told.append(answer.json()["status"])
-    assert told == ["staged"] * 3 + ["committed"]
+        statuses.append(answer.json()["status"])
+    assert statuses == ["staged"] * 3 + ["committed"]
     live.at_one_version()
 
 
@@ -143,8 +143,8 @@ def test_one_part_comes_to_all_processes_at_once(live: Live) -> None:
         return client.post("/update_weights_delta", content=body, headers=OCTETS).json()["status"]
 
     with ThreadPoolExecutor(PROCESSES) as threads:
-        told = sorted(threads.map(post, live.clients))
-    assert told == ["already_applied"] * (PROCESSES - 1) + ["committed"]
+        statuses = sorted(threads.map(post, live.clients))
+    assert statuses == ["already_applied"] * (PROCESSES - 1) + ["committed"]
     live.at_one_version()
 
 
@@ -159,8 +159,8 @@ def test_two_senders(live: Live) -> None:
         return client.post("/update_weights_delta", content=body, headers=OCTETS).status_code
 
     with ThreadPoolExecutor(PROCESSES) as threads:
-        told = sorted(threads.map(post, live.clients, [mine, theirs]))
-    assert told == [200, 409]
+        statuses = sorted(threads.map(post, live.clients, [mine, theirs]))
+    assert statuses == [200, 409]
     live.at_one_version()
 
 

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer import (
 
 from delta_sender.integrations.transfer_destination import Channel
 from delta_sender.integrations.vllm_transfer import DeltaTrainerInitInfo
-from delta_sender.model_tensors import empty_model
+from delta_sender.models import empty_model
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
@@ -60,7 +60,7 @@ class Scene:
         self.client.update_weights({"part": base64.b64encode(body).decode()})
 
     def state(self) -> tuple[Any, ...]:
-        """Return what a failed update must leave as it is."""
+        """Return the state that a failed update must not change."""
         status = self.engine.delta_status()
         keys = ("version", "versions", "weight_version", "digest", "foreign", "staged")
         return (self.engine.checksums(), *(status[key] for key in keys))
@@ -125,7 +125,7 @@ def test_what_the_api_is_sent_is_exact_or_refused(scene: Scene) -> None:
     client.finish_weight_update("1")
     status = engine.delta_status()
     assert (status["version"], status["weight_version"], status["foreign"]) == (1, "1", None)
-    # What is posted goes on from there.
+    # A posted delta continues from this version.
     octets = {"Content-Type": "application/octet-stream"}
     [body] = scene.parts(1)
     answer = engine.post("/update_weights_delta", content=body, headers=octets).json()

@@ -1,4 +1,4 @@
-"""What the tests of the patches share: a small engine and patches for it; copies of the engines."""
+"""Fixtures for the tests of the patches: a small engine with patches; copies of the engines."""
 
 from __future__ import annotations
 

@@ -87,14 +87,14 @@ def run(
 
 
 def facts(name: str, folder: Path, script: str, out: Path, plugins: str | None) -> dict[str, Any]:
-    """What a script finds in a copy.
+    """The results of a script in a copy.
 
     Args:
         name: the engine's.
         folder: of the copy.
         script: a file; it writes JSON into the file that is its argument.
         out: that file.
-        plugins: names of the plugins that the engine may load, None for all.
+        plugins: names of the plugins that the engine can load, None for all.
     """
     done = run(name, folder, script, str(out), **{f"{name.upper()}_PLUGINS": plugins})
     assert done.returncode == 0, done.stderr[-3000:]

@@ -77,7 +77,7 @@ def write_patches(folder: Path, source: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, str]:
-    """The text of every file of a tree, and of anything that lies about in it."""
+    """The text of every file in the folder of a tree, also of files that are not part of it."""
     return {
         str(file.relative_to(folder)): file.read_bytes().decode()
         for file in sorted(folder.rglob("*"))

@@ -1,4 +1,4 @@
-"""For servers whose port several processes share: which of them answers, and what all tell."""
+"""Servers whose processes share a port: which one answers, and that all report the same."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_apply_status_revert_apply(
     name: str, patched_copy: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is reverted is the installed engine, byte for byte."""
+    """A reverted copy equals the installed engine, byte for byte."""
     folder = patched_copy(name)
     released = copies.touched(name, copies.installed(name).parent)
     patched = copies.touched(name, folder)

@@ -71,7 +71,7 @@ class Live:
         self.at_one_version()
 
     def at_one_version(self) -> None:
-        """Every process tells the trainer's version, also where no delta endpoint is asked."""
+        """Every process reports the trainer's version, also where no delta endpoint is asked."""
         version = self.trainer.version
         for client in self.clients:
             # First: requests wait until their process knows the version.
@@ -122,13 +122,13 @@ def test_every_http_process_commits(live: Live) -> None:
 def test_the_parts_of_one_sync_come_to_several_http_processes(live: Live) -> None:
     groups = split(live.trainer.step(), 4)
     metadata = {**live.trainer.metadata(), "num_parts": "4"}
-    told = []
+    statuses = []
     for part, changed in enumerate(groups):
         body = container(live.trainer.tensors, changed, metadata={**metadata, "part": str(part)})
         client = live.clients[part % 2]
         answer = client.post("/update_weights_delta", content=body, headers=OCTETS)
-        told.append(answer.json()["status"])
-    assert told == ["staged"] * 3 + ["committed"]
+        statuses.append(answer.json()["status"])
+    assert statuses == ["staged"] * 3 + ["committed"]
     live.at_one_version()
 
 

@@ -15,7 +15,7 @@ def arm(folder: Path, fault: str, rank: int, text: str = "") -> None:
         folder: ``DELTA_FAULTS`` of the engine.
         fault: its name.
         rank: where.
-        text: what the fault is told.
+        text: the argument of the fault.
     """
     unfinished = folder / f"{fault}-{rank}.new"
     unfinished.write_text(text)

@@ -40,7 +40,7 @@ def after(weights: Weights, *steps: Changes) -> Weights:
     return result
 
 
-# What an engine has loaded, and what it holds after one of the steps. Only compared, never changed.
+# Weights that an engine has loaded, and after one of the steps. Only compared, never changed.
 BASE = fresh_weights()
 NEXT = after(BASE, STEP)
 RESYNCED = after(BASE, OTHER_STEP)

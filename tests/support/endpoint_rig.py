@@ -65,7 +65,7 @@ class Rig:
                 task.cancel()
                 self.run(asyncio.wait([task]))
         self.run(self.service.reporter.flush())
-        self.service.spool.close()
+        self.service.intake.close()
         self.engine.close()
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
@@ -121,12 +121,12 @@ class Rig:
     def spooled(self) -> list[str]:
         """The files in the spool.
 
-        What lies beside a part that was removed is waited for, a while: a rank that still decodes
-        the part removes what it makes.
+        Files next to a removed part are waited for, a while: a rank that still decodes the part
+        removes its own files.
         """
         deadline = time.monotonic() + 10
         while True:
-            files = sorted(self.service.spool.directory.iterdir())
+            files = sorted(self.service.intake.directory.iterdir())
             beside = [file for file in files if file.stem.endswith(SUFFIX)]
             if all(file.with_suffix("") in files for file in beside) or time.monotonic() > deadline:
                 return [file.name for file in files]

@@ -14,9 +14,9 @@ import torch
 from delta_sender import DeltaSender
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
-from engine_ext.format.identity import part_identity
-from engine_ext.format.part import ParamDelta, Part, decode_part
+from engine_ext.format.part import DecodedPart, ParamDelta, decode_part
 from engine_ext.format.zstd_frames import FrameReader
+from tests.support.verified_file import identity_of
 
 Model = dict[str, torch.Tensor]
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -63,17 +63,17 @@ class Engine:
     committed: set[str] = field(default_factory=set)
     last_sync: dict[str, object] | None = None
     uncertain: bool = False
-    staged: dict[int, tuple[Part, str]] = field(default_factory=dict)
+    staged: dict[int, tuple[DecodedPart, str]] = field(default_factory=dict)
     staging: str | None = None
     bodies: list[bytes] = field(default_factory=list)
     requests: list[httpx.Request] = field(default_factory=list)
     questions: list[httpx.Request] = field(default_factory=list)
     claims: list[dict[str, object]] = field(default_factory=list)  # and releases
-    log: list[Part] = field(default_factory=list)
+    log: list[DecodedPart] = field(default_factory=list)
     faults: dict[int, Callable[[Handler, httpx.Request], httpx.Response]] = field(
         default_factory=dict
     )
-    # Parts come side by side. Faults may wait for each other, so they do not hold it.
+    # Parts come side by side. Faults can wait for each other, so they do not hold it.
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
@@ -152,7 +152,8 @@ class Engine:
         if owner is not None and owner["run"] == name and owner["epoch"] > run["epoch"]:
             return error(409, "RunFenced", owner=owner)
         if owner is not None and owner["run"] != name and not takeover:
-            return error(409, "RunConflict", owner=owner)
+            message = "run {run} of pid {pid} on {host} owns it".format(**owner)
+            return error(409, "RunConflict", owner=owner, message=message)
         if owner is None or (owner["run"], owner["epoch"]) != (name, run["epoch"]):
             self.owner = {**run, "since": 1.0}
             self.staging, self.staged = None, {}
@@ -183,7 +184,7 @@ class Engine:
         reader.finish()
         self.log.append(part)
         manifest = part.manifest
-        identity = part_identity(part.header, container)
+        identity = identity_of(container)
         assert manifest.sync_id
         assert manifest.manifest_checksum
         assert manifest.part is not None
@@ -253,7 +254,7 @@ class Engine:
             return delta.values
         return self.weights[delta.name][self.where(delta)] + delta.values
 
-    def mismatch(self, parts: list[Part], full: bool) -> bool:
+    def mismatch(self, parts: list[DecodedPart], full: bool) -> bool:
         """Return whether a digest in the parts differs from that of the engine's own weights."""
         before = after = self.digest()
         wrong = False
@@ -318,7 +319,7 @@ def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
 
 
 def snapshot_is(sender: DeltaSender, engine: Engine) -> bool:
-    snapshot = sender._sender._sender._snapshot
+    snapshot = sender._publisher.snapshot
     return all(
         np.array_equal(held, engine.weights[name].view(held.dtype))
         for name in snapshot

@@ -40,7 +40,7 @@ def checksum(name: str, data: bytes) -> str:
 
 
 def payload(encoding: str, old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> bytes:
-    """Return what is compressed of one tensor, from its old and new bytes."""
+    """Return the bytes to compress for one tensor, from its old and new bytes."""
     if encoding == "xor":
         return (old ^ new).tobytes()
     where = np.flatnonzero(old != new)

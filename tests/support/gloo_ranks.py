@@ -70,4 +70,4 @@ def _run(
         outcome = f"{type(error).__name__}: {error}"
     torch.save(outcome, f"{folder}/outcome-{rank}.tmp")
     os.replace(f"{folder}/outcome-{rank}.tmp", f"{folder}/outcome-{rank}")
-    os._exit(0)  # no farewell to ranks that may be gone
+    os._exit(0)  # no farewell to ranks that might be gone

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
-from engine_ext.format import Limits, ParamDelta, Part
+from engine_ext.format import DecodedPart, ParamDelta
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
 from engine_ext.settings import Settings
@@ -75,7 +75,7 @@ class Shard:
         self.writes = 0
         self._before: Weights = {}
 
-    def stage(self, part: Part) -> StagedPart:
+    def stage(self, part: DecodedPart) -> StagedPart:
         for delta in part.deltas:
             if delta.name in self.refuses:
                 raise self.refuses[delta.name]
@@ -168,7 +168,7 @@ class Shard:
 
     @property
     def plan(self) -> Shard:
-        """What a receiver asks the plan for."""
+        """The attributes of the plan that a receiver reads."""
         return self
 
     def table(self) -> list[dict[str, Any]]:
@@ -232,8 +232,6 @@ class Engine:
                 base_version=settings.base_version,
                 stage_timeout=settings.stage_timeout,
                 read_workers=settings.read_workers,
-                shared=True,
-                limits=Limits(max_part_bytes=settings.max_body_bytes),
             )
             for rank, shard in zip(self.ranks, self.shards, strict=True)
         ]

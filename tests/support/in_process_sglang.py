@@ -45,7 +45,7 @@ class Case:
 
 
 def run(python: Path, start: Path, cases: Sequence[Case], folder: Path) -> dict[str, Any]:
-    """Return what `main` found of each case, by its name.
+    """Return the results of `main` for each case, by its name.
 
     Args:
         python: SGLang's interpreter.
@@ -149,7 +149,7 @@ def _names_in_mxfp8() -> list[str]:
     """Return the names that a model's loader is given when the adapter loads mxfp8 weights."""
     import torch
 
-    from engine_ext.adapters.sglang.loading import load_function
+    from engine_ext.adapters.sglang.checkpoint import load_function
 
     names: list[str] = []
     model = SimpleNamespace(
@@ -163,7 +163,7 @@ def _names_in_mxfp8() -> list[str]:
 
 
 def _runner(case: Case, folder: str) -> Any:
-    """Return what the adapter is given as SGLang's model runner; its model is not loaded yet."""
+    """Return the adapter's stand-in for SGLang's model runner; its model is not loaded yet."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -209,7 +209,8 @@ class _Served:
         """
         import msgspec
 
-        from engine_ext.format import PartId, decode_part, encode_part, part_identity
+        from engine_ext.format import PartId, encode_part
+        from tests.support.verified_file import verified_file
 
         full = old is None
         deltas = [_delta(n, tensor, None if old is None else old[n]) for n, tensor in new.items()]
@@ -224,7 +225,7 @@ class _Served:
                 **{"current_version": self.version, "base_version": base, "sync_id": sync_id},
                 **{"full": full, "part": number, "num_parts": len(dtypes)},
             )
-            identity = part_identity(decode_part(body).header, body)
+            identity, verified = verified_file(body)
             one = PartId(
                 version=self.version,
                 base_version=base,
@@ -236,7 +237,7 @@ class _Served:
             )
             part = msgspec.to_builtins(one)
             with tempfile.NamedTemporaryFile() as file:
-                file.write(body)
+                file.write(verified)
                 file.flush()
                 self.call("begin", part=part, path=file.name, now=0.0)
                 while not self.call("poll", part=part)["done"]:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from safetensors.torch import save
 
 from engine_ext.dtypes import bits_dtype
-from engine_ext.format import FrameReader, ParamDelta, Part
+from engine_ext.format import DecodedPart, FrameReader, ParamDelta
 
 # No example database: a test must leave nothing behind in the working tree.
 PROPERTY = settings(deadline=None, database=None, max_examples=80)
@@ -102,7 +102,7 @@ def with_header(header: Any, data: bytes) -> bytes:
 
 
 def unwrap(body: bytes, max_bytes: int = 1 << 30, step: int | None = None) -> bytes:
-    """What a `FrameReader` makes of a body that arrives in chunks of `step` bytes, or at once."""
+    """The result of `FrameReader` for a body in chunks of `step` bytes, or at once."""
     reader = FrameReader(max_bytes)
     step = step or max(len(body), 1)
     chunks = (body[at : at + step] for at in range(0, len(body), step))
@@ -143,12 +143,12 @@ def same(one: ParamDelta, other: ParamDelta) -> bool:
     )
 
 
-def assert_same(part: Part, deltas: list[ParamDelta] | tuple[ParamDelta, ...]) -> None:
+def assert_same(part: DecodedPart, deltas: list[ParamDelta] | tuple[ParamDelta, ...]) -> None:
     assert len(part.deltas) == len(deltas)
     assert all(map(same, part.deltas, deltas))
 
 
-def assert_well_formed(part: Part) -> None:
+def assert_well_formed(part: DecodedPart) -> None:
     assert [(d.name, d.dtype, d.shape) for d in part.deltas] == [
         (p.name, p.dtype, p.shape) for p in part.manifest.params
     ]

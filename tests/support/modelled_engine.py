@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from delta_server import commit as commit_module
 from engine_ext.errors import NotUpdatable
 from engine_ext.format import ParamDelta
-from engine_ext.sync import rebuilds
+from engine_ext.sync import rebuild_plan
 from tests.support.endpoint_rig import STATUS
 from tests.support.engine_oracle import (
     TIMEOUT,
@@ -82,7 +82,7 @@ class ModelledEngine(RuleBasedStateMachine):
         self._folder = tempfile.TemporaryDirectory()
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(patch.object(commit_module, "_STATE_MAX_AGE_S", 0.0))
-        self._patches.enter_context(patch.object(rebuilds, "_BATCH", 1))
+        self._patches.enter_context(patch.object(rebuild_plan, "_BATCH", 1))
         self._rigs = map(str, itertools.count())
         self._ids = map(str, itertools.count())
         self.sent: list[Part] = []
@@ -205,7 +205,7 @@ class ModelledEngine(RuleBasedStateMachine):
         else:
             error = answer.get("error", {})
             assert error.get("type") in expected, (answer, expected)
-            kinds = {"PublishFailed": "committed", **dict.fromkeys(UNCERTAIN, "uncertain")}
+            kinds = {"CommittedNotResumed": "committed", **dict.fromkeys(UNCERTAIN, "uncertain")}
             assert error["engine_state"] == kinds.get(error["type"], "unchanged")
         self.hold(possible)
 

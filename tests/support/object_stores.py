@@ -29,7 +29,7 @@ class StoreServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the client reads from its environment."""
+        """The client's environment variables."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ALLOW_HTTP": "true",
@@ -75,7 +75,7 @@ def _seaweed(folder: Path) -> Iterator[StoreServer]:
 
 
 def _remove_sockets(ports: list[int]) -> None:
-    """Remove the Unix sockets that SeaweedFS makes beside its ports."""
+    """Remove the Unix sockets that SeaweedFS makes for its ports."""
     for path in Path("/tmp").glob("seaweedfs-*.sock"):
         if any(path.stem.endswith(f"-{port}") for port in ports):
             path.unlink(missing_ok=True)
@@ -118,7 +118,7 @@ def _make_bucket(server: StoreServer, process: subprocess.Popen[bytes], log: Pat
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
             httpx.put(f"{server.endpoint}/{BUCKET}", timeout=5)
-            # A server that is not whole yet may have the bucket, and no room for an object.
+            # A server that is not whole yet might have the bucket, and no room for an object.
             probe = f"{server.endpoint}/{BUCKET}/started"
             if httpx.put(probe, content=b"yes", timeout=5).is_success:
                 return

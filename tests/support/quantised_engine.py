@@ -16,17 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine_ext.derived import Recomputation
 from engine_ext.format import ParamDelta
 from engine_ext.model.constants import Constants, is_constant
 from engine_ext.model.module_walk import reachable_tensors
-from engine_ext.rebuild import LoadingStates, make_twin
-from engine_ext.repacks.load_hook import Processing, RepackLearner
 from engine_ext.settings import Settings
+from engine_ext.startup import (
+    LoadedModel,
+    LoadingTrace,
+    Recomputation,
+    Reprocessing,
+    UnprocessedModules,
+    make_unprocessed_model,
+)
+from engine_ext.startup.permuted.learner import Processing, RepackLearner
+from engine_ext.sync import make_receiver
 from engine_ext.sync.delta_applier import DeltaApplier
-from engine_ext.sync.loaded_model import LoadedModel, Rebuilding
-from engine_ext.sync.startup import make_receiver
-from engine_ext.tracing import LoadingTrace
 from tests.support.device import DEVICE
 from tests.support.rank_engine import Engine, part_id
 from tests.support.served_models import bits, delta_between, dense_delta, one_part, random_tensor
@@ -34,7 +38,7 @@ from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import Checkpoint
 from tests.support.toy_quantised import IN, Layer, Method, Model
 
-SHADOW_BYTES = 1 << 20
+UNPROCESSED_BYTES = 1 << 20
 
 
 def processing(module: Any) -> Processing:
@@ -75,7 +79,7 @@ def loaded(model: type[Model], checkpoint: Checkpoint, rank: int = 0, ranks: int
 
 
 def probe(module: nn.Module) -> torch.Tensor | None:
-    """What a layer computes from random rows; None for other modules."""
+    """A layer's outputs for random rows; None for other modules."""
     if not isinstance(module, Layer) or module.quant_method is None:
         return None
     rows = torch.randn(3, IN, generator=torch.Generator().manual_seed(5)).to(DEVICE)
@@ -102,7 +106,7 @@ class Serving:
     """The ranks of an engine that serves a model, and the version it is at.
 
     Args:
-        context: of `Rebuilding`.
+        context: of `Reprocessing`.
         recomputations: of `LoadedModel`, by model.
         dummy: load random weights in place of the checkpoint.
     """
@@ -115,7 +119,7 @@ class Serving:
         ranks: int = 1,
         context: Callable[[], Any] = contextlib.nullcontext,
         checkpoint: Checkpoint | None = None,
-        shadow_bytes: int = SHADOW_BYTES,
+        shadow_bytes: int = UNPROCESSED_BYTES,
         dummy: bool = False,
         recomputations: Callable[[Any], Sequence[Recomputation]] = lambda model: (),
         **settings: Any,
@@ -126,7 +130,7 @@ class Serving:
         self.version = 0
         self.current = dict(self.base)
         group = Group(ranks)
-        self.states = [LoadingStates(shadow_bytes, moved_too=dummy) for _ in range(ranks)]
+        self.states = [UnprocessedModules(shadow_bytes, moved_too=dummy) for _ in range(ranks)]
         loads = [self._load(rank, context, ThreadRanks(group, rank)) for rank in range(ranks)]
         self.models = [one.model for one in loads]
         self.engine = Engine([], folder)
@@ -146,8 +150,9 @@ class Serving:
             return copied(self.base)
 
         def trace(model: nn.Module) -> None:
-            twin: Any = make_twin(model, states.states)
-            loading.trace(twin, twin.load_weights, None if self.dummy else checkpoint)
+            unprocessed: Any = make_unprocessed_model(model, states.states)
+            reader = None if self.dummy else checkpoint
+            loading.trace(unprocessed, unprocessed.load_weights, reader)
 
         if self.dummy:
             for seed, (name, one) in enumerate(model.named_parameters(), 99):
@@ -172,9 +177,9 @@ class Serving:
             constants=lambda path, tensor: is_constant(path, tensor) or constants(path, tensor),
             recomputations=self._recomputations(model),
             loading=loading,
-            rebuilding=Rebuilding(
+            reprocessing=Reprocessing(
                 states=states,
-                loader=lambda twin: twin.load_weights,  # type: ignore[return-value]
+                loader=lambda copy: copy.load_weights,  # type: ignore[return-value]
                 context=context,
                 probe=probe,
             ),
@@ -247,7 +252,7 @@ class Serving:
         self.assert_digests()
 
     def assert_digests(self) -> None:
-        """What each rank tracks is what its memory says."""
+        """The digests that each rank tracks are those of its memory."""
         scans = self.engine.call("digest", scan=True)
         for answer in scans:
             assert answer["ok"]["tensors"] == answer["ok"]["tracked"]

@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models that are quantised as `delta_sender.quantize` does."""
+"""Checkpoints of tiny models that are quantised as `delta_sender.diff.quantize` does."""
 
 from __future__ import annotations
 

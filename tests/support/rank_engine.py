@@ -1,4 +1,4 @@
-"""Appliers that record what they are told, and an engine of several receivers in this process."""
+"""Appliers that record their calls, and an engine of several receivers in this process."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 import msgspec
 
-from engine_ext.format import Limits, Part, decode_part
+from engine_ext.format import DecodedPart, PartId, decode_part
 from engine_ext.format.digest import Digest
-from engine_ext.format.identity import PartId, part_identity
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from tests.support.thread_group import HANGS_AFTER_S, Group, ThreadRanks
+from tests.support.verified_file import identity_of, verified_file
 
 
 class RecordingApplier:
-    """Writes nothing and remembers what it was told; each step can be made to fail.
+    """Writes nothing and records its calls; each step can be made to fail.
 
     Attributes:
         undoes: whether a write that failed can be taken back.
-        log: what takes a sync back.
-        given_up: the logs of which it could use the memory.
+        log: the undo log that a commit returns.
+        given_up: the logs whose memory it could use.
     """
 
     name = "recording"
@@ -42,7 +42,7 @@ class RecordingApplier:
         if name in self.fail:
             raise self.fail[name]
 
-    def stage(self, part: Part) -> StagedPart:
+    def stage(self, part: DecodedPart) -> StagedPart:
         self.before_check()
         self._step("check")
         return StagedPart(
@@ -127,8 +127,6 @@ class Engine:
                 base_version=version,
                 stage_timeout=timeout,
                 read_workers=2,
-                shared=len(appliers) > 1,
-                limits=Limits(),
                 undo_bytes=undo_bytes,
                 scrub_interval=scrub_interval,
             )
@@ -145,7 +143,7 @@ class Engine:
 
     def spool(self, body: bytes) -> Path:
         path = self.folder / f"{len(list(self.folder.iterdir()))}.part"
-        path.write_bytes(body)
+        path.write_bytes(verified_file(body)[1])
         return path
 
     def begin(self, part: PartId, path: Path) -> list[dict[str, Any]]:
@@ -199,14 +197,14 @@ class Engine:
 
 
 def errors_of(answers: Sequence[Mapping[str, Any]], *, none: bool = False) -> list[dict[str, Any]]:
-    """The error of every rank, all of which must have one (or, with `none`, none may)."""
+    """The error of every rank. All must have one (or, with `none`, no rank has one)."""
     errors = [answer["error"] for answer in answers if "error" in answer]
     assert len(errors) == (0 if none else len(answers)), answers
     return errors
 
 
 def part_id(body: bytes, **changes: Any) -> PartId:
-    """What the HTTP side makes of a body."""
+    """The HTTP side's view of a body."""
     manifest = decode_part(body).manifest
     version = manifest.current_version
     assert version is not None
@@ -214,7 +212,7 @@ def part_id(body: bytes, **changes: Any) -> PartId:
     values = {
         "version": version,
         "base_version": version - 1 if base is None and not manifest.full else base,
-        "identity": part_identity(decode_part(body).header, body),
+        "identity": identity_of(body),
         "sync_id": manifest.sync_id,
         "full": manifest.full,
         "part": manifest.part or 0,

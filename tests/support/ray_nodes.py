@@ -83,7 +83,7 @@ def two_nodes(folder: Path, python_path: Sequence[Path] = ()) -> Iterator[Nodes]
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    # The path of a socket may have 107 characters, and Ray's are long themselves.
+    # The path of a socket can have 107 characters, and Ray's are long themselves.
     session = tempfile.mkdtemp(prefix="ray-")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, session, ignore_errors=True)
@@ -135,7 +135,7 @@ def _started(
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a node and all of its processes, some of which have sessions of their own."""
+    """End a node and all of its processes, also those with sessions of their own."""
     with contextlib.suppress(psutil.NoSuchProcess):
         everything = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)

@@ -21,7 +21,8 @@ from engine_ext.ranks import GroupRanks
 from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
 from engine_ext.remote_parts import locator
 from engine_ext.settings import Settings
-from engine_ext.sync import LoadedModel, make_receiver
+from engine_ext.startup import LoadedModel
+from engine_ext.sync import make_receiver
 from tests.support import in_process_engine
 from tests.support.delta_bodies import SHAPES, Weights, fresh_weights
 from tests.support.endpoint_rig import Rig
@@ -65,7 +66,7 @@ def base_checkpoint() -> Checkpoint:
 
 
 class MortalRanks(GroupRanks):
-    """Ranks of which this one can be told at which of its next votes to die; 0 is never."""
+    """Ranks; this one can be made to die at one of its next votes, by its number; 0 is never."""
 
     dies_at = 0
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -16,19 +18,20 @@ from torch import nn
 
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
-from engine_ext.format import ParamDelta, Part, decode_part, encode_part
+from engine_ext.format import DecodedPart, ParamDelta, decode_part, encode_part
 from engine_ext.format.digest import Digest
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.plan import Plan, make_plan
 from engine_ext.placement.segments import Placed, Placement
 from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.startup import LoaderDryRun
+from engine_ext.sync import host_table, stager
 from engine_ext.sync.delta_applier import DeltaApplier, Writer
+from engine_ext.sync.host_table import HostTable
 from engine_ext.sync.masked import MaskedWriter
-from engine_ext.sync.param_batch import Batcher
 from engine_ext.sync.scatter import ScatterWriter
 from engine_ext.sync.staged import StagedPart
-from engine_ext.tracing.trace import trace_placement
 from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel
 
@@ -109,7 +112,7 @@ def one_part(deltas: Sequence[ParamDelta], **metadata: Any) -> bytes:
     return encode_part(deltas, encoding="deltas", **{"current_version": 1, **metadata})
 
 
-def parts_of(deltas: Sequence[ParamDelta]) -> list[Part]:
+def parts_of(deltas: Sequence[ParamDelta]) -> list[DecodedPart]:
     """Decoded parts, one for each dtype."""
     dtypes = sorted({delta.dtype for delta in deltas})
     return [decode_part(one_part([d for d in deltas if d.dtype == t])) for t in dtypes]
@@ -145,11 +148,11 @@ def load(model: type[ToyModel], checkpoint: Checkpoint) -> ToyModel:
 class Peer:
     """Rank 0's view of a second rank, which holds exactly what rank 0 does not.
 
-    What is missing is found from the segments' views, not with the code under test.
+    The missing elements are found from the segments' views, not with the code under test.
 
     Args:
         placement: of rank 0.
-        elsewhere: tensors of which rank 0 holds nothing, and the second rank all.
+        elsewhere: tensors that only the second rank holds, all of them.
     """
 
     rank = 0
@@ -172,8 +175,8 @@ class Peer:
     def all_gather(self, value: Any) -> list[Any]:
         return [value, self._answers.pop(0)] if self.missing else [value]
 
-    def brief(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """What the second rank says of a sync."""
+    def brief(self, parts: Sequence[DecodedPart]) -> dict[str, Any]:
+        """The second rank's summary of a sync."""
         none = np.empty(0, np.int64)
         counted = 0
         for delta in (d for part in parts for d in part.deltas):
@@ -215,7 +218,7 @@ def placed(model: type[ToyModel], base: Checkpoint) -> tuple[ToyModel, StorageIn
     """Load, trace and certify."""
     live = load(model, base)
     index = StorageIndex(live)
-    placement = trace_placement(live, live.load_weights, model.specs(), index)
+    placement = LoaderDryRun(live, live.load_weights, index).trace(model.specs())
     certify_placement(placement, base.items())
     return live, index, placement
 
@@ -233,13 +236,8 @@ def make_applier(
 ) -> DeltaApplier:
     writer: Writer = ScatterWriter()
     if apply == "masked":
-        writer = MaskedWriter(
-            live,
-            index,
-            plan.placement,
-            load_weights=live.load_weights,
-            chunk_bytes=chunk_bytes,
-        )
+        dry_run = LoaderDryRun(live, live.load_weights, index)
+        writer = MaskedWriter(dry_run, plan.placement, chunk_bytes=chunk_bytes)
     return DeltaApplier(
         live, index, plan, writer, undo_bytes=undo_bytes, threads=threads, ranks=ranks
     )
@@ -282,6 +280,17 @@ def serve_ranks(models: Sequence[type[ToyModel]], base: Checkpoint, **options: A
     ]
 
 
+@contextmanager
+def small_pieces(elements: int) -> Iterator[None]:
+    """Let params with more elements be staged in pieces of so many."""
+    of_stager = dict.fromkeys(
+        ("_HOST_PIECE_ELEMENTS", "_DEVICE_PIECE_ELEMENTS", "_RUN_PIECE_ELEMENTS"), elements
+    )
+    of_table = dict.fromkeys(("_COPIED_ELEMENTS", "_BATCH_ELEMENTS"), elements)
+    with mock.patch.multiple(stager, **of_stager), mock.patch.multiple(host_table, **of_table):
+        yield
+
+
 def as_on_a_device(served: Served) -> None:
     """Let the applier take its weights for those of a device, where operators digest them."""
     replan(served, on_a_device(served.applier.plan))
@@ -296,7 +305,7 @@ def on_a_device(plan: Plan) -> Plan:
 def replan(served: Served, plan: Plan) -> None:
     """Give the applier another plan of the same model."""
     served.applier.plan = plan
-    served.applier._batcher = Batcher(plan)
+    served.applier._table = HostTable(plan)
     served.applier.digests = plan.scan()
 
 
@@ -307,7 +316,7 @@ def named_in(error: NotUpdatable) -> set[str]:
     )
 
 
-def attempt(served: Served, parts: list[Part], *, full: bool = False) -> NotUpdatable | None:
+def attempt(served: Served, parts: list[DecodedPart], *, full: bool = False) -> NotUpdatable | None:
     """Stage and commit as the ranks of an engine do, and go every way back in between.
 
     Returns:
@@ -350,7 +359,7 @@ def attempt(served: Served, parts: list[Part], *, full: bool = False) -> NotUpda
     return None
 
 
-def stage(served: Served, parts: list[Part], *, full: bool = False) -> list[StagedPart]:
+def stage(served: Served, parts: list[DecodedPart], *, full: bool = False) -> list[StagedPart]:
     """All that comes before the write."""
     applier = served.applier
     if full:
@@ -363,11 +372,11 @@ def stage(served: Served, parts: list[Part], *, full: bool = False) -> list[Stag
     return staged
 
 
-def as_full(part: Part) -> Part:
+def as_full(part: DecodedPart) -> DecodedPart:
     manifest = msgspec.structs.replace(part.manifest, full=True)
-    return replace(part, header=replace(part.header, manifest=manifest))
+    return replace(part, manifest=manifest)
 
 
 def assert_digests(applier: DeltaApplier) -> None:
-    """What is tracked is what live memory says, of the same tensors."""
+    """The tracked digests are those of live memory, for the same tensors."""
     assert applier.digests == applier.plan.scan()

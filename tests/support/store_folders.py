@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine_ext.object_store import ObjectStore
+from engine_ext.log import Objects
 from engine_ext.version_folders import INDEX
 
 
-def upload(store: ObjectStore, folder: Path, *, index: bool = True) -> str:
+def upload(store: Objects, folder: Path, *, index: bool = True) -> str:
     """Copy a version's folder into a store, its index last, or not at all; return its URL."""
     names = sorted((path.name for path in folder.iterdir()), key=lambda name: name == INDEX)
     for name in names:

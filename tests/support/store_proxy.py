@@ -23,7 +23,7 @@ _AT_ONCE = struct.pack("ii", 1, 0)  # on and 0 s: closing a connection resets it
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with one answer.
+    """A fault in one answer.
 
     Attributes:
         status: is answered in place of the store's answer.

@@ -17,7 +17,7 @@ B = "base_model.model.q_proj.lora_B.weight"
 
 
 def fresh_adapter() -> Tensors:
-    """What an adapter's folder has."""
+    """The contents of an adapter's folder."""
     a, b = torch.arange(8, dtype=torch.bfloat16), torch.arange(12, dtype=torch.float32)
     return {A: a.reshape(2, 4), B: b.reshape(6, 2)}
 

@@ -47,7 +47,7 @@ class Together(Int8):
     """Quantises with the largest weight of all ranks."""
 
     first: ClassVar[Callable[[Any], None] | None] = None
-    """What comes before the ranks meet."""
+    """The steps before the ranks meet."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if type(self).first is not None:

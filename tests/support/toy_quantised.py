@@ -181,7 +181,7 @@ class Model(nn.Module):
         """Attach the layers."""
 
     def after_processing(self) -> None:
-        """What the engine does after its post-load processing."""
+        """The engine's steps after its post-load processing."""
 
     def load_weights(self, weights: Weights) -> None:
         live = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers())

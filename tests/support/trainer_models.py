@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from delta_sender.checkpoint import read_checkpoint
+from engine_ext.files import read_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 
@@ -110,7 +110,7 @@ def change(model: nn.Module, seed: int = 1, scale: float = 0.1) -> None:
 
 
 def saved(model: nn.Module) -> Tensors:
-    """Return what `save_pretrained` writes."""
+    """Return the tensors that `save_pretrained` writes."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return {name: tensor.clone() for name, tensor in read_checkpoint(folder)}

@@ -34,7 +34,7 @@ STEPS = 3
 
 
 def gathered(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what verl's FSDP engine does, by its own functions."""
+    """Yield the tensors of verl's FSDP engine, by its own functions."""
     params = convert_weight_keys(model.state_dict(), model)
     whole = (
         (name, param.full_tensor() if isinstance(param, DTensor) else param)

@@ -14,11 +14,11 @@ from accelerate.utils.modeling import get_state_dict_offloaded_model
 from trl.generation import vllm_client, vllm_generation
 
 from delta_sender import checkpoint_names, named_tensors
-from delta_sender.checkpoint import read_checkpoint
+from delta_sender.diff.quantize import FORMS
 from delta_sender.integrations.transformers_callback import DeltaSyncCallback
 from delta_sender.integrations.trl_trainers import DeltaWeightTransfer, use_deltas
-from delta_sender.model_tensors import empty_model
-from delta_sender.quantize import FORMS
+from delta_sender.models import empty_model
+from engine_ext.files import read_checkpoint
 from tests.support.fake_engine import Engine
 from tests.support.quantised_models import quantised, save_quantised
 from tests.support.trainer_models import (
@@ -36,7 +36,7 @@ Send = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 
 
 def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what TRL does: the parameters that need a gradient."""
+    """Yield the tensors that TRL sends: the parameters that need a gradient."""
     return ((n, p.detach()) for n, p in model.named_parameters() if p.requires_grad)
 
 

@@ -40,7 +40,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def names(folder: Path) -> dict[str, Any]:
-    """Return what the examples take as given."""
+    """Return the names that the examples take as given."""
     model = make_model("qwen3_moe")
     tokens = torch.randint(3, 60, (8, 8), generator=torch.Generator().manual_seed(0))
     return {

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from delta_sender import DeltaSender, named_tensors, sync_model
-from delta_sender.checkpoint import read_checkpoint
+from engine_ext.files import read_checkpoint
 from tests.support.fake_engine import Engine, error, sends
 from tests.support.gloo_ranks import run_ranks
 from tests.support.trainer_models import assert_same, change, make_model, save
@@ -118,7 +118,7 @@ def sync(rank: int, folder: str, fault: str) -> Any:
 
 
 def breaks(rank: int, fault: str, model: nn.Module, engine: Engine | None) -> Any:
-    from delta_sender.model_tensors import plan, reader
+    from delta_sender.models import plan, reader
 
     if fault == "refused" and engine is not None:
         engine.faults[len(engine.requests)] = sends(error(507, "SpoolFull"))

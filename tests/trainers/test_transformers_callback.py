@@ -152,7 +152,7 @@ def train_without_a_log(rank: int, folder: str) -> str:
     return "trained"
 
 
-def test_sender_that_cannot_start_ends_training_on_all_ranks(tmp_path: Path) -> None:
+def test_failed_sender_creation_ends_training_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "missing").write_text("a file, not a folder")
     outcomes = run_ranks(train_without_a_log, 2, tmp_path, str(tmp_path))
     assert "NotADirectoryError" in outcomes[0]

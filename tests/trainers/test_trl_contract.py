@@ -22,7 +22,7 @@ from trl.generation import vllm_client, vllm_generation
 
 from delta_sender import SyncError
 from delta_sender.integrations.trl_trainers import DeltaWeightTransfer, use_deltas
-from delta_sender.model_tensors import empty_model
+from delta_sender.models import empty_model
 from scripts.live_engine import tiny_models
 from tests.support.fake_engine import Engine, error, sends
 from tests.support.trainer_models import change, make_model, save, saved
@@ -156,6 +156,27 @@ def test_a_weight_transfer_sends_deltas(tmp_path: Path) -> None:
     assert not transfer.report.full
     transfer.destroy()
     transfer.destroy()
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_next_training_of_a_transfer_opens_its_run(has_file: bool, tmp_path: Path) -> None:
+    """Its base is the checkpoint still, and the engine holds what the first training has sent."""
+    model = make_model("dense")
+    base = save(model, tmp_path / "base")
+    engine = Engine.of(saved(model))
+    state = tmp_path / "state.json" if has_file else None
+    transfer = DeltaWeightTransfer("http://engine", base, state=state, client=engine.client())
+    runs = []
+    for seed in (1, 2):
+        transfer.init_weight_transfer()
+        change(model, seed, scale=0.01)
+        transfer.send_weights(model.named_parameters())
+        assert engine.owner is not None
+        runs.append((engine.owner["run"], engine.owner["epoch"]))
+        transfer.destroy()
+        assert engine.owner is None
+    assert runs == [(runs[0][0], 1), (runs[0][0], 2)]
+    assert engine.holds(saved(model))
 
 
 def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path) -> None:

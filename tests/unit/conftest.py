@@ -48,7 +48,7 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The folder below which disk requests may read."""
+    """The folder below which disk requests can read."""
     folder = Path(os.path.realpath(tmp_path)) / "root"
     folder.mkdir()
     return folder

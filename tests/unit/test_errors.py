@@ -6,10 +6,11 @@ import pytest
 
 from engine_ext import errors
 from engine_ext.errors import (
+    AccessDenied,
     CommitFailed,
+    CommittedNotResumed,
     DeltaError,
     EngineUncertain,
-    PublishFailed,
     from_wire,
 )
 
@@ -18,7 +19,7 @@ STATUS = {
     "MalformedPart": 400,
     "ChecksumMismatch": 400,
     "Unauthorized": 401,
-    "LoopbackOnly": 403,
+    "AccessDenied": 403,
     "PathForbidden": 403,
     "UploadTooSlow": 408,
     "Conflict": 409,
@@ -36,7 +37,7 @@ STATUS = {
     "AdapterNotLoaded": 422,
     "TooManyUploads": 429,
     "WriteUndone": 500,
-    "PublishFailed": 500,
+    "CommittedNotResumed": 500,
     "CommitFailed": 500,
     "EngineUncertain": 503,
     "PartUnavailable": 502,
@@ -55,7 +56,7 @@ def test_the_table_is_complete() -> None:
 @pytest.mark.parametrize("cls", tree(), ids=lambda cls: cls.__name__)
 def test_the_state_that_each_leaves_the_engine_in(cls: type[DeltaError]) -> None:
     expected = "uncertain" if issubclass(cls, CommitFailed) else "unchanged"
-    if cls is PublishFailed:
+    if cls is CommittedNotResumed:
         expected = "committed"
     assert cls("x").to_wire()["engine_state"] == expected
 
@@ -83,7 +84,7 @@ def test_over_the_wire_and_back(cls: type[DeltaError]) -> None:
     [
         ("unchanged", DeltaError),
         ("uncertain", CommitFailed),
-        ("committed", PublishFailed),
+        ("committed", CommittedNotResumed),
         (None, DeltaError),
     ],
 )
@@ -106,3 +107,10 @@ def test_uncertain_is_caught_as_a_failed_commit() -> None:
 
 def test_every_error_is_named_in_the_module() -> None:
     assert all(getattr(errors, name) for name in STATUS)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("LoopbackOnly", AccessDenied), ("PublishFailed", CommittedNotResumed)]
+)
+def test_former_names_are_understood(name: str, known: type[DeltaError]) -> None:
+    assert type(from_wire({"type": name, "message": "m"})) is known

@@ -16,17 +16,22 @@ PACKAGES = ("engine_ext", "server/delta_server", "trainer/delta_sender")
 # A line that breaks a contract, the file of the copy that it goes to, and the contract's id.
 BREAKS = [
     ("from engine_ext.sync import receiver", "engine_ext/placement/plan.py", "layers"),
-    ("from engine_ext.derived import find", "engine_ext/tracing/trace.py", "layers"),
+    (
+        "from engine_ext.startup.derived import find",
+        "engine_ext/startup/trace/dry_run.py",
+        "startup-layers",
+    ),
     ("import engine_ext.settings", "engine_ext/errors.py", "layers"),
     ("from engine_ext.sync import scatter", "server/delta_server/service.py", "contract-only"),
-    ("import engine_ext.model", "trainer/delta_sender/snapshot.py", "contract-only"),
-    ("import delta_server.service", "trainer/delta_sender/sender.py", "apart"),
+    ("import delta_sender.publish", "trainer/delta_sender/encode/sync_round.py", "sender-layers"),
+    ("import engine_ext.model", "trainer/delta_sender/diff/snapshot.py", "contract-only"),
+    ("import delta_server.service", "trainer/delta_sender/publish/sender.py", "apart"),
     ("import delta_sender", "server/delta_server/routes.py", "apart"),
     ("import delta_server", "engine_ext/format/part.py", "adapters-only"),
     ("import delta_server", "engine_ext/settings.py", "adapters-only"),
-    ("import vllm", "engine_ext/tracing/trace.py", "engines"),
+    ("import vllm", "engine_ext/startup/trace/dry_run.py", "engines"),
     ("import sglang", "server/delta_server/service.py", "engines"),
-    ("from engine_ext.format.part import Part", "engine_ext/format/container.py", "acyclic"),
+    ("from engine_ext.format.part import DecodedPart", "engine_ext/format/container.py", "acyclic"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Tests that need verl: they run in .venv-verl only."""
+"""Tests that need verl: they run in .venv-trainers only."""
 
 from tests.live.conftest import checkpoint, start
 

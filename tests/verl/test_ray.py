@@ -65,7 +65,7 @@ def test_engines_on_another_node(
         assert parts > 3
         assert transport.stored == parts
 
-        # An actor that is gone is an engine that does not answer; the other one goes on.
+        # An actor that is gone is an engine that does not answer; the other one gets the step.
         ray.kill(relays[engines["sglang"].url])
         trainer.step()
         with pytest.raises(PartialSyncError) as partial:

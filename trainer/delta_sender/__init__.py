@@ -25,34 +25,31 @@ The engine's plan is read before the first sync and before every full one. Tenso
 ignores are left out of every sync. The digests that it keeps let engine and sender find out if
 they do not hold the same bytes.
 
-Modules, in the order of the data's way:
+Rooms, in the order in which the data passes:
 
-- `snapshot`, `refills`, `diff_host`, `diff_batch`, `diff_loop`, `diff_device`, `copy_streams`,
-  `spill`: compare the weights.
-- `quantize`: quantises them first, if the engine's checkpoint is quantised.
-- `sync_round`: shares one sync between all destinations.
-- `run`, `contact`, `full_sync`: whose an engine is, what it holds, and what may be replaced there.
-- `session`, `part_builder`, `encoding_policy`, `recovery`: one destination's share of it.
-- `post_queue`, `http_client`, `bandwidth`, `log_destination`, `notify`: deliver the parts.
-- `acked_state`, `state_file`: what destinations hold.
-- `model_tensors`, `checkpoint`: read live models and checkpoint folders.
-- `sharded`: sends from all ranks of a trainer that holds shards.
+- `models`: read live models and checkpoints as (name, tensor).
+- `diff`: compare the weights with the snapshot.
+- `encode`: build parts of what has changed.
+- `publish`: deliver them to engines and logs; the senders.
+- `sharded`: send from all ranks of a trainer that holds shards.
 - `integrations`: put it into trainers.
-- `sender`, `multi_sender`, `log_sender`, `session_thread`, `model_sync`, `options`, `results`,
-  `cli`: the public interface.
+- `options`, `results`, `arguments`, `run`, `cli`: what the senders take, return and raise.
 
 The package needs no engine. It can import `engine_ext.format`, `engine_ext.kernels`,
-`engine_ext.delta_log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.files`,
-`engine_ext.object_store` and `engine_ext.resources`.
+`engine_ext.log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.files`,
+`engine_ext.store_urls` and `engine_ext.resources`.
 """
 
 from __future__ import annotations
 
-from delta_sender.log_sender import LogSender
-from delta_sender.model_sync import sync_model
-from delta_sender.model_tensors import ModelTensors, checkpoint_names, named_tensors
-from delta_sender.multi_sender import MultiSender
-from delta_sender.quantize import Quantizer, quantize_weight
+from delta_sender.diff.quantize import Quantizer, quantize_weight
+from delta_sender.diff.snapshot import NamedTensors
+from delta_sender.models import ModelTensors, checkpoint_names, named_tensors
+from delta_sender.models.model_sync import sync_model
+from delta_sender.options import SenderOptions
+from delta_sender.publish.log_sender import LogSender
+from delta_sender.publish.multi_sender import MultiSender
+from delta_sender.publish.sender import DeltaSender
 from delta_sender.results import (
     FullSyncRefused,
     PartialSyncError,
@@ -63,9 +60,7 @@ from delta_sender.results import (
     SyncError,
     SyncReport,
 )
-from delta_sender.sender import DeltaSender
 from delta_sender.sharded import Shard, ShardedSender, model_shards
-from delta_sender.snapshot import NamedTensors
 from engine_ext.resources import RateLimit
 
 __all__ = [
@@ -81,6 +76,7 @@ __all__ = [
     "RateLimit",
     "RunConflict",
     "RunFenced",
+    "SenderOptions",
     "Shard",
     "ShardedReport",
     "ShardedSender",

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 import httpx
 import torch
 from torch import nn
 
-from delta_sender.refills import Stable
+from delta_sender.diff.refills import Stable
+from delta_sender.diff.snapshot import NamedTensors
+from engine_ext.files import read_checkpoint
+from engine_ext.store_urls import is_store_url
 
-Pairs = Iterable[tuple[str, torch.Tensor]]
+# Tensors, also by name, or the folder of a checkpoint.
+Base = NamedTensors | Mapping[str, torch.Tensor] | str | os.PathLike[str]
+
+_FOLDERS: Final = ("/", "./", "../")  # starts of paths
 
 
 def engine_root(url: str) -> str:
@@ -34,6 +44,54 @@ def engine_root(url: str) -> str:
     return url.rstrip("/")
 
 
+def log_location(url: str | Path) -> str | Path | None:
+    """Return the folder or URL of the delta log that a sender's url names; None for an engine's.
+
+    The scheme says which it is, not what a path looks like.
+
+    Raises:
+        ValueError: It says neither; or a ``file://`` URL names another host, or no folder.
+    """
+    if isinstance(url, Path):
+        return url
+    scheme = urlsplit(url).scheme
+    if scheme in ("http", "https"):
+        return None
+    if scheme == "file" or is_store_url(url):
+        return log_of(url)
+    if url.startswith(_FOLDERS):
+        warnings.warn(
+            f"{url!r}: give the folder of a delta log as pathlib.Path, as file:///PATH, or to "
+            "LogSender (delta-send --log)",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return Path(url)
+    raise ValueError(
+        f"{url!r} names neither an engine nor a delta log. An engine is given by the root of its "
+        "server, http://host:port; a delta log as LogSender(PATH) (delta-send --log), a "
+        "pathlib.Path, file:///PATH or s3://BUCKET/PREFIX"
+    )
+
+
+def log_of(log: str | Path) -> str | Path:
+    """Return the folder of a delta log, or its URL in an object store.
+
+    Raises:
+        ValueError: It is an engine's url; or a ``file://`` URL names another host, or no folder.
+    """
+    if isinstance(log, Path):
+        return log
+    parts = urlsplit(log)
+    if parts.scheme in ("http", "https"):
+        raise ValueError(f"{log!r} is no delta log; DeltaSender(url, base) sends to an engine")
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+            raise ValueError(f"{log!r} names no folder of this host; file:///PATH does")
+        return Path(unquote(parts.path))
+    return log if is_store_url(log) else Path(log)
+
+
 def check_urls(urls: Any) -> None:
     """Check the type of several urls.
 
@@ -47,7 +105,7 @@ def check_urls(urls: Any) -> None:
             raise TypeError(f"an engine's url is a string, and not {_kind(url)}")
 
 
-def named_pairs(tensors: Any) -> Pairs:
+def named_pairs(tensors: Any) -> NamedTensors:
     """Return tensors as (name, tensor) pairs; those of a dict are its items.
 
     A collection is checked now, an iterator while it is read.
@@ -71,6 +129,18 @@ def named_pairs(tensors: Any) -> Pairs:
         for _ in _checked(tensors):
             pass
     return tensors
+
+
+def tensors_of(base: Base) -> NamedTensors:
+    """Return the tensors of a base.
+
+    Raises:
+        TypeError: It is something else.
+        FileNotFoundError, ValueError: The folder cannot be read.
+    """
+    if isinstance(base, (str, os.PathLike)):
+        return read_checkpoint(base)
+    return named_pairs(base)
 
 
 def _checked(tensors: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from delta_sender.bandwidth import LinkSpeed
-from delta_sender.checkpoint import checkpoint_entries, read_entries
-from delta_sender.destination import Destination
-from delta_sender.http_client import EngineClient
-from delta_sender.log_destination import LogDestination, log_location
-from delta_sender.multi_sender import MultiSender
-from delta_sender.notify import Notifier
-from delta_sender.options import MultiOptions, Option, declared, with_defaults
+from delta_sender.arguments import log_location, log_of
+from delta_sender.diff.snapshot import MappedSnapshot, NamedTensors
+from delta_sender.options import DEFAULTS, FLAGS, SenderOptions
+from delta_sender.publish.bandwidth import LinkSpeed
+from delta_sender.publish.destination import Destination
+from delta_sender.publish.http_client import EngineClient
+from delta_sender.publish.log_destination import LogDestination
+from delta_sender.publish.notify import Notifier
+from delta_sender.publish.publisher import Publisher
 from delta_sender.results import PartialSyncError, SyncError, SyncReport
-from delta_sender.snapshot import MappedSnapshot, NamedTensors
-from engine_ext.delta_log import open_log
+from engine_ext.files import checkpoint_entries, read_entries
 from engine_ext.format import HMAC_KEY_ENVIRONMENT
+from engine_ext.log import open_log
 
 _DESCRIPTION = """\
 Send the difference between two Hugging Face checkpoints (safetensors) to engines that hold the
@@ -40,7 +41,7 @@ examples:
   delta-send --base CHECKPOINT --target NEXT --url http://engine:8000
   delta-send --base CHECKPOINT --target NEXT --dry-run --encoding auto
   delta-send --target NEXT --full --url http://engine:8000
-  delta-send --base CHECKPOINT --target NEXT --url s3://BUCKET/RUN --notify http://engine:8000
+  delta-send --base CHECKPOINT --target NEXT --log s3://BUCKET/RUN --notify http://engine:8000
   delta-send --base FP8_CHECKPOINT --target NEXT --quantize fp8_block --url http://engine:8000
 
 environment:
@@ -79,45 +80,44 @@ class DryRunDestination(Destination):
         return {"status": "dry run"}
 
 
-def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> MultiSender:
-    """Return the sender for one sync of two mapped checkpoints, given the command line's arguments.
+def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> Publisher:
+    """Return the publisher of one sync of two mapped checkpoints, given the arguments.
 
     The engines hold `base`.
     """
     options = options_of(arguments)
 
-    def connect(url: str, options: MultiOptions) -> Destination:
+    def connect(url: str, options: SenderOptions) -> Destination:
         engine = EngineClient(url, options) if url else None
         if arguments.dry_run:
             return DryRunDestination(engine)
-        if arguments.save is not None:
+        if arguments.log is not None:
             asked = [] if engine is None else [engine]
             asked += [EngineClient(one, options) for one in arguments.notify or ()]
-            return LogDestination(open_log(arguments.save), asked, options["hmac_key"])
+            return LogDestination(open_log(arguments.log), asked, options.hmac_key)
         return EngineClient(url, options)
 
     urls = arguments.url or [""]
-    return MultiSender(urls, base, connect=connect, snapshot_type=MappedSnapshot, **options)
+    return Publisher(urls, base, options, connect=connect, snapshot_type=MappedSnapshot)
 
 
-def options_of(arguments: argparse.Namespace) -> MultiOptions:
+def options_of(arguments: argparse.Namespace) -> SenderOptions:
     """Return the senders' options that the command line's arguments and the environment give."""
-    given = {name: getattr(arguments, name) for name in declared(MultiOptions) if name in arguments}
-    options = cast(MultiOptions, given)
-    options["api_key"] = arguments.api_key or os.environ.get("DELTA_API_KEY")
-    options["hmac_key"] = os.environ.get(HMAC_KEY_ENVIRONMENT)
+    given = {name: getattr(arguments, name) for name in DEFAULTS if name in arguments}
+    given["api_key"] = arguments.api_key or os.environ.get("DELTA_API_KEY")
+    given["hmac_key"] = os.environ.get(HMAC_KEY_ENVIRONMENT)
     if arguments.dry_run:
-        options["delta_log"] = options["state"] = None
-    return options
+        given["delta_log"] = given["state"] = None
+    return SenderOptions(**given)
 
 
 def tell(arguments: argparse.Namespace, version: int, console: Console) -> None:
     """Ask the engines of ``--notify`` to look at the log, and print what they answer."""
-    options = with_defaults(options_of(arguments))
+    options = options_of(arguments)
     notifier = Notifier(arguments.notify, options)
     try:
         notifier.poke(version)
-        told = notifier.wait(options["lag_limit"])
+        told = notifier.wait(options.lag_limit)
     finally:
         notifier.close()
     for url in arguments.notify:
@@ -136,7 +136,7 @@ def read_checkpoint(folder: Path, progress: Progress) -> Iterator[tuple[str, tor
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; options come from `options.MultiOptions`."""
+    """Return the parser of the command line; options come from `SenderOptions`."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         "delta-send", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout
@@ -146,43 +146,42 @@ def make_parser() -> argparse.ArgumentParser:
     add("--target", type=Path, metavar="DIR", required=True, help="checkpoint to send")
     url_help = (
         "root of an engine's server, http://host:port; repeatable, for several engines; or a delta "
-        "log that engines follow (s3://BUCKET/PREFIX, file:///PATH), as --save"
+        "log that engines follow (s3://BUCKET/PREFIX, file:///PATH), as --log"
     )
     add("--url", action="append", help=url_help)
     full_help = "send all of --target, dense, whatever the engine holds; needs no --base"
     add("--full", action="store_true", dest="sends_all", help=full_help)
-    save_help = (
-        "write the parts to DIR/weight_v<version>/, as a delta log or for the disk endpoint, and "
-        "post nothing; with --url, the engine is only asked which tensors it ignores and what its "
-        "digest covers"
+    log_help = (
+        "write the parts to LOG/weight_v<version>/, as a delta log or for the disk endpoint, and "
+        "post nothing; a folder, or a URL in an object store. With --url, the engine is only asked "
+        "which tensors it ignores and what its digest covers"
     )
-    add("--save", metavar="LOG", help=save_help)
+    add("--log", "--save", dest="log", metavar="LOG", help=log_help)
     notify_help = (
-        "root of an engine that follows the log of --save, or of --url: it is asked to look there "
-        "at once, and what --save says of an engine's --url; repeatable"
+        "root of an engine that follows the log of --log, or of --url: it is asked to look there "
+        "at once, and what --log says of an engine's --url; repeatable"
     )
     add("--notify", action="append", metavar="URL", help=notify_help)
     add("--dry-run", action="store_true", help="print what would be sent; post and write nothing")
     group = parser.add_argument_group("sync options")
-    for name, option in declared(MultiOptions).items():
-        if option.flag is not None:
-            _add_flag(group, name, option)
+    for name, default in DEFAULTS.items():
+        if name in FLAGS:
+            _add_flag(group, name, default, FLAGS[name])
         elif name == "full":
             allow_help = "send all of --target if the engine holds something else than --base"
-            flag = {"action": "store_const", "const": "allow", "default": option.default}
-            group.add_argument("--allow-full", dest=name, help=allow_help, **flag)
+            flag: dict[str, Any] = {"action": "store_const", "const": "allow"}
+            group.add_argument("--allow-full", dest=name, default=default, help=allow_help, **flag)
     return parser
 
 
-def _add_flag(group: Any, name: str, option: Option) -> None:
-    flag, keywords = name.replace("_", "-"), option.flag or {}
-    if option.default is True:
+def _add_flag(group: Any, name: str, default: Any, keywords: Mapping[str, Any]) -> None:
+    flag = name.replace("_", "-")
+    if default is True:
         group.add_argument(f"--no-{flag}", dest=name, action="store_false", **keywords)
         return
-    help_text = option.doc[:1].lower() + option.doc[1:].split(". ")[0].rstrip(".")
-    if option.default is not None:
-        help_text += " (default: %(default)s)"
-    group.add_argument(f"--{flag}", default=option.default, **{"help": help_text, **keywords})
+    help_text = keywords["help"] + ("" if default is None else " (default: %(default)s)")
+    shown: dict[str, Any] = {**keywords, "help": help_text}
+    group.add_argument(f"--{flag}", default=default, **shown)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -194,27 +193,29 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     elif options.base is None:
         parser.error("--base is needed, except with --full and without --quantize")
     _take_log(parser, options)
-    if options.url is None and options.save is None and not options.dry_run:
-        parser.error("--url is needed, except with --save or --dry-run")
-    if options.save is not None and (options.delta_log or options.state) is not None:
-        parser.error("--save cannot be combined with --delta-log or --state: it posts nothing")
-    if options.save is not None and options.url is not None and len(options.url) > 1:
-        parser.error("--save writes for one engine: give one --url at most")
+    if options.url is None and options.log is None and not options.dry_run:
+        parser.error("--url or --log is needed, except with --dry-run")
+    if options.log is not None and (options.delta_log or options.state) is not None:
+        parser.error("--log cannot be combined with --delta-log or --state: it posts nothing")
+    if options.log is not None and options.url is not None and len(options.url) > 1:
+        parser.error("--log writes for one engine: give one --url at most")
     return options
 
 
 def _take_log(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Take a log that is given as --url as --save."""
+    """Take a log that is given as --url as --log."""
     try:
+        if options.log is not None:
+            options.log = log_of(options.log)
         logs = [log for url in options.url or () if (log := log_location(url)) is not None]
     except ValueError as error:
         parser.error(str(error))
-    if logs and (len(options.url) > 1 or options.save is not None):
-        parser.error("a delta log is the only --url, and not with --save; engines go to --notify")
+    if logs and (len(options.url) > 1 or options.log is not None):
+        parser.error("a delta log is the only --url, and not with --log; engines go to --notify")
     if logs:
-        [options.save], options.url = logs, None
-    if options.notify is not None and options.save is None:
-        parser.error("--notify is for engines that follow a log: give --save, or a log's --url")
+        [options.log], options.url = logs, None
+    if options.notify is not None and options.log is None:
+        parser.error("--notify is for engines that follow a log: give --log, or a log's --url")
 
 
 class _Printer(logging.Handler):
@@ -236,7 +237,7 @@ def _terminate(number: int, frame: object) -> None:
     raise _Terminated
 
 
-@contextlib.contextmanager
+@contextmanager
 def _attended(console: Console) -> Iterator[None]:
     """Print the senders' warnings inside the block, and end it as Ctrl-C does on SIGTERM."""
     logger, printer = logging.getLogger("delta_sender"), _Printer(console)
@@ -265,10 +266,10 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     failures: dict[str, Exception] = {}
     try:
         with Progress(console=console) as progress:
-            with open_sender(options, read_checkpoint(options.base, progress)) as sender:
-                send = sender.sync_full if options.sends_all else sender.sync
+            with closing(open_sender(options, read_checkpoint(options.base, progress))) as sender:
+                target = read_checkpoint(options.target, progress)
                 try:
-                    reports = send(read_checkpoint(options.target, progress))
+                    reports = sender.sync(target, full=options.sends_all)
                 except PartialSyncError as some:
                     reports, failures = some.reports, {**some.failures}
         late = sender.late_outcomes  # closing has waited for engines that lagged
@@ -287,7 +288,9 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     for url, report in reports.items():
         print((f"{url}: " if several else "") + describe(report))
     for url in set(options.url or ()) - reports.keys() - failures.keys():
-        outcome = late.get(url) or SyncError("not done within the lag limit; it may have committed")
+        outcome = late.get(url) or SyncError(
+            "not done within the lag limit; it might have committed"
+        )
         if isinstance(outcome, SyncReport):
             console.print(f"{url}: version {outcome.version}: committed late")
         else:

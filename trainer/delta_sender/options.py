@@ -1,55 +1,33 @@
-"""Declare the keyword arguments of the senders: name, type, default, documentation and flag.
-
-This is the only declaration: `DeltaSender` takes the keywords of `Options`, `MultiSender` those of
-`MultiOptions`, `ShardedSender` those of `EngineOptions`, `LogSender` those of `LogOptions`, and
-their signatures, their docstrings and the command line are made from it. A flag's help is the first
-sentence of the documentation.
-"""
+"""The options of all senders: one frozen class, which the command line's flags are made from."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-import re
-import textwrap
-from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, TypedDict, TypeVar, cast, get_type_hints
+from typing import Any, Final
 
 import httpx
 
-from delta_sender.diff_device import SNAPSHOT_ON
-from delta_sender.encoding_policy import CHOICES
-from delta_sender.quantize import FORMS
+from delta_sender.diff.quantize import FORMS
+from delta_sender.encode.encoding_policy import CHOICES
 from engine_ext.resources import RateLimit
 
-_Class = TypeVar("_Class", bound=type)
-
-
-class Option(NamedTuple):
-    """One keyword argument.
-
-    `flag` has the keywords of `argparse.ArgumentParser.add_argument`; None if it has no flag. An
-    option that is on by default has a flag that turns it off.
-    """
-
-    default: Any
-    flag: Mapping[str, Any] | None = None
-    doc: str = ""
+FULL: Final = ("own", "allow")
+# Fields that only senders to engines have. A delta log has no owner and keeps what it was given.
+ENGINE_ONLY: Final = ("takeover", "full", "adapter", "delta_log", "state", "quantize", "lag_limit")
 
 
 def _seconds(text: str) -> float | None:
     return seconds if math.isfinite(seconds := float(text)) else None
 
 
-FULL: Final = ("own", "allow")
-_LIMIT_FLAG: Final = {"type": float, "metavar": "BYTES"}
-_KEY_FLAG: Final = {"metavar": "KEY", "help": "bearer token (default: that in DELTA_API_KEY)"}
+@dataclass(frozen=True, kw_only=True)
+class SenderOptions:
+    """The keyword arguments that senders share.
 
-
-class CommonOptions(TypedDict, total=False):
-    """Keyword arguments that every sender has.
+    Every sender takes these as keywords of its own signature. `LogSender` and `ShardedSender` have
+    fewer: a log has no owner, and ranks that send shards keep no state file.
 
     Attributes:
         base_version: Version that the engines are at, if no digest shows what they hold.
@@ -61,7 +39,7 @@ class CommonOptions(TypedDict, total=False):
             param the fastest of ``gap8_ulp``, ``gap8_exp`` and ``deltas``, sparse or dense; see
             `SyncReport.picked`.
         bucket_bytes: Most bytes of positions and values in one part, before compression. The first
-            part may have 8 MiB, and each further one twice as much as the one before. A param is
+            part can have 8 MiB, and each further one twice as much as the one before. A param is
             never split; a larger one travels alone.
         posts_in_flight: Parts that are posted to an engine at once. The last part of a sync is
             posted alone. An engine that has no room for so many (429) gets fewer until the next
@@ -78,10 +56,10 @@ class CommonOptions(TypedDict, total=False):
         timeout: Seconds for one request, and for waiting until another sync is out of the way.
             Connecting is given 10 seconds at most.
         client: HTTP client to use; it is not closed with the sender.
-        snapshot_on: What CUDA tensors are compared with. ``device``: a copy of the snapshot on
-            their device, which takes the model's size there. ``host``: the snapshot in pinned host
-            memory, uploaded in chunks. ``auto``: on the device if that takes at most half of the
-            memory that is free there at the first sync.
+        snapshot_on: Where CUDA tensors are compared. ``device``: with a copy of the snapshot on
+            their device, which takes the model's size there. ``host``: with the snapshot in pinned
+            host memory, uploaded in chunks. ``auto``: on the device if that takes at most half of
+            the memory that is free there at the first sync.
         changes_in_memory: Most bytes of one sync's changes that are kept in memory until they are
             committed; None: a quarter of the snapshot. The rest is written to a temporary file
             below ``TMPDIR``.
@@ -89,165 +67,164 @@ class CommonOptions(TypedDict, total=False):
             warning names the first tensor with one.
         unchanged_warning: Syncs in a row in which no value has changed, after which a warning names
             the usual causes. 0: none.
-    """
-
-    base_version: Annotated[int, Option(0, {"type": int, "metavar": "N"})]
-    encoding: Annotated[str, Option("deltas_zstd", {"choices": CHOICES})]
-    bucket_bytes: Annotated[int, Option(64 << 20, {"type": int, "metavar": "N"})]
-    posts_in_flight: Annotated[int, Option(4, {"type": int, "metavar": "N"})]
-    digest: Annotated[bool, Option(True, {"help": "send no digests along"})]
-    api_key: Annotated[str | None, Option(None, _KEY_FLAG)]
-    hmac_key: Annotated[str | None, Option(None)]
-    pause_mode: Annotated[str, Option("keep", {"choices": ("keep", "wait", "abort")})]
-    flush_cache: Annotated[bool, Option(True, {"help": "keep KV entries of the old weights"})]
-    bandwidth_limit: Annotated[float | RateLimit | None, Option(None, _LIMIT_FLAG)]
-    timeout: Annotated[float, Option(600.0)]
-    client: Annotated[httpx.Client | None, Option(None)]
-    snapshot_on: Annotated[str, Option(SNAPSHOT_ON[0])]
-    changes_in_memory: Annotated[int | None, Option(None)]
-    refuse_nonfinite: Annotated[bool, Option(False, {"action": "store_true"})]
-    unchanged_warning: Annotated[int, Option(3)]
-
-
-class EngineOptions(CommonOptions, total=False):
-    """Keyword arguments of the senders that post to engines.
-
-    Attributes:
         takeover: Take an engine from the run that owns it. That run is fenced for good: whatever
             its trainer sends, or claims, is refused.
-        full: When the whole model may be sent without being asked for. ``own``: only over what this
+        full: When the whole model can be sent without being asked for. ``own``: only over what this
             run has sent, over the base, over what an engine was started with if it was sent
             something before, and to an engine without weights. ``allow``: over anything.
-    """
-
-    takeover: Annotated[bool, Option(False, {"action": "store_true"})]
-    full: Annotated[str, Option(FULL[0])]
-
-
-class Options(EngineOptions, total=False):
-    """Keyword arguments of `DeltaSender`.
-
-    Attributes:
         adapter: Name of a LoRA adapter that the engines have loaded; its own tensors are sent, not
             the model's. The base has the names of its folder (``base_model.model.`` ...), and
             versions count for this adapter. Not with a delta log.
         delta_log: Folder, or URL in an object store (``s3://BUCKET/PREFIX``), that gets every
             version, durably, before an engine commits it, for engines that are started with
-            --delta-log. Versions continue from the highest number in it. A
-            version that no engine committed is marked as refused; its number is not used again.
+            --delta-log. Versions continue from the highest number in it. A version that no engine
+            committed is marked as refused; its number is not used again.
         log_differences: Let the delta log carry differences, if `encoding` sends any. They take
             about half the bytes of values. Every engine that replays the log must take them (none
             does that casts a tensor or writes through its loader), and ``delta-log fold`` needs the
             checkpoint.
         state: File that remembers over a restart of the sender its run, and what each engine has
             acknowledged. A sender with the file of an earlier one continues that run: it needs no
-            takeover, and may send the model over what the earlier one has sent. One sender at a
-            time may use it. Without digests, the version in the file counts if the base is what an
+            takeover, and can send the model over what the earlier one has sent. One sender at a
+            time can use it. Without digests, the version in the file counts if the base is what an
             engine is at; if the base is neither what an engine acknowledged nor what it was being
             sent last, the next sync to it is a full one.
         quantize: How to quantise the given tensors, if the base is a quantised checkpoint. One of
-            ``fp8_block``, ``fp8_channel`` and ``int8_channel``; see `delta_sender.quantize`. A
-            tensor is quantised if its name is that of a quantised weight in the base. Names,
-            shapes and dtypes are then checked one by one, while earlier tensors are sent.
-    """
-
-    adapter: Annotated[str | None, Option(None, {"metavar": "NAME"})]
-    delta_log: Annotated[str | Path | None, Option(None, {"metavar": "LOG"})]
-    log_differences: Annotated[bool, Option(False, {"action": "store_true"})]
-    state: Annotated[str | Path | None, Option(None, {"type": Path, "metavar": "FILE"})]
-    quantize: Annotated[str | None, Option(None, {"choices": tuple(FORMS)})]
-
-
-class LogOptions(CommonOptions, total=False):
-    """Keyword arguments of `LogSender`.
-
-    Attributes:
-        log_differences: See `Options`.
-    """
-
-    log_differences: Annotated[bool, Option(False)]
-
-
-_LAG_FLAG: Final = {
-    "type": _seconds,
-    "metavar": "SECONDS",
-    "help": "go on without engines that need SECONDS longer than the first; inf waits for all "
-    "(default: %(default)s)",
-}
-
-
-class MultiOptions(Options, total=False):
-    """Keyword arguments of `MultiSender`.
-
-    Attributes:
+            ``fp8_block``, ``fp8_channel`` and ``int8_channel``; see `quantize_weight`. A tensor is
+            quantised if its name is that of a quantised weight in the base. Names, shapes and
+            dtypes are then checked one by one, while earlier tensors are sent.
         lag_limit: Seconds after the first engine's commit at which a sync returns without engines
             that are not done. None waits for all.
-    """
-
-    lag_limit: Annotated[float | None, Option(60.0, _LAG_FLAG)]
-
-
-@functools.cache
-def declared(options: type) -> dict[str, Option]:
-    """Return what one of the classes above declares, by name."""
-    docs: dict[str, str] = {}
-    for declaring in (CommonOptions, EngineOptions, Options, options):
-        entry, doc = r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", inspect.getdoc(declaring) or ""
-        docs |= {name: " ".join(text.split()) for name, text in re.findall(entry, doc, re.M)}
-    hints = get_type_hints(options, include_extras=True)
-    return {n: hint.__metadata__[0]._replace(doc=docs.get(n, "")) for n, hint in hints.items()}
-
-
-_DEFAULTS: Final = {name: option.default for name, option in declared(MultiOptions).items()}
-
-
-def with_defaults(given: Mapping[str, Any], options: type = MultiOptions) -> MultiOptions:
-    """Return every option: as given, or its default.
-
-    Raises:
-        TypeError: `options` does not declare a name.
-        ValueError: The bandwidth limit is not above 0.
-    """
-    if unknown := given.keys() - declared(options).keys():
-        raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
-    chosen = {**_DEFAULTS, **given}
-    if isinstance(limit := chosen["bandwidth_limit"], (int, float)):
-        chosen["bandwidth_limit"] = RateLimit(limit)
-    return cast(MultiOptions, chosen)
-
-
-def check_values(options: MultiOptions) -> None:
-    """Check what types do not.
 
     Raises:
         ValueError: One has an unknown value.
     """
-    encoding = options["encoding"]
-    if encoding not in CHOICES:
-        raise ValueError(f"encoding {encoding!r} is not one of {', '.join(CHOICES)}")
-    if options["full"] not in FULL:
-        raise ValueError(f"full {options['full']!r} is not one of {', '.join(FULL)}")
-    if options["posts_in_flight"] < 1:
-        raise ValueError("posts_in_flight is 1 at least")
+
+    base_version: int = 0
+    encoding: str = "deltas_zstd"
+    bucket_bytes: int = 64 << 20
+    posts_in_flight: int = 4
+    digest: bool = True
+    api_key: str | None = None
+    hmac_key: str | None = None
+    pause_mode: str = "keep"
+    flush_cache: bool = True
+    bandwidth_limit: float | RateLimit | None = None
+    timeout: float = 600.0
+    client: httpx.Client | None = None
+    snapshot_on: str = "auto"
+    changes_in_memory: int | None = None
+    refuse_nonfinite: bool = False
+    unchanged_warning: int = 3
+    takeover: bool = False
+    full: str = "own"
+    adapter: str | None = None
+    delta_log: str | Path | None = None
+    log_differences: bool = False
+    state: str | Path | None = None
+    quantize: str | None = None
+    lag_limit: float | None = 60.0
+
+    def __post_init__(self) -> None:
+        if self.encoding not in CHOICES:
+            raise ValueError(f"encoding {self.encoding!r} is not one of {', '.join(CHOICES)}")
+        if self.full not in FULL:
+            raise ValueError(f"full {self.full!r} is not one of {', '.join(FULL)}")
+        if self.posts_in_flight < 1:
+            raise ValueError("posts_in_flight is 1 at least")
+        if isinstance(limit := self.bandwidth_limit, (int, float)):
+            object.__setattr__(self, "bandwidth_limit", RateLimit(limit))
+
+    def refuse_engine_options(self) -> None:
+        """Check that no option is set that a delta log does not have.
+
+        Raises:
+            ValueError: One is not at its default.
+        """
+        wrong = [name for name in ENGINE_ONLY if getattr(self, name) != DEFAULTS[name]]
+        if wrong:
+            names = ", ".join(sorted(wrong))
+            raise ValueError(f"not with a delta log that engines follow: {names}")
 
 
-def takes_options(options: type) -> Callable[[_Class], _Class]:
-    """Complete the signature and docstring of a class whose ``__init__`` takes ``**options``."""
-    hints, keyword = get_type_hints(options), inspect.Parameter.KEYWORD_ONLY
-
-    def complete(sender: _Class) -> _Class:
-        *parameters, _ = inspect.signature(sender).parameters.values()
-        doc = f"{(sender.__doc__ or '').rstrip()}\n\n    Keyword Args:\n"
-        for name, option in declared(options).items():
-            default = option.default
-            parameters.append(
-                inspect.Parameter(name, keyword, default=default, annotation=hints[name])
-            )
-            text = f"{name}: {option.doc} (default: {default!r})"
-            text = textwrap.fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)
-            doc += f"{text}\n"
-        sender.__doc__ = doc
-        sender.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return sender
-
-    return complete
+DEFAULTS: Final = {each.name: each.default for each in fields(SenderOptions)}
+# Flags of the command line by field: what `argparse`'s ``add_argument`` takes. A field that is on
+# by default has a flag that turns it off; some fields have none.
+FLAGS: Final[dict[str, dict[str, Any]]] = {
+    "base_version": {
+        "help": "version that the engines are at, if no digest shows what they hold",
+        "type": int,
+        "metavar": "N",
+    },
+    "encoding": {
+        "help": "how changes travel; auto picks by density and link speed",
+        "choices": CHOICES,
+    },
+    "bucket_bytes": {
+        "help": "most bytes of positions and values in one part, before compression",
+        "type": int,
+        "metavar": "N",
+    },
+    "posts_in_flight": {
+        "help": "parts that are posted to an engine at once",
+        "type": int,
+        "metavar": "N",
+    },
+    "digest": {"help": "send no digests along"},
+    "api_key": {"help": "bearer token (default: that in DELTA_API_KEY)", "metavar": "KEY"},
+    "pause_mode": {
+        "help": (
+            "what happens to requests in flight: they continue with the new weights (keep), finish "
+            "first (wait), or end (abort)"
+        ),
+        "choices": ("keep", "wait", "abort"),
+    },
+    "flush_cache": {"help": "keep KV entries of the old weights"},
+    "bandwidth_limit": {
+        "help": "most bytes per second to all engines together, for links that are shared",
+        "type": float,
+        "metavar": "BYTES",
+    },
+    "refuse_nonfinite": {
+        "help": "refuse a sync in which a value has become NaN or infinite",
+        "action": "store_true",
+    },
+    "takeover": {"help": "take an engine from the run that owns it", "action": "store_true"},
+    "adapter": {
+        "help": (
+            "name of a LoRA adapter that the engines have loaded; its own tensors are sent, not "
+            "the model's"
+        ),
+        "metavar": "NAME",
+    },
+    "delta_log": {
+        "help": (
+            "folder, or URL in an object store (``s3://BUCKET/PREFIX``), that gets every version, "
+            "durably, before an engine commits it, for engines that are started with --delta-log"
+        ),
+        "metavar": "LOG",
+    },
+    "log_differences": {
+        "help": "let the delta log carry differences, if `encoding` sends any",
+        "action": "store_true",
+    },
+    "state": {
+        "help": (
+            "file that remembers over a restart of the sender its run, and what each engine has "
+            "acknowledged"
+        ),
+        "type": Path,
+        "metavar": "FILE",
+    },
+    "quantize": {
+        "help": "how to quantise the given tensors, if the base is a quantised checkpoint",
+        "choices": tuple(FORMS),
+    },
+    "lag_limit": {
+        "help": (
+            "continue without engines that need SECONDS longer than the first; inf waits for all"
+        ),
+        "type": _seconds,
+        "metavar": "SECONDS",
+    },
+}

@@ -7,7 +7,8 @@ not be written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -74,14 +75,14 @@ class SyncReport:
 class SyncError(Exception):
     """The sync did not commit, as far as is known; the version is as before it.
 
-    If no answer to the last part came, the engine may have committed; the next sync finds out and
+    If no answer to the last part came, the engine might have committed; the next sync finds out and
     sends what is missing. If the engine did commit and its digest differs from the sender's, the
     message says so, and the next sync is a full one.
 
     Attributes:
         status: HTTP status of the last answer; None if none came.
         error: The engine's ``error`` object; {} if the answer was not the engine's.
-        unanswered: An earlier post of the same part got no answer, so the engine may have it.
+        unanswered: An earlier post of the same part got no answer, so the engine might have it.
     """
 
     def __init__(
@@ -141,12 +142,27 @@ class PartialSyncError(SyncError):
         self.failures = failures
         self.reports = reports
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.failures, self.reports)
+
+
+@contextlib.contextmanager
+def raising_as_one(engines: int) -> Iterator[None]:
+    """Let a sync with a single engine raise that engine's error, not a `PartialSyncError`."""
+    try:
+        yield
+    except PartialSyncError as failed:
+        if engines > 1:
+            raise
+        [error] = failed.failures.values()
+        raise error from None
+
 
 class RankError(SyncError):
     """Ranks of a `ShardedSender` disagree, or one has failed or died; `message` says which.
 
-    The engine has not committed; only if a rank dies while the last part is under way it may have,
-    and the message says so.
+    The engine has not committed; only if a rank dies while the last part is under way it might
+    have, and the message says so.
 
     Attributes:
         ranks: Numbers of the ranks that have failed or disagree, as far as known.
@@ -155,6 +171,9 @@ class RankError(SyncError):
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
         super().__init__(message)
         self.ranks = list(ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.ranks)
 
 
 @dataclass(frozen=True)

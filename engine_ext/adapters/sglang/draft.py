@@ -1,8 +1,8 @@
 """The draft model of SGLang's speculative decoding, which is updated together with the target.
 
 SGLang loads it after the target, by a runner of its own. When the memory pools are made, it gives
-EAGLE heads and MTP layers the target's embedding and output head. Only then is it known what the
-two models share, so the receiver is made after that.
+EAGLE heads and MTP layers the target's embedding and output head. Which tensors the two models
+share is known only then, so the receiver is made after that.
 """
 
 from __future__ import annotations
@@ -14,33 +14,32 @@ from typing import Any, Final
 
 from engine_ext.adapters.refusals import Refusal
 from engine_ext.adapters.sglang import refusals
-from engine_ext.adapters.sglang.loading import Observed, checkpoint
-from engine_ext.adapters.target_and_draft import DRAFT, PREFIX, TARGET, Part
+from engine_ext.adapters.sglang.checkpoint import Observer, checkpoint, observer_of
+from engine_ext.adapters.target_and_draft import DRAFT, PREFIX, TARGET, ModelRole
 from engine_ext.ranks import replicas
-from engine_ext.rebuild import LoadingStates
-from engine_ext.tracing import LoadingTrace
+from engine_ext.startup import LoadingTrace, UnprocessedModules
 
 _FOLLOWED: Final = ("EAGLE", "EAGLE3", "STANDALONE")
 _REVISION: Final = "main"
 
-# What observes the draft model when it is loaded; a process loads at most one, after its target.
+# Observers of the draft model's load; a process loads at most one, after its target.
 _expected: list[Callable[[Any, Callable[[], None]], None]] = []
 
 
-def target_part(runner: Any) -> Part:
-    """Return the part of a target that a runner is about to load.
+def target_role(runner: Any) -> ModelRole:
+    """Return the role of the model that a target's runner is about to load.
 
     Raises:
-        RuntimeError: the weights of its draft model are not known to be reached. SGLang does not
-            start then.
+        RuntimeError: syncs might not reach all weights of its draft model. SGLang does not start
+            then.
     """
     algorithm = runner.spec_algorithm
     if algorithm.is_none() or algorithm.is_ngram():
-        return Part("", "", True)
+        return ModelRole("", "", True)
     refusal = _unsupported(algorithm)
     if refusal is not None:
         raise RuntimeError(refusal.message)
-    return Part(TARGET, "", True)
+    return ModelRole(TARGET, "", True)
 
 
 def _unsupported(algorithm: Any) -> Refusal | None:
@@ -56,10 +55,10 @@ def _unsupported(algorithm: Any) -> Refusal | None:
 
 
 def expect(
-    target: Observed,
+    target: Observer,
     loading: LoadingTrace,
-    states: LoadingStates,
-    then: Callable[[list[Observed]], None],
+    states: UnprocessedModules,
+    then: Callable[[list[Observer]], None],
 ) -> None:
     """Observe the draft model when it is loaded; call `then` with both models as they serve."""
     from sglang.srt.managers.scheduler import Scheduler
@@ -68,7 +67,7 @@ def expect(
     loaded: list[weakref.ref[Any]] = []  # what SGLang replaces is not kept
 
     def observe(runner: Any, load: Callable[[], None]) -> None:
-        draft = Observed(_draft_part(target.runner, runner), runner, loading, states)
+        draft = observer_of(_draft_role(target.engine.runner, runner), runner, loading, states)
         with draft:
             load()
         observed.append(draft)
@@ -96,31 +95,30 @@ def load(runner: Any, load_now: Callable[[], None]) -> None:
     observe(runner, load_now)
 
 
-def _draft_part(target: Any, runner: Any) -> Part:
-    """Return the part of a draft model that its runner is about to load."""
+def _draft_role(target: Any, runner: Any) -> ModelRole:
+    """Return the role of the draft model that its runner is about to load."""
     models = [one.model_config for one in (target, runner)]
     if models[0].dtype != models[1].dtype:
         raise RuntimeError(refusals.DRAFT_DTYPE.message)
     # SGLang names the default revision of a draft model only.
     same = len({(model.model_path, model.revision or _REVISION) for model in models}) == 1
-    return Part(DRAFT, "" if same else PREFIX, not same)
+    return ModelRole(DRAFT, "" if same else PREFIX, not same)
 
 
-def _require_known(worker: Any, observed: list[Observed], loaded: list[weakref.ref[Any]]) -> None:
-    """Refuse a worker that may serve other weights than the two models'."""
+def _require_known(worker: Any, observed: list[Observer], loaded: list[weakref.ref[Any]]) -> None:
+    """Refuse a worker that might serve other weights than the two models'."""
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
     from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
     runners = [runner for _, runner in worker.weight_update_runners()]
-    if type(worker) not in (EAGLEWorkerV2, StandaloneWorkerV2) or (
-        runners != [one.runner for one in observed[1:]]
-    ):
+    known_runners = [one.engine.runner for one in observed]
+    if type(worker) not in (EAGLEWorkerV2, StandaloneWorkerV2) or runners != known_runners[1:]:
         raise RuntimeError(refusals.DRAFT_MODEL.message)
-    if any(checkpoint(one.runner, one.runner.model) is None for one in observed):
+    if any(checkpoint(one, one.model) is None for one in known_runners):
         raise RuntimeError(refusals.DRAFT_WITHOUT_CHECKPOINT.message)
     if worker.draft_worker.hot_token_id is not None:
         raise RuntimeError(refusals.DRAFT_TOKEN_MAP.message)
-    targets, drafts = [list(one.runner.model.parameters()) for one in observed]
+    targets, drafts = [list(one.model.parameters()) for one in known_runners]
     known = {id(parameter) for parameter in [*targets, *(reference() for reference in loaded)]}
     if any(id(parameter) not in known for parameter in drafts):
         raise RuntimeError(refusals.DRAFT_COPIES.message)

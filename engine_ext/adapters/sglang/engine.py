@@ -16,8 +16,8 @@ _IDLE_POLL_S = 0.05
 class SglangEngine:
     """The engine as the endpoints see it, see `delta_server.engine.Engine`.
 
-    The methods that SGLang's tokenizer manager has now stay the ones that are called here; the
-    caller's are replaced, see `delta_server.commit.serialize_with_commits`.
+    It keeps the current methods of SGLang's tokenizer manager. The caller's are replaced later, see
+    `delta_server.commit.serialize_with_commits`.
     """
 
     name = "sglang"

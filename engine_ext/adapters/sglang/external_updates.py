@@ -1,7 +1,7 @@
 """Weight changes outside of delta sync: SGLang's own updates, and releasing the weights' memory.
 
-After one of these the base of a delta is unknown, and a failed one may have written some of the
-weights. SGLang may serve what it has then, but only a full sync is taken.
+After one of these the base of a delta is unknown, and a failed one might have written some of the
+weights. SGLang can serve what it has then, but only a full sync is taken.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def watch_external_updates(receiver: Receiver) -> None:
         elif name == "release_memory_occupation":
             if not request.tags or _WEIGHTS in request.tags:
                 if not kept:
-                    # What comes back is of no version.
+                    # The resumed weights belong to no version.
                     receiver.weights_replaced("SGLang's release of its weights")
                 receiver.weights_released()
         elif getattr(request, "load_format", None) != LOAD_FORMAT:

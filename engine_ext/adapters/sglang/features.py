@@ -1,4 +1,4 @@
-"""The supported versions of SGLang, and what not all of them have."""
+"""The supported versions of SGLang, and features that some of them lack."""
 
 from __future__ import annotations
 

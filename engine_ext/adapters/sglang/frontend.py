@@ -61,9 +61,9 @@ class DiskUpdates:
     """ASGI app: passes disk updates of the format ``delta`` to one app, and others to another.
 
     The other app must never see a ``delta``, because our token does not guard it. So the body is
-    read with the same parser, and one that is too large or too slow to be read here goes to the
-    first app, which refuses it. So does one of no format, of a checkpoint that versions were pulled
-    for: it commits them.
+    read with the same parser. A body that is too large or too slow to be read here goes to the
+    first app, which refuses it. A request without a format for a checkpoint whose versions were
+    pulled goes there, too, and commits them.
     """
 
     def __init__(self, delta: Any, other: Any, pulled: Callable[[Any], Awaitable[bool]]) -> None:

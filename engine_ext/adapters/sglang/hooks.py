@@ -93,8 +93,8 @@ def load_model(runner: Any, load: Callable[[], None] | None = None) -> None:
     Raises:
         ValueError: delta updates do not work with a setting that was given, or that SGLang has
             derived for the model. SGLang does not start then.
-        RuntimeError: nothing can be certified, or it is a draft model that is not known to be
-            reached. SGLang does not start then.
+        RuntimeError: nothing can be certified, or syncs might not reach a draft model. SGLang does
+            not start then.
     """
     load = load or runner.load_model
     chosen = settings.from_environment()
@@ -168,7 +168,7 @@ def _is_patched() -> bool:
 
 
 def _set_up(args: Any) -> Any:
-    """Return the parsed command line, and what else decides whether delta updates work."""
+    """Return the parsed command line and all other settings that delta updates depend on."""
     cpu_engine = bool(os.environ.get("SGLANG_USE_CPU_ENGINE"))
     on_cpu = getattr(args, "device", None) == "cpu" or cpu_engine
     vision_graphs = os.environ.get("SGLANG_VIT_ENABLE_CUDA_GRAPH", "").lower()

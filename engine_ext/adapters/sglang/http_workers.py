@@ -51,7 +51,7 @@ class SglangHttpWorker(SglangEngine):
         return version
 
     async def _apply_broadcast(self, broadcast: Any) -> None:
-        """Read the weight version before generation resumes: another process may have set it."""
+        """Read the weight version before generation resumes: another process might have set it."""
         async with self._broadcast_lock:
             if not broadcast.is_pause:
                 try:

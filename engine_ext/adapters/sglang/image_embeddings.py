@@ -1,4 +1,4 @@
-"""What SGLang keeps of images and has computed from weights; its own flush does not drop it."""
+"""Image embeddings that SGLang caches and that its own flush does not drop."""
 
 from __future__ import annotations
 

@@ -2,17 +2,17 @@
 
 Every stage runs the same loop on the same lists of requests, one list per iteration: it handles a
 list, sends it to the next stage, launches a micro-batch, and takes the results of an older one. So
-all stages schedule alike without asking each other. A stage that asks the others would wait forever
-for two reasons: it has not sent the list on yet, and the next stage may wait for results that pass
+all stages schedule alike without asking each other. A stage that asks the others would deadlock for
+two reasons: it has not sent the list on yet, and the next stage might wait for results that pass
 this stage only in its next iteration.
 
 So a delta operation, and everything behind it, is held until the list is sent, and nothing is
-scheduled while it is held. A micro-batch's results have been everywhere after as many iterations as
-there are micro-batches; then no stage needs a message of a neighbour to come as far as this one,
-and every stage comes to this point in the same iteration.
+scheduled while it is held. After as many iterations as there are micro-batches, all results have
+passed all stages. Then no stage waits for a neighbour's message, and every stage carries out the
+operation in the same iteration.
 
-SGLang's loop for stages schedules on when the engine is paused, and its retraction knows only one
-micro-batch. So a pause is held too, and nothing is scheduled until generation continues.
+SGLang's loop for stages keeps scheduling when the engine is paused, and its retraction knows only
+one micro-batch. So a pause is held too, and nothing is scheduled until generation continues.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def hold_operations() -> None:
 def _gather_requests(scheduler: Any) -> None:
     """Move the requests of all micro-batches to the one whose turn it is, for SGLang's retraction.
 
-    None of them may be in flight.
+    No micro-batch must be in flight.
     """
     prefilled = [batch for batch in scheduler.last_mbs if batch and batch.forward_mode.is_extend()]
-    # A prompt in chunks may be in several.
+    # A prompt in chunks can be in several batches.
     found = {id(r): r for batch in [*scheduler.running_mbs, *prefilled] for r in batch.reqs}
     for batch in scheduler.running_mbs:
         batch.reqs = []

@@ -1,4 +1,4 @@
-"""What SGLang computes from the weights after loading them: repacked and derived tensors."""
+"""Tensors that SGLang computes from the weights after loading: repacked and derived ones."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 
-from engine_ext.derived import Recomputation
 from engine_ext.model import PROCESSING, is_default
-from engine_ext.rebuild import LoadingStates, probe_linear
-from engine_ext.repacks import Processing, RepackLearner
+from engine_ext.startup import (
+    Processing,
+    Recomputation,
+    RepackLearner,
+    UnprocessedModules,
+    probe_linear,
+)
 
 
 @contextlib.contextmanager
 def repack_learner(
-    before: Callable[[torch.nn.Module], None], states: LoadingStates
+    before: Callable[[torch.nn.Module], None], states: UnprocessedModules
 ) -> Iterator[RepackLearner]:
     """Learn SGLang's post-load processing; use it around the loading of a model.
 
@@ -26,7 +30,7 @@ def repack_learner(
 
     Args:
         before: called with the model before it is processed.
-        states: keeps what cannot be followed; `before` may still set its `moved_too`.
+        states: keeps what cannot be followed; `before` can still set its `moved_too`.
     """
     from sglang.srt.model_loader import loader
 
@@ -76,7 +80,7 @@ def _preceded(method: Any, run: Callable[[], None]) -> Callable[[Any], None]:
 
 @contextlib.contextmanager
 def constants_kept() -> Iterator[None]:
-    """Keep what the constructor has filled with one number from being replaced by dummy weights."""
+    """Keep tensors that the constructor has filled with one number from becoming dummy weights."""
     from sglang.srt.model_loader import loader
 
     original = loader.initialize_dummy_weights
@@ -95,7 +99,7 @@ def constants_kept() -> Iterator[None]:
 
 
 def probe(module: torch.nn.Module) -> torch.Tensor | None:
-    """Return what a linear layer computes from random rows; None for other modules."""
+    """Return a linear layer's outputs for random rows; None for other modules."""
     from sglang.srt.layers.linear import LinearBase
 
     return probe_linear(module) if isinstance(module, LinearBase) else None
@@ -136,11 +140,11 @@ def _processings(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[
         yield Processing(module, method, _process_copy)
 
 
-class _Told:
-    """Stands for the dispatcher of a copy of an experts module, which is the live module's.
+class _RecordingDispatcher:
+    """Replaces the live dispatcher in a copy of an experts module.
 
     Attributes:
-        quant_config: what processing has told it, or None.
+        quant_config: the configuration that processing has set, or None.
     """
 
     def __init__(self, dispatcher: Any) -> None:
@@ -155,18 +159,18 @@ class _Told:
 
 
 def _process_copy(copy: Any) -> None:
-    """Process a copy of a module; the dispatcher that it shares with the live one is not told.
+    """Process a copy of a module without changing the dispatcher that it shares with the live one.
 
     Raises:
-        RuntimeError: the live dispatcher was told something else.
+        RuntimeError: the live dispatcher has another configuration.
     """
     dispatcher = getattr(copy, "dispatcher", None)
     if dispatcher is None:
         copy.quant_method.process_weights_after_loading(copy)
         return
-    copy.dispatcher = told = _Told(dispatcher)
+    copy.dispatcher = recording = _RecordingDispatcher(dispatcher)
     copy.quant_method.process_weights_after_loading(copy)
     copy.dispatcher = dispatcher
     known = dispatcher.quant_config  # empty before the live module is processed
-    if known and told.quant_config is not None and told.quant_config != known:
-        raise RuntimeError("processing tells the dispatcher something else than before")
+    if known and recording.quant_config is not None and recording.quant_config != known:
+        raise RuntimeError("processing sets another quant_config of the dispatcher than before")

@@ -1,4 +1,4 @@
-"""What SGLang does not start with while delta updates are enabled."""
+"""Configurations with which SGLang does not start while delta updates are enabled."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ DRAFT_WITH_REPLICAS: Final = Refusal(
     (_DRAFT, above_one("dp_size")),
 )
 
-# What the command line says, or SGLang derives from it and from the model.
+# Settings of the command line, or that SGLang derives from it and from the model.
 RESOLVED: Final = (
     Refusal(
         "--enable-multi-layer-eagle, which SGLang sets itself for some models with EAGLE",

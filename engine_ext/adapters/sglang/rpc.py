@@ -31,14 +31,14 @@ _DEATH_POLL_S = 0.5
 
 
 class Serving(ops.Reply, frozen=True, kw_only=True):
-    """What only the ranks know if there are several HTTP processes."""
+    """State that only the ranks know if there are several HTTP processes."""
 
     idle: bool  # no request runs
     weight_version: str
 
 
 class GetServing(ops.Operation[Serving], frozen=True, kw_only=True, tag="serving"):
-    """Describe what the ranks serve; answered by the scheduler, not by its receiver."""
+    """Describe the ranks' serving state; answered by the scheduler, not by its receiver."""
 
 
 Request = ops.Request | GetServing
@@ -84,7 +84,7 @@ def _message(reply: CallReply) -> str:
 
 @dataclass(frozen=True)
 class _Replies:
-    """What has come for one call: every replica replies, and none may be taken for all."""
+    """The replies to one call. Every replica replies; one reply must not stand for all."""
 
     by_replica: dict[int, CallReply]
     complete: asyncio.Future[None]
@@ -158,7 +158,7 @@ class Channel:
 
 
 def _schedulers_of_replicas(manager: Any) -> list[psutil.Process]:
-    """Return the schedulers of all replicas: children of their controller, whom no one watches."""
+    """Return the schedulers of all replicas, children of their controller that SGLang ignores."""
     watchdog = manager._subprocess_watchdog
     watched = [] if watchdog is None else [psutil.Process(p.pid) for p in watchdog._processes]
     return [child for process in watched for child in process.children(recursive=True)]

@@ -1,4 +1,4 @@
-"""SGLang's scheduler side: a receiver in every rank, made when what it serves is loaded."""
+"""SGLang's scheduler side: a receiver in every rank, made when its models are loaded."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import msgspec
 import torch
 
 from engine_ext import settings
+from engine_ext.adapters.observer import observations
 from engine_ext.adapters.sglang import draft, image_embeddings, refusals
-from engine_ext.adapters.sglang.external_updates import watch_external_updates
-from engine_ext.adapters.sglang.loading import (
-    Observed,
+from engine_ext.adapters.sglang.checkpoint import (
+    Observer,
     checkpoints,
     load_format,
     load_function,
+    observer_of,
     reload,
 )
+from engine_ext.adapters.sglang.external_updates import watch_external_updates
 from engine_ext.adapters.sglang.pipeline import hold_operations
 from engine_ext.adapters.sglang.postload import probe, processing_context, recomputations
 from engine_ext.adapters.sglang.rpc import Call, GetServing, Serving
-from engine_ext.adapters.target_and_draft import TargetAndDraft, outside
+from engine_ext.adapters.target_and_draft import TargetAndDraft
 from engine_ext.errors import (
     Conflict,
     DeltaError,
@@ -32,13 +34,11 @@ from engine_ext.errors import (
     as_delta_error,
     from_wire,
 )
-from engine_ext.placement import Repack
 from engine_ext.ranks import GroupRanks, Ranks, among_replicas
 from engine_ext.ranks.operations import BeginPart, CommitSync, Reply, RollBack, encode_answer
-from engine_ext.rebuild import LoadingStates
 from engine_ext.remote_parts import locator
-from engine_ext.sync import LoadedModel, Rebuilding, Receiver, make_receiver
-from engine_ext.tracing import LoadingTrace
+from engine_ext.startup import LoadedModel, LoadingTrace, Reprocessing, UnprocessedModules
+from engine_ext.sync import Receiver, make_receiver
 
 logger = logging.getLogger(__name__)
 
@@ -54,68 +54,65 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
     if runner.is_draft_worker:
         draft.load(runner, load)
         return
-    loading, states = LoadingTrace(), LoadingStates(chosen.shadow_bytes)
-    target = Observed(draft.target_part(runner), runner, loading, states)
+    loading, states = LoadingTrace(), UnprocessedModules(chosen.shadow_bytes)
+    target = observer_of(draft.target_role(runner), runner, loading, states)
     with target:
         load()
 
-    def attach(observed: Sequence[Observed]) -> None:
+    def attach(observed: Sequence[Observer]) -> None:
         ranks = among_replicas(_replica(), _ranks_of_replica())
         receiver = build_receiver(observed, chosen, loading, states, ranks)
         watch_external_updates(receiver)
         if _stages() > 1:
             hold_operations()
         runner.delta_receiver, runner.delta_ranks = receiver, ranks
-        runner.delta_runners = [one.runner for one in observed]
+        runner.delta_runners = [one.engine.runner for one in observed]
 
-    if target.part.path:
+    if target.role.path:
         draft.expect(target, loading, states, attach)
     else:
         attach([target])
 
 
 def build_receiver(
-    observed: Sequence[Observed],
+    observed: Sequence[Observer],
     chosen: settings.Settings,
     loading: LoadingTrace,
-    states: LoadingStates,
+    states: UnprocessedModules,
     ranks: Ranks,
 ) -> Receiver:
     """Trace and certify the models of one rank and make its receiver; see `attach_receiver`."""
     from sglang.srt.runtime_context import get_parallel
 
-    runner = observed[0].runner
-    if any(one.runner.startup_weight_load is not None for one in observed):
+    runners = [one.engine.runner for one in observed]
+    runner = runners[0]
+    if any(one.startup_weight_load is not None for one in runners):
         raise RuntimeError(refusals.LATE_WEIGHTS.message)
     if get_parallel().attn_dp_size > 1:
         raise RuntimeError("delta updates do not work with DP attention yet")
-    for reason in filter(None, [in_place_refusal(one.runner) for one in observed]):
+    for reason in filter(None, map(in_place_refusal, runners)):
         raise RuntimeError(f"delta updates: {reason}")
     model, replaced = runner.model, list[str]()
     if len(observed) > 1:
-        model = TargetAndDraft(model, observed[1].runner.model, observed[1].part.prefix)
+        model = TargetAndDraft(model, runners[1].model, observed[1].role.prefix)
         replaced = model.shared()
         model.dropped = loading.forget(replaced)
-    repacks: dict[str, Repack] = {}
-    refused: dict[str, str] = {}
-    for one in observed:
-        repacks |= outside(replaced, one.part.by_path(one.learner.repacks))
-        refused |= outside(replaced, one.part.by_path(one.learner.refusals))
+    seen = observations(observed, replaced)
     loaded = LoadedModel(
         model=model,
         load_weights=load_function(runner, model),
         checkpoint=checkpoints(observed),
         reload=functools.partial(reload, runner),
         ranks=ranks,
-        repacks=repacks,
-        refusals=refused,
-        learned=all(one.learner.complete for one in observed),
-        constants=lambda path, tensor: any(one.known(path, tensor) for one in observed),
+        repacks=seen.repacks,
+        refusals=seen.refusals,
+        learned=seen.learned,
+        constants=seen.constants,
         recomputations=recomputations(model),
         loading=loading,
-        rebuilding=Rebuilding(
+        reprocessing=Reprocessing(
             states=states,
-            loader=lambda twin: load_function(runner, twin),
+            loader=lambda copy: load_function(runner, copy),
             context=lambda: processing_context(runner.model_config.dtype),
             probe=probe,
         ),
@@ -188,11 +185,11 @@ def _carry_out(updater: Any, call: Call) -> Reply:
 
 
 def _refuse_together(updater: Any, *, writes: bool) -> None:
-    """Raise on all ranks what `_refuse_here` raises on some rank; all ranks must call it.
+    """Raise on all ranks the error of `_refuse_here` on some rank; all ranks must call it.
 
-    Before a write all replicas agree, and each rank drops what it has computed of images. A part is
-    refused by one alone, and forgotten by the others: a replica that hangs must not keep them from
-    generating.
+    Before a write all replicas agree, and each rank drops its image embeddings. When a part is
+    staged, a replica decides alone, and the others forget the part if it refuses: a replica that
+    hangs must not keep them from generating.
     """
     own: dict[str, Any] | None = None
     try:
@@ -218,7 +215,7 @@ def _refuse_here(updater: Any, writes: bool) -> None:
     if writes:
         if not scheduler._engine_paused and not scheduler.is_fully_idle():
             raise Conflict("generation was resumed during the commit")
-        # A forward pass may still run on a stream of its own. If its error surfaces here, on this
+        # A forward pass might still run on a stream of its own. If its error surfaces here, on this
         # rank alone, no rank enters the vote.
         torch.get_device_module().synchronize()
 

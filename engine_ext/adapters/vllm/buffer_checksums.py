@@ -1,4 +1,4 @@
-"""Checksums of what vLLM's own weight checksums leave out, for tests of the engine's state."""
+"""Checksums of tensors that vLLM's own weight checksums leave out, for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 def buffer_checksums(worker: Any) -> dict[str, str]:
     """Return SHA-256 in hex, by replica, rank and name.
 
-    Of every registered buffer, of the draft model's parameters and buffers, and of the slots of
+    Covers every registered buffer, the draft model's parameters and buffers, and the slots of
     LoRA adapters, which vLLM does not register.
     """
     prefix = f"dp{worker.parallel_config.data_parallel_index}:rank{worker.rank}:"

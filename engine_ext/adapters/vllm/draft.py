@@ -21,7 +21,7 @@ _NOT_FOLLOWED: Final = ("gemma4_mtp", "step3p5_mtp", "step5_mtp")
 
 
 @dataclass(frozen=True, slots=True)
-class Part(target_and_draft.Part):
+class ModelRole(target_and_draft.ModelRole):
     """A model that a worker loads.
 
     Attributes:
@@ -32,24 +32,24 @@ class Part(target_and_draft.Part):
     load_config: Any
 
 
-def parts(config: Any) -> list[Part]:
+def roles(config: Any) -> list[ModelRole]:
     """Return the models that a worker loads and that syncs must reach, in the order of loading.
 
     Raises:
-        RuntimeError: the weights of the draft model are not known to be reached. vLLM does not
-            start then.
+        RuntimeError: syncs might not reach all weights of the draft model. vLLM does not start
+            then.
     """
     speculative, target = config.speculative_config, config.model_config
     if speculative is None or speculative.method in _NO_WEIGHTS:
-        return [Part("", "", True, target, config.load_config)]
+        return [ModelRole("", "", True, target, config.load_config)]
     refusal = _unsupported(config, speculative)
     if refusal is not None:
         raise RuntimeError(refusal.message)
-    first = Part(TARGET, "", True, target, config.load_config)
+    first = ModelRole(TARGET, "", True, target, config.load_config)
     draft = speculative.draft_model_config
     if (draft.model, draft.revision) == (target.model, target.revision):
-        return [first, Part(DRAFT, "", False, target, config.load_config)]
-    return [first, Part(DRAFT, PREFIX, True, draft, _load_config(config))]
+        return [first, ModelRole(DRAFT, "", False, target, config.load_config)]
+    return [first, ModelRole(DRAFT, PREFIX, True, draft, _load_config(config))]
 
 
 def _unsupported(config: Any, speculative: Any) -> Refusal | None:
@@ -87,7 +87,7 @@ def _load_config(config: Any) -> Any:
 
 
 def always_shares(draft: torch.nn.Module) -> bool:
-    """Return whether what a draft model shares with the target does not depend on the weights.
+    """Return whether a draft model shares the same tensors with the target whatever the weights.
 
     vLLM lets an EAGLE head that has an embedding or output head of its own share the target's
     while they are equal.

@@ -17,8 +17,8 @@ _DEATH_POLL_S = 0.5
 class VllmEngine:
     """The engine as the endpoints see it, see `delta_server.engine.Engine`.
 
-    The methods that vLLM's client has now stay the ones that are called here; the caller's are
-    replaced, see `delta_server.commit.serialize_with_commits`.
+    It keeps the current methods of vLLM's client. The caller's are replaced later, see
+    `delta_server.commit.serialize_with_commits`.
     """
 
     name = "vllm"
@@ -60,9 +60,9 @@ class VllmEngine:
         Raises:
             RuntimeError: the cache could not be reset.
         """
-        # Not with `clear_cache`: that clears the caches of processed images, too, which hold
-        # nothing of the weights. Requests that arrive meanwhile could miss in the engine what the
-        # front end believes to be there, and would fail.
+        # Not with `clear_cache`, which also clears the caches of processed images. These do not
+        # depend on the weights, and a request that arrives meanwhile would fail: the front end
+        # expects its image in the engine's cache.
         await self._unless_dead(self._pause(mode=mode, clear_cache=False))
         if flush_cache:
             await self.flush_cache()

@@ -1,4 +1,4 @@
-"""The supported versions of vLLM, and what not all of them have.
+"""The supported versions of vLLM, and features that some of them lack.
 
 Code that needs one of these features asks for it here, and not for a version.
 """
@@ -52,14 +52,14 @@ def require_supported_version() -> None:
 
 
 def replicas_answer_together() -> bool:
-    """Return whether what all data parallel replicas answer can be known."""
+    """Return whether the answers of all data parallel replicas can be read."""
     return REPLIES_OF_ALL.offered() and CONSENSUS.offered()
 
 
 def may_span_hosts(parallel: Any) -> bool:
-    """Return whether workers may be on other hosts than the server, by its `ParallelConfig`.
+    """Return whether workers can be on other hosts than the server, by its `ParallelConfig`.
 
-    Where Ray puts them is known when they are there.
+    Ray's placement is known only when they run.
     """
     return bool(parallel.nnodes > 1 or parallel.use_ray)
 

@@ -61,7 +61,7 @@ class DeltaEndpoints:
 
 
 def _follow_unloading(models: Any, engine: VllmEngine) -> None:
-    """Let the workers know when an adapter is unloaded: vLLM only forgets its name here."""
+    """Notify the workers when an adapter is unloaded: vLLM only forgets its name here."""
     original = models.unload_lora_adapter
 
     @functools.wraps(original)

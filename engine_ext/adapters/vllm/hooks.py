@@ -100,7 +100,7 @@ def check_config(config: Any) -> None:
 
 
 def _load_configs(config: Any) -> list[Any]:
-    """Return how the model is loaded, and the draft model if that is said apart."""
+    """Return the load configuration of the model, and of the draft model if it has its own."""
     draft = getattr(getattr(config, "speculative_config", None), "draft_load_config", None)
     return [one for one in (config.load_config, draft) if one is not None]
 
@@ -123,7 +123,7 @@ def on_worker_created(worker: Any) -> None:
     deltas then arrive through vLLM's ``collective_rpc``.
 
     Raises:
-        ValueError: this version of vLLM, or what it is configured to do, is not supported.
+        ValueError: this version of vLLM or its configuration is not supported.
     """
     chosen = settings.from_environment()
     if chosen is None and _is_delta(worker.load_config.load_format):
@@ -161,7 +161,7 @@ def _refuse_half_patched() -> None:
 
 
 def _set_up(args: Any) -> Any:
-    """Return the parsed command line, and what else decides whether delta updates work."""
+    """Return the parsed command line and all other settings that delta updates depend on."""
     from vllm import envs
 
     local = getattr(args, "data_parallel_size_local", None)
@@ -192,7 +192,7 @@ def freezes_weights(compilation: Any) -> bool:
 
 
 def _is_on_ray(args: Any) -> bool:
-    """Return whether vLLM's ranks are workers of Ray, which vLLM chooses by itself in two cases."""
+    """Return whether vLLM's ranks are workers of Ray. In two cases vLLM chooses Ray unasked."""
     executor = getattr(args, "distributed_executor_backend", None)
     if executor is not None:
         return str(executor).lower() == "ray"

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 from engine_ext.adapters.vllm.refusals import LORA_WITH_DEFERRED_ATTENTION
-from engine_ext.rebuild import with_modules
+from engine_ext.startup import with_modules
 
 
 def without_lora(model: torch.nn.Module) -> Any:
-    """Return a model as its loader knows it, without what vLLM wraps layers in for adapters.
+    """Return a model as its loader knows it, without vLLM's wrappers around layers for adapters.
 
     The modules that contain wrapped layers are shallow copies, all others are the live ones, so
     that the tensors are those that generation uses.
 
     Raises:
         RuntimeError: post-load processing keeps tensors on a module that contains wrapped layers.
-            On the copy they would not follow. vLLM does not start then.
+            The copy would not get later ones. vLLM does not start then.
     """
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.model_executor.layers.attention import is_deferred_attention_layer

@@ -1,8 +1,8 @@
 """The own tensors of the LoRA adapters that a vLLM worker has loaded.
 
 vLLM reads an adapter's folder whenever it loads the adapter: if it is asked to, and again on the
-next request after the adapter has left the cache of ``--max-cpu-loras``. What a sync has written
-must outlive that, so every load passes through `LoadedAdapters`.
+next request after the adapter has left the cache of ``--max-cpu-loras``. A sync's values must
+outlive that, so every load passes through `LoadedAdapters`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Adapter:
-    """One adapter: what its folder has, and how vLLM makes a model of that."""
+    """One adapter: the contents of its folder, and vLLM's function that makes a model of them."""
 
     store: AdapterStore
     make: Callable[[], Any]
@@ -45,8 +45,8 @@ class LoadedAdapters:
         self._remove = manager.remove_adapter
         self._adapters: dict[tuple[int, str], _Adapter] = {}  # by vLLM's id, and by name
         self._requests: dict[str, Any] = {}  # the last one that has loaded an adapter, by name
-        self._unloaded: set[tuple[int, str]] = set()  # running requests may still use them
-        # What the constructor of vLLM's class was given last, and that call with other tensors.
+        self._unloaded: set[tuple[int, str]] = set()  # running requests might still use them
+        # The last arguments of the constructor of vLLM's class, and that call with other tensors.
         self._given: list[tuple[Tensors, Callable[[Tensors], Any]]] = []
         manager._lora_model_cls = self._observed(manager._lora_model_cls)
         manager._load_adapter, manager._apply_adapters = self._load_adapter, self._apply_adapters
@@ -58,7 +58,7 @@ class LoadedAdapters:
         """Return the store of an adapter, read from its folder if it has left vLLM's cache.
 
         Raises:
-            AdapterNotLoaded: there is none of this name, or it cannot be updated.
+            AdapterNotLoaded: no adapter has this name, or it cannot be updated.
         """
         request = self._requests.get(name)
         if request is None:
@@ -69,7 +69,7 @@ class LoadedAdapters:
                 f"adapter {name} cannot be updated: it is loaded under several ids", adapter=name
             )
         others = {n for i, n in self._adapters if i == request.lora_int_id} - {name}
-        if others:  # several HTTP processes have numbered their adapters, each by itself
+        if others:  # several HTTP processes have numbered their adapters independently
             raise AdapterNotLoaded(
                 f"adapter {name} cannot be updated: vLLM mistakes it for {', '.join(others)}, "
                 f"which has the same lora_int_id {request.lora_int_id}",
@@ -95,14 +95,14 @@ class LoadedAdapters:
         return [adapter.store for adapter in found if adapter is not None]
 
     def unload(self, name: str) -> None:
-        """Take no more syncs for an adapter. Requests that are running may still need its store."""
+        """Take no more syncs for an adapter. Running requests might still need its store."""
         request = self._requests.pop(name, None)
         if request is None:
             return
         self._unloaded.add(_key(request))
         adapter = self._adapters.get(_key(request))
         if adapter is not None:
-            adapter.store.receiver = None  # and with it what is staged, and the undo log
+            adapter.store.receiver = None  # and with it staged parts and the undo log
 
     # In place of vLLM's methods ---------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class LoadedAdapters:
         return model
 
     def _apply_adapters(self, requests: Any) -> Any:
-        """Activate the adapters of a batch, whose requests repeat how they were once loaded."""
+        """Activate the adapters of a batch; its requests repeat the flags of the first load."""
 
         def settled(request: Any) -> Any:
             if request and request.load_inplace and self._is_synced(request):
@@ -137,7 +137,7 @@ class LoadedAdapters:
         return self._remove(number)
 
     def _observed(self, base: Any) -> Any:
-        """Return vLLM's class of adapters, whose constructor keeps what it is given."""
+        """Return vLLM's class of adapters, whose constructor records its arguments."""
 
         def from_lora_tensors(
             cls: Any, lora_model_id: int, tensors: Tensors, *args: Any, **options: Any

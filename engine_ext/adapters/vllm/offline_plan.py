@@ -28,7 +28,7 @@ def load_plan(model: str, flags: Sequence[str]) -> list[list[dict[str, Any]]]:
     try:
         answers = llm.collective_rpc("delta_updates", args=encode_request(GetPlan()))
     finally:
-        llm.llm_engine.engine_core.shutdown()  # what it logs must not follow the printed plan
+        llm.llm_engine.engine_core.shutdown()  # its log lines must not follow the printed plan
     plans = []
     for reply in decode_answers(GetPlan(), answers):
         if isinstance(reply, DeltaError):

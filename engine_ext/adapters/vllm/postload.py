@@ -1,4 +1,4 @@
-"""What vLLM computes from the weights after it has loaded them: repacked and derived tensors."""
+"""Tensors that vLLM computes from the weights after loading: repacked and derived ones."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from typing import Any
 
 import torch
 
-from engine_ext.derived import Recomputation
 from engine_ext.model import is_default
-from engine_ext.rebuild import LoadingStates, apply_to_rows, probe_linear
-from engine_ext.repacks import Processing, RepackLearner
+from engine_ext.startup import (
+    Processing,
+    Recomputation,
+    RepackLearner,
+    UnprocessedModules,
+    apply_to_rows,
+    probe_linear,
+)
 
 
 def repack_learner(
     before: Callable[[torch.nn.Module], None] | None = None,
-    states: LoadingStates | None = None,
+    states: UnprocessedModules | None = None,
 ) -> RepackLearner:
-    """Return what learns vLLM's post-load processing; use it around `load_model`."""
+    """Return a learner of vLLM's post-load processing; use it around `load_model`."""
     from vllm.model_executor.model_loader import base_loader
 
     return RepackLearner(
@@ -73,9 +78,9 @@ def online_processing(keep: Callable[[Processing, bool], str | None]) -> Iterato
 
 @contextlib.contextmanager
 def constants_kept() -> Iterator[None]:
-    """Keep what the constructor has filled with one number from being replaced by dummy weights.
+    """Keep tensors that the constructor has filled with one number from becoming dummy weights.
 
-    That is the default of a scale or zero point which no checkpoint need have.
+    Scales and zero points that a checkpoint can omit have such defaults.
     """
     from vllm.model_executor.model_loader import dummy_loader
 
@@ -93,7 +98,7 @@ def constants_kept() -> Iterator[None]:
 
 
 def probe(module: torch.nn.Module) -> torch.Tensor | None:
-    """Return what a linear layer or an output head computes from random rows; None for others."""
+    """Return the outputs of a linear layer or an output head for random rows; None for others."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -106,9 +111,9 @@ def probe(module: torch.nn.Module) -> torch.Tensor | None:
 
 
 def copied_on_first_use(model: torch.nn.Module) -> dict[str, str]:
-    """Return why live tensors cannot be updated of which vLLM makes a copy when it first generates.
+    """Return, by name, why tensors cannot be updated that vLLM copies when it first generates.
 
-    That is the router's gate where it is fused with the gate of a shared expert.
+    These are router gates that are fused with the gate of a shared expert.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
@@ -163,7 +168,7 @@ def _processings(
                 module, module, functools.partial(_process_whole, dtype=model_config.dtype)
             )
         elif is_deferred_attention_layer(module):
-            # What an attention layer makes for itself may be recomputed, see `recomputations`.
+            # An attention layer's own tensors can be recomputed, see `recomputations`.
             yield Processing(
                 module,
                 module,
@@ -181,7 +186,7 @@ def _has_method(module: Any) -> bool:
 def _packs_parts(module: torch.nn.Module) -> bool:
     """Return whether a layer packs the weights of the layers in it, and drops them.
 
-    MLA does, for CPUs with AMX; elsewhere it leaves the weights, and may keep what it made of them.
+    MLA does so on CPUs with AMX. Elsewhere it leaves the weights, and might keep what it computed.
     """
     return bool(getattr(module, "is_amx_bmm_enabled", False))
 

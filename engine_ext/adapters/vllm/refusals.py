@@ -1,4 +1,4 @@
-"""What vLLM does not start with while delta updates are enabled."""
+"""Configurations with which vLLM does not start while delta updates are enabled."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ ARGUMENTS: Final = (
     ),
     Refusal(
         "a class of its own in --ec-manager-config",
-        "it may keep image embeddings of old weights",
+        "it might keep image embeddings of old weights",
         (Condition("ec_manager_config", _has_class, {"encoder_cache_manager_cls": "some.Class"}),),
     ),
     Refusal(
@@ -117,7 +117,7 @@ ARGUMENTS: Final = (
     Refusal("--grpc", _NO_ENDPOINTS, (enabled("grpc"),)),
 )
 
-# Of a `VllmConfig`, see `engine_ext.adapters.vllm.hooks.check_config`.
+# Checked in a `VllmConfig`, see `engine_ext.adapters.vllm.hooks.check_config`.
 RESOLVED: Final = (
     Refusal(
         "a KV connector with the role kv_producer or kv_consumer",

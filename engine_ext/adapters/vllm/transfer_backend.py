@@ -20,7 +20,7 @@ from engine_ext.adapters.vllm.transfer_group import TransferGroup
 
 
 class DeltaTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """What vLLM makes in every worker; its constructor's arguments are vLLM's.
+    """The engine object that vLLM makes in every worker, with vLLM's constructor arguments.
 
     Every method of the API raises RuntimeError, with the weights unchanged: the API of an engine
     without its HTTP server has nothing that pauses, publishes versions and resets caches.

@@ -58,12 +58,12 @@ def register_backend() -> None:
 
 
 class InitInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a trainer gives once: nothing, or the address of its collective's rendezvous."""
+    """A trainer's arguments, given once: none, or the address of its collective's rendezvous."""
 
     master_address: str | None = None
     master_port: int | None = None
     backend: str = "gloo"
-    timeout: float = 300.0  # seconds that the trainer may need for anything
+    timeout: float = 300.0  # limit of each wait for the trainer, in seconds
 
 
 def install(client: Any, service: Any, engine: VllmEngine) -> Any:

@@ -1,7 +1,7 @@
 """A worker's side of a collective that a trainer sends parts over: a group of two.
 
 The trainer is its rank 0, one worker of the engine its rank 1. Joining and receiving wait for the
-trainer, so they run in a thread of their own and the worker goes on generating.
+trainer, so they run in a thread of their own while the worker generates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class JoinGroup(Operation[Reply], frozen=True, kw_only=True, tag="join_group"):
     master_address: str
     master_port: int
     backend: str  # gloo or nccl
-    timeout: float  # seconds that the trainer may need for anything
+    timeout: float  # limit of each wait for the trainer, in seconds
 
 
 class ReceivePart(Operation[Reply], frozen=True, kw_only=True, tag="receive_part"):

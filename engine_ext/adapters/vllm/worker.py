@@ -3,47 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from engine_ext import settings
-from engine_ext.adapters.target_and_draft import TargetAndDraft, outside, read
+from engine_ext.adapters.observer import ModelLoadObserver, observations
+from engine_ext.adapters.target_and_draft import TargetAndDraft
 from engine_ext.adapters.vllm import refusals
 from engine_ext.adapters.vllm.buffer_checksums import buffer_checksums
-from engine_ext.adapters.vllm.draft import Part, always_shares, around_load, parts
+from engine_ext.adapters.vllm.checkpoint import (
+    WorkerLoad,
+    checkpoints,
+    load_function,
+    reads_checkpoint,
+)
+from engine_ext.adapters.vllm.draft import always_shares, around_load, roles
 from engine_ext.adapters.vllm.features import may_span_hosts, weight_changes
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.lora import without_lora
 from engine_ext.adapters.vllm.lora_adapters import LoadedAdapters
 from engine_ext.adapters.vllm.postload import (
-    constants_kept,
     copied_on_first_use,
     online_processing,
     probe,
     processing_context,
     recomputations,
-    repack_learner,
 )
 from engine_ext.adapters.vllm.transfer_frontend import is_chosen, register_backend
-from engine_ext.model import ConstantsWatch
-from engine_ext.placement import Repack
 from engine_ext.ranks import GroupRanks, Ranks, among_replicas, replicas
-from engine_ext.rebuild import LoadingStates, make_twin
 from engine_ext.remote_parts import locator
-from engine_ext.sync import (
-    AdapterReceivers,
+from engine_ext.startup import (
     LoadedModel,
-    Rebuilding,
-    Receiver,
-    make_receiver,
+    LoadingTrace,
+    Reprocessing,
+    UnprocessedModules,
 )
-from engine_ext.tracing import LoadingTrace, LoadWeights
-
-_COLLECTIVE: Final = ("fastsafetensors", "instanttensor")
+from engine_ext.sync import AdapterReceivers, Receiver, make_receiver
 
 
 def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
@@ -59,15 +57,16 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
         if chosen.keep_plain:
             _keep_checkpoint_layout()
         config, loading = worker.vllm_config, LoadingTrace()
-        models = parts(config)
-        reads = all(map(_reads, models))
+        models = roles(config)
+        reads = all(map(reads_checkpoint, models))
         if len(models) > 1 and not reads:
             raise RuntimeError(refusals.DRAFT_WITHOUT_CHECKPOINT.message)
-        states = LoadingStates(chosen.shadow_bytes, moved_too=not reads)
-        observed = [Observed(part, config, loading, states) for part in models]
+        states = UnprocessedModules(chosen.shadow_bytes, moved_too=not reads)
+        observed = [
+            ModelLoadObserver(role, WorkerLoad(role, config), loading, states) for role in models
+        ]
         with contextlib.ExitStack() as hooks:
             hooks.enter_context(online_processing(states.keep))
-            hooks.enter_context(constants_kept())
             hooks.enter_context(observed[0])
             for draft in observed[1:]:
                 hooks.enter_context(around_load(worker.model_runner, draft))
@@ -141,56 +140,12 @@ def _keep_checkpoint_layout() -> None:
     utils.check_cpu_sgl_kernel = check_cpu_sgl_kernel
 
 
-class Observed:
-    """Context manager in which a worker loads one model.
-
-    Attributes:
-        model: as it was loaded, once it is; None before.
-        learner, constants: of its loading.
-    """
-
-    def __init__(
-        self, part: Part, config: Any, loading: LoadingTrace, states: LoadingStates
-    ) -> None:
-        from vllm.model_executor.model_loader import base_loader
-
-        self.part = part
-        self.model: torch.nn.Module | None = None
-        self.learner = repack_learner(self._trace, states)
-        self.constants = ConstantsWatch(base_loader, "initialize_model")
-        self._config, self._loading, self._states = config, loading, states
-        self._hooks = contextlib.ExitStack()
-
-    def __enter__(self) -> Observed:
-        self._hooks.enter_context(self.learner)
-        self._hooks.enter_context(self.constants)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.close()
-
-    def _trace(self, model: torch.nn.Module) -> None:
-        """Trace the loader of the model, which is not processed yet."""
-        if getattr(model, "_expert_substitutions", None) is not None:  # since 0.33
-            raise RuntimeError(refusals.EXPERT_SUBSTITUTION.message)
-        self.model, part = model, self.part
-        inside = {id(module) for module in model.modules()}
-        twin = make_twin(model, [s for s in self._states.states if id(s.module) in inside])
-        reader = functools.partial(checkpoint, model, part) if _reads(part) else None
-        load = _loader(twin, self._config)
-        self._loading.trace(twin, load, reader, active_wrapper, path=part.path, prefix=part.prefix)
-
-    def known(self, path: str, tensor: torch.Tensor) -> bool:
-        """Return `ConstantsWatch.known`, by the path in the receiver's model."""
-        return self.constants.known(self.part.inside(path), tensor)
-
-
 def build_receiver(
     worker: Any,
     chosen: settings.Settings,
-    observed: Sequence[Observed],
+    observed: Sequence[ModelLoadObserver[WorkerLoad]],
     loading: LoadingTrace,
-    states: LoadingStates,
+    states: UnprocessedModules,
 ) -> Receiver | AdapterReceivers:
     """Trace and certify a worker's model and make its receiver, and what makes its adapters'.
 
@@ -211,33 +166,29 @@ def build_receiver(
     models, replaced = [model], list[str]()
     if len(observed) > 1:
         models.append(_draft_model(worker, observed[1]))
-        model = TargetAndDraft(model, models[1], observed[1].part.prefix)
+        model = TargetAndDraft(model, models[1], observed[1].role.prefix)
         replaced = model.shared()
         lost = loading.forget(replaced)
         if always_shares(models[1]):  # then no engine uses them
             model.dropped = lost
-    repacks: dict[str, Repack] = {}
-    refused: dict[str, str] = {}
-    for one in observed:
-        repacks |= outside(replaced, one.part.by_path(one.learner.repacks))
-        refused |= outside(replaced, one.part.by_path(one.learner.refusals))
+    seen = observations(observed, replaced)
     loaded = LoadedModel(
         model=model,
-        load_weights=_loader(model, config),
-        checkpoint=_reader([one.part for one in observed], models),
+        load_weights=load_function(model, config),
+        checkpoint=checkpoints([one.engine.role for one in observed], models),
         # The class's method: the worker's own is wrapped by `_reporting`.
         reload=lambda w: type(worker).reload_weights(worker, weights_iterator=iter(w)),
         ranks=_ranks(parallel),
-        repacks=repacks,
-        refusals={**refused, **copied_on_first_use(model)},
-        learned=all(one.learner.complete for one in observed),
-        constants=lambda path, tensor: any(one.known(path, tensor) for one in observed),
+        repacks=seen.repacks,
+        refusals={**seen.refusals, **copied_on_first_use(model)},
+        learned=seen.learned,
+        constants=seen.constants,
         recomputations=recomputations(model, config),
         refuse_while=active_wrapper,
         loading=loading,
-        rebuilding=Rebuilding(
+        reprocessing=Reprocessing(
             states=states,
-            loader=lambda twin: _loader(twin, config),
+            loader=lambda copy: load_function(copy, config),
             context=lambda: processing_context(config, worker.device),
             probe=probe,
         ),
@@ -254,7 +205,7 @@ def build_receiver(
     return AdapterReceivers(receiver, adapters, loaded.ranks, chosen)
 
 
-def _draft_model(worker: Any, observed: Observed) -> torch.nn.Module:
+def _draft_model(worker: Any, observed: ModelLoadObserver[WorkerLoad]) -> torch.nn.Module:
     model: torch.nn.Module = worker.get_draft_model()
     if model is not observed.model:
         raise RuntimeError("delta updates: vLLM did not load its draft model as it usually does")
@@ -273,51 +224,3 @@ def _ranks(parallel: Any) -> Ranks:
         # vLLM makes replicas of dense models independent.
         raise RuntimeError(refusals.EXPERTS_OF_REPLICAS.message)
     return among_replicas(parallel.data_parallel_index, GroupRanks(get_world_group().cpu_group))
-
-
-def _reader(
-    parts: Sequence[Part], models: Sequence[torch.nn.Module]
-) -> Callable[[], Iterable[tuple[str, torch.Tensor]]] | None:
-    """Return what reads the loaded checkpoints, or None if there is none."""
-    if not all(map(_reads, parts)):
-        return None
-    return lambda: read(parts, [checkpoint(*one) for one in zip(models, parts, strict=True)])
-
-
-def _reads(config: Any) -> bool:
-    """Return whether the load format reads a checkpoint's tensors one by one.
-
-    Takes a `Part`, or a configuration of vLLM.
-    """
-    from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-    return isinstance(get_model_loader(config.load_config), DefaultModelLoader)
-
-
-def checkpoint(model: torch.nn.Module, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a checkpoint's tensors as vLLM's own loader reads them, on the CPU.
-
-    The formats whose readers need all ranks at once read the same files as ``safetensors``.
-
-    Args:
-        config: a `Part`, or a configuration of vLLM.
-    """
-    from vllm.model_executor.model_loader import get_model_loader
-
-    load_config = dataclasses.replace(config.load_config, use_tqdm_on_load=False)
-    if load_config.load_format in _COLLECTIVE:
-        load_config = dataclasses.replace(load_config, load_format="safetensors")
-    loader: Any = get_model_loader(load_config)
-    weights: Iterator[tuple[str, torch.Tensor]] = loader.get_all_weights(config.model_config, model)
-    return weights
-
-
-def _loader(model: Any, config: Any) -> LoadWeights:
-    from vllm.config import set_current_vllm_config
-
-    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-        with set_current_vllm_config(config):
-            return model.load_weights(weights)
-
-    return load_weights

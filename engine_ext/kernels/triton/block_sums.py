@@ -55,7 +55,7 @@ def sum_terms(
 ):
     """Write a program's two sums; `lead` elements of the first block are before `values`.
 
-    If it is 0 and `values` is a multiple of 16 bytes, they may be ALIGNED.
+    ALIGNED requires that `lead` is 0 and the address `values` a multiple of 16.
 
     The sum over blocks comes first, so that there is one multiplication for each element and lane,
     and one reduction for each program.

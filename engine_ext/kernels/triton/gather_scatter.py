@@ -3,7 +3,7 @@
 A launch takes as long as a thousand elements, and a part has a few thousand elements of each of
 many tensors. So a table says where each program's elements are; `rows` makes it.
 
-Nothing is specialised on sizes, alignments or what is done, so that one compilation at start-up
+Nothing is specialised on sizes, alignments or modes, so that one compilation at start-up
 serves every sync: a compilation during a commit would delay generation.
 """
 
@@ -103,14 +103,14 @@ def prepare(
     compare: bool = False,
     write: bool = False,
 ) -> Callable[[], torch.Tensor]:
-    """Return a function that visits the elements of a table's rows, and allocates nothing for it.
+    """Return a function that visits the elements of a table's rows without allocating memory.
 
     It does not wait for the device.
 
     Args:
         table: see `rows`.
-        old: integers of the live tensors' dtype on their device: of all rows' elements one after
-            another if they are kept or compared, otherwise not looked at.
+        old: integers of the live tensors' dtype on their device. If elements are kept or compared,
+            it has one per element, row after row; otherwise it is not read.
         keep: whether the elements are copied to `old`.
         compare: whether they are compared with it; not together with `keep`.
         write: whether they are overwritten, after they were kept or compared.

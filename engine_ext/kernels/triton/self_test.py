@@ -75,7 +75,7 @@ def _exchanges(live: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> b
 
 
 def _digests(values: torch.Tensor, start: int) -> bool:
-    """Compare with Python's own numbers; with factors and seeds of which all bits are used."""
+    """Compare with Python's own numbers; factors and seeds use all of their bits."""
     device = values.device
     numbers = np.random.default_rng(1).integers(0, 1 << 63, 2 * block_sums.BLOCK + 2, np.uint64)
     numbers = numbers * 2 + 1

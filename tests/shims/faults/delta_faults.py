@@ -27,7 +27,7 @@ rank is asked next takes the file away. Faults:
   model, also of those that no checksum of the engine's covers, as JSON by path; KV apart.
 
 The file that ``DELTA_FAULTS_CLOCK`` names, if any, has the seconds by which the wall clock of every
-process of the engine is wrong, as Python's code sees it. It may change.
+process of the engine is wrong, as Python's code sees it. It can change.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _leave(file: Path, text: str) -> None:
 
 
 def _live(applier: Any) -> Any:
-    """Return the live model, also where a twin of it is written to."""
+    """Return the live model, also where an unprocessed copy of it is written to."""
     rebuilds = getattr(applier, "_rebuilds", None)
     return applier._places._model if rebuilds is None else rebuilds.model
 
@@ -264,7 +264,7 @@ def _repeat(staging: Any, begun: Path, enough: Path) -> None:
 def _once(applier: Any, method: str, then: Callable[[], None]) -> None:
     """Let the next call of a method make one write, if it is one that writes, and then this.
 
-    Several parts may have got the method to stage them with before the first of them calls it.
+    Several parts might have got the method to stage them with before the first of them calls it.
     """
     original = getattr(applier, method)
     left = [None]

@@ -1,6 +1,6 @@
 """A plugin of SGLang that lets it generate with a draft model on a CPU without SGLang's kernels.
 
-Attention is SGLang's own for PyTorch, which is told how many tokens are verified. It works with one
+Attention is SGLang's own for PyTorch, which gets the number of verified tokens. It works with one
 drafted token at a time (``--speculative-num-steps 1 --speculative-eagle-topk 1``).
 """
 

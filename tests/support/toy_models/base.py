@@ -1,4 +1,4 @@
-"""What the toy models have in common."""
+"""The base of the toy models."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class PaddedVocab(ToyModel):
 
 
 class Broadcast(ToyModel):
-    """One checkpoint element lies in several places."""
+    """One checkpoint element is in several places."""
 
     shapes: ClassVar = {"row": (4,), "column": (3, 1)}
 
@@ -156,7 +156,7 @@ class Replicated(ToyModel):
 
 
 class Windows(ToyModel):
-    """Overlapping windows: an element lies in two places, though no stride of its view is 0.
+    """Overlapping windows: an element is in two places, though no stride of its view is 0.
 
     As many elements are written as the tensor has, and two of the tensor's are dropped.
     """

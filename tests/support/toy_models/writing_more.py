@@ -105,7 +105,7 @@ class TiedInPart(ToyModel):
 
 
 class KeepsReference(ToyModel):
-    """Keeps a tensor beside the parameters, where no update would reach it."""
+    """Keeps a tensor next to the parameters, where no update would reach it."""
 
     shapes: ClassVar = {"weight": (3, 4), "norm": (4,)}
     refused: ClassVar = frozenset({"weight"})

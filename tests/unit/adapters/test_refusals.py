@@ -1,4 +1,4 @@
-"""What start-up refuses, by the tables of both adapters."""
+"""Refusals at start-up, by the tables of both adapters."""
 
 from __future__ import annotations
 

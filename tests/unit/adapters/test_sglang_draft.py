@@ -14,10 +14,9 @@ from torch import nn
 
 from engine_ext.adapters.refusals import Refusal
 from engine_ext.adapters.sglang import draft, refusals
-from engine_ext.adapters.target_and_draft import Part
+from engine_ext.adapters.target_and_draft import ModelRole
 from engine_ext.ranks import replicas
-from engine_ext.rebuild import LoadingStates
-from engine_ext.tracing import LoadingTrace
+from engine_ext.startup import LoadingTrace, UnprocessedModules
 
 
 class Scheduler:
@@ -47,7 +46,7 @@ class StandaloneWorkerV2(EAGLEWorkerV2):
 
 
 class OtherWorker(EAGLEWorkerV2):
-    """What a platform puts in its place."""
+    """A platform's replacement for it."""
 
 
 @pytest.fixture
@@ -65,21 +64,21 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(Scheduler, "init_memory_pools", Scheduler.init_memory_pools)
     monkeypatch.setattr(draft, "_expected", [])
     monkeypatch.setattr(draft, "checkpoint", lambda runner, model: runner.reads)
-    monkeypatch.setattr(draft, "Observed", Observed)
+    monkeypatch.setattr(draft, "observer_of", Observed)
     return parallel
 
 
 class Observed:
     """A runner that loads its model."""
 
-    def __init__(self, part: Part, runner: Any, loading: Any, states: Any) -> None:
-        self.part, self.runner = part, runner
+    def __init__(self, role: ModelRole, runner: Any, loading: Any, states: Any) -> None:
+        self.role, self.engine = role, SimpleNamespace(runner=runner)
 
     def __enter__(self) -> None:
-        self.runner.observed = True
+        self.engine.runner.observed = True
 
     def __exit__(self, *error: object) -> None:
-        self.runner.observed = False
+        self.engine.runner.observed = False
 
 
 def algorithm(name: str) -> Any:
@@ -107,14 +106,14 @@ def load_both(
         share: gives the draft model the target's tensors.
         fields: of the worker.
     """
-    target = Observed(Part("target", "", True), runner("target"), None, None)
+    target = Observed(ModelRole("target", "", True), runner("target"), None, None)
     made: list[Any] = []
-    draft.expect(target, LoadingTrace(), LoadingStates(0), made.extend)  # type: ignore[arg-type]
+    draft.expect(target, LoadingTrace(), UnprocessedModules(0), made.extend)  # type: ignore[arg-type]
     seen: list[bool] = []
     draft.load(draft_runner, lambda: seen.append(draft_runner.observed))
     assert (seen, draft_runner.observed) == ([True], False)
     assert made == []
-    share(target.runner.model, draft_runner.model)
+    share(target.engine.runner.model, draft_runner.model)
     scheduler = Scheduler(make_worker(draft_runner, **fields))
     scheduler.init_memory_pools()
     assert scheduler.pools == 1
@@ -123,13 +122,15 @@ def load_both(
 
 @pytest.mark.parametrize("name", ["NONE", "NGRAM"])
 def test_without_draft_weights_the_model_is_alone(name: str, sglang: SimpleNamespace) -> None:
-    assert draft.target_part(SimpleNamespace(spec_algorithm=algorithm(name))) == Part("", "", True)
+    assert draft.target_role(SimpleNamespace(spec_algorithm=algorithm(name))) == ModelRole(
+        "", "", True
+    )
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE3", "STANDALONE"])
 def test_with_a_draft_model_the_target_has_its_place(name: str, sglang: SimpleNamespace) -> None:
     target = SimpleNamespace(spec_algorithm=algorithm(name))
-    assert draft.target_part(target) == Part("target", "", True)
+    assert draft.target_role(target) == ModelRole("target", "", True)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_what_is_not_known_to_be_reached_is_refused(
     sglang.pp_size = stages
     monkeypatch.setattr(replicas, "count", lambda: copies)
     with pytest.raises(RuntimeError, match=re.escape(refusal.message)):
-        draft.target_part(SimpleNamespace(spec_algorithm=algorithm(name)))
+        draft.target_role(SimpleNamespace(spec_algorithm=algorithm(name)))
 
 
 @pytest.mark.parametrize("worker", [EAGLEWorkerV2, StandaloneWorkerV2])
@@ -162,15 +163,18 @@ def test_the_receiver_is_made_once_the_models_share(
 ) -> None:
     """A checkpoint of its own has a prefix."""
     made = load_both(runner("draft"), worker)
-    assert [one.part for one in made] == [Part("target", "", True), Part("draft", "draft.", True)]
+    assert [one.role for one in made] == [
+        ModelRole("target", "", True),
+        ModelRole("draft", "draft.", True),
+    ]
     Scheduler().init_memory_pools()
     assert len(made) == 2
 
 
 def test_the_targets_checkpoint_is_read_once(sglang: SimpleNamespace) -> None:
-    assert load_both(runner("target"))[1].part == Part("draft", "", False)
-    assert load_both(runner("target", revision="main"))[1].part == Part("draft", "", False)
-    assert load_both(runner("target", revision="r"))[1].part == Part("draft", "draft.", True)
+    assert load_both(runner("target"))[1].role == ModelRole("draft", "", False)
+    assert load_both(runner("target", revision="main"))[1].role == ModelRole("draft", "", False)
+    assert load_both(runner("target", revision="r"))[1].role == ModelRole("draft", "draft.", True)
 
 
 def test_what_is_the_targets_is_known_and_a_copy_is_not(sglang: SimpleNamespace) -> None:
@@ -213,7 +217,7 @@ def test_a_worker_that_may_serve_other_weights_is_refused(
 
 
 def test_a_second_draft_model_is_not_loaded(sglang: SimpleNamespace) -> None:
-    target = Observed(Part("target", "", True), runner("target"), None, None)
+    target = Observed(ModelRole("target", "", True), runner("target"), None, None)
     draft.expect(target, None, None, list)  # type: ignore[arg-type]
     loaded: list[str] = []
     draft.load(runner("draft"), lambda: loaded.append("first"))

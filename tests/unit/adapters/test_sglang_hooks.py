@@ -104,7 +104,7 @@ def test_a_manifest_of_another_kind_is_no_call(manifest: Any) -> None:
         (b'{"model_path": "pulled"}', "delta"),
         (b'{"model_path": "pulled", "load_format": "auto"}', "other"),
         (b'{"load_format": "delt', "other"),
-        # What SGLang's own parser takes, too.
+        # Bodies that SGLang's own parser takes, too.
         (b'{"load_format": "delta", "token_step": NaN}', "delta"),
         (b'{"load_format": "auto", "load_format": "delta"}', "delta"),
         (b'{"load_format": "delta", "load_format": "auto"}', "other"),
@@ -151,7 +151,7 @@ async def is_pulled(path: Any) -> bool:
 def test_a_disk_update_that_is_not_read_whole_is_not_sglangs(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The delta endpoint refuses it: unread, it may be a delta that has no token."""
+    """The delta endpoint refuses it: unread, it might be a delta that has no token."""
     monkeypatch.setattr(frontend, "_MAX_BODY_BYTES", 100)
     monkeypatch.setattr(frontend, "_MAX_BODY_S", 0.05)
     chunk = {"type": "http.request", "body": b" " * 60, "more_body": True}

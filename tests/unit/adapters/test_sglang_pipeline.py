@@ -136,7 +136,7 @@ class Scheduler:
 
 
 class Between:
-    """What is between some stages: lists of requests, activations, outputs; and operations."""
+    """The queues between some stages: lists of requests, activations, outputs; and operations."""
 
     def __init__(self, stages: int) -> None:
         self.stages = stages

@@ -23,19 +23,19 @@ class Dispatcher:
 
 
 class Method:
-    def __init__(self, told: dict[str, Any]) -> None:
-        self.told = told
+    def __init__(self, quant_config: dict[str, Any]) -> None:
+        self.quant_config = quant_config
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.mask = layer.dispatcher.expert_mask
-        layer.dispatcher.set_quant_config(dict(self.told))
+        layer.dispatcher.set_quant_config(dict(self.quant_config))
 
 
 FP8 = {"weight_dtype": "fp8"}
 
 
 @pytest.mark.parametrize("known", [{}, FP8])
-def test_the_dispatcher_of_the_live_module_is_not_told(known: dict[str, Any]) -> None:
+def test_live_dispatcher_keeps_its_quant_config(known: dict[str, Any]) -> None:
     dispatcher = Dispatcher()
     dispatcher.quant_config = known
     copy = SimpleNamespace(dispatcher=dispatcher, quant_method=Method(FP8))
@@ -45,11 +45,11 @@ def test_the_dispatcher_of_the_live_module_is_not_told(known: dict[str, Any]) ->
     assert copy.mask == "mask"
 
 
-def test_what_it_was_not_told_before_fails() -> None:
+def test_another_quant_config_than_before_fails() -> None:
     dispatcher = Dispatcher()
     dispatcher.set_quant_config(FP8)
     copy = SimpleNamespace(dispatcher=dispatcher, quant_method=Method({"weight_dtype": "fp4"}))
-    with pytest.raises(RuntimeError, match="something else"):
+    with pytest.raises(RuntimeError, match="another quant_config"):
         _process_copy(copy)
     assert dispatcher.quant_config is FP8
 

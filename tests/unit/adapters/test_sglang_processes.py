@@ -86,14 +86,14 @@ def test_a_process_that_has_yet_to_learn_of_the_end_of_a_pause(
         manager, ranks, _ = process(SERVING, monkeypatch)
         manager.is_pause = True
         before = await manager.engine.is_paused()
-        told = asyncio.create_task(
+        notified = asyncio.create_task(
             manager._apply_pause_continue_broadcast(SimpleNamespace(is_pause=False))
         )
         await asyncio.sleep(0)
         asking = asyncio.create_task(manager.engine.is_paused())
         await asyncio.sleep(0.01)
         ranks.let.set()
-        await told
+        await notified
         return before, await asking
 
     assert asyncio.run(scenario()) == (True, False)

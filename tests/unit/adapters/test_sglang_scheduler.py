@@ -1,4 +1,4 @@
-"""What SGLang's ranks agree on before an operation, with ranks in threads and without SGLang."""
+"""Agreement of SGLang's ranks before an operation, with ranks in threads and without SGLang."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Updater(SimpleNamespace):
 
 
 def test_a_part_is_refused_without_asking_other_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them may hang, and must not keep this one from generating."""
+    """One of them might hang, and must not keep this one from generating."""
     group = Group(2)
     updaters = [Updater(ThreadRanks(group, rank)) for rank in range(2)]
     this = threading.local()

@@ -1,4 +1,4 @@
-"""The draft model of speculative decoding beside the target, without an engine."""
+"""The draft model of speculative decoding with its target, without an engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.adapters.target_and_draft import Part, TargetAndDraft, outside, read
+from engine_ext.adapters.target_and_draft import ModelRole, TargetAndDraft, outside, read
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Status, TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
-from engine_ext.tracing import LoadingTrace, trace_placement
+from engine_ext.startup import LoaderDryRun, LoadingTrace
 from tests.support.served_models import (
     APPLIES,
     Served,
@@ -53,14 +53,14 @@ def checkpoint(*layers: str) -> Tensors:
     return {"embed.weight": normal(6, 4), **{f"layers.{n}.weight": normal(4, 4) for n in layers}}
 
 
-PARTS = [Part("target", "", True), Part("draft", "draft.", True)]
+PARTS = [ModelRole("target", "", True), ModelRole("draft", "draft.", True)]
 
 
 def test_both_checkpoints_are_read_as_one() -> None:
     one = torch.zeros(1)
     found = read(PARTS, [[("a", one)], [("a", one), ("b", one)]])
     assert [name for name, _ in found] == ["a", "draft.a", "draft.b"]
-    same = [PARTS[0], Part("draft", "", False)]
+    same = [PARTS[0], ModelRole("draft", "", False)]
     assert [name for name, _ in read(same, [[("a", one)], [("a", one)]])] == ["a"]
 
 
@@ -124,7 +124,7 @@ class Loaded:
         ]
         index = StorageIndex(self.both)
         load = self.both.load_weights
-        placement = trace_placement(self.both, load, self.loading.specs, index)
+        placement = LoaderDryRun(self.both, load, index).trace(self.loading.specs)
         self.loading.refuse_lost(placement, reads=True)
         assert self.loading.sharing_changed(self.both, self.both) == {}
         certify_placement(placement, self.tensors.items())
@@ -144,7 +144,7 @@ def test_both_models_are_certified_by_their_names() -> None:
 
 
 @pytest.mark.parametrize("module", [True, False])
-def test_draft_weights_of_target_keep_target_names(module: bool) -> None:
+def test_tensors_shared_with_target_have_only_its_names(module: bool) -> None:
     """A copy in the checkpoint that no engine uses is ignored, and refuses nothing."""
     target = checkpoint("0", "mtp")
     own = {"layers.mtp.weight": target["layers.mtp.weight"]}
@@ -165,7 +165,7 @@ def test_draft_weights_of_target_keep_target_names(module: bool) -> None:
     }
 
 
-def test_weights_written_through_both_names_are_refused() -> None:
+def test_tensor_that_both_write_is_refused_under_both_names() -> None:
     target, own = checkpoint("0"), checkpoint("0")
     own["embed.weight"] = target["embed.weight"].clone()
     loaded = Loaded("draft.", target, own)
@@ -203,7 +203,7 @@ def test_one_transaction_writes_both_and_undoes_both(apply: str, prefix: str) ->
 
 
 def test_the_paths_of_a_part() -> None:
-    draft, alone = PARTS[1], Part("", "", True)
+    draft, alone = PARTS[1], ModelRole("", "", True)
     assert draft.by_path({"embed.weight": 1}) == {"draft.embed.weight": 1}
     assert draft.inside("draft.embed.weight") == "embed.weight"
     assert alone.by_path({"embed.weight": 1}) == {"embed.weight": 1}

@@ -16,7 +16,7 @@ from torch import nn
 from engine_ext.adapters.refusals import Refusal
 from engine_ext.adapters.target_and_draft import TargetAndDraft
 from engine_ext.adapters.vllm import draft, refusals
-from engine_ext.adapters.vllm.draft import Part
+from engine_ext.adapters.vllm.draft import ModelRole
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.ranks import replicas
 
@@ -55,22 +55,22 @@ def test_without_draft_weights_the_model_is_alone(speculative: str | None) -> No
     chosen = config(method=speculative)
     if speculative is None:
         chosen.speculative_config = None
-    assert draft.parts(chosen) == [Part("", "", True, chosen.model_config, "load")]
+    assert draft.roles(chosen) == [ModelRole("", "", True, chosen.model_config, "load")]
 
 
 def test_a_checkpoint_of_its_own_has_a_prefix() -> None:
     chosen = config()
     own = chosen.speculative_config.draft_model_config
-    assert draft.parts(chosen) == [
-        Part("target", "", True, chosen.model_config, "load"),
-        Part("draft", "draft.", True, own, "load"),
+    assert draft.roles(chosen) == [
+        ModelRole("target", "", True, chosen.model_config, "load"),
+        ModelRole("draft", "draft.", True, own, "load"),
     ]
 
 
 def test_the_targets_checkpoint_is_read_once() -> None:
     chosen = config(method="mtp")
     chosen.speculative_config.draft_model_config.model = "target"
-    assert draft.parts(chosen)[1] == Part("draft", "", False, chosen.model_config, "load")
+    assert draft.roles(chosen)[1] == ModelRole("draft", "", False, chosen.model_config, "load")
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,13 @@ def test_what_is_not_known_to_be_reached_is_refused(
     fields: dict[str, Any], refusal: Refusal
 ) -> None:
     with pytest.raises(RuntimeError, match=re.escape(refusal.message)):
-        draft.parts(config(**fields))
+        draft.roles(config(**fields))
 
 
 def test_replicas_with_draft_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "count", lambda: 2)
     with pytest.raises(RuntimeError, match=re.escape(refusals.DRAFT_WITH_REPLICAS.message)):
-        draft.parts(config())
+        draft.roles(config())
 
 
 def test_the_drafter_loads_within_the_context_only() -> None:
@@ -125,7 +125,7 @@ def test_the_drafter_loads_within_the_context_only() -> None:
     assert entered == ["in", "loads for target", "out", "loads for another"]
 
 
-def test_eagle_head_shares_embedding_while_equal() -> None:
+def test_eagle_head_shares_an_equal_embedding() -> None:
     head: Any = nn.Module()
     assert draft.always_shares(head)
     head.has_own_embed_tokens = True

@@ -223,7 +223,7 @@ def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
-    """What the caller calls on the client is another method from then on."""
+    """The caller's calls on the client reach another method from then on."""
     asked: list[Any] = []
 
     async def pause(**options: Any) -> None:
@@ -255,7 +255,7 @@ def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
 def test_other_hosts_reach_this_one_if_there_may_be_some(
     nodes: int, ray: bool, address: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray may place a worker on any host of its cluster."""
+    """Ray can place a worker on any host of its cluster."""
     monkeypatch.setattr(engine, "_own_address", lambda: "10.0.0.1")
     parallel = SimpleNamespace(_api_process_count=1, nnodes=nodes, use_ray=ray)
     client = SimpleNamespace(
@@ -267,7 +267,7 @@ def test_other_hosts_reach_this_one_if_there_may_be_some(
 
 
 @pytest.mark.parametrize("possible", [True, False])
-def test_flush_drops_only_what_weights_determine(possible: bool) -> None:
+def test_flush_drops_only_caches_computed_from_weights(possible: bool) -> None:
     """Processed images stay: the front end believes that the engine has those that it has sent."""
     asked: list[Any] = []
 

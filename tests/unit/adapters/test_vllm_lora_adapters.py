@@ -129,7 +129,7 @@ OTHERS = [Request(name, 2 + n, f"/{name}") for n, name in enumerate("bcd")]
 
 
 def sync(adapters: LoadedAdapters, name: str, values: torch.Tensor) -> None:
-    """What a commit does."""
+    """The writes of a commit."""
     store = adapters.find(name)
     store.receiver = store.receiver or SimpleNamespace()  # type: ignore[assignment]
     store.synced = True
@@ -138,7 +138,7 @@ def sync(adapters: LoadedAdapters, name: str, values: torch.Tensor) -> None:
 
 
 def slot(manager: Manager, request: Request) -> list[float]:
-    """What a step that a request takes part in computes with."""
+    """The tensors that a step with a request of the adapter computes with."""
     manager._apply_adapters({request})
     assert manager._adapter_manager.slot is not None
     return manager._adapter_manager.slot.tolist()

@@ -1,4 +1,4 @@
-"""What the adapter knows of vLLM's modules, with stand-ins for its classes."""
+"""The adapter's view of vLLM's modules, with stand-ins for its classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine_ext.adapters.vllm.postload import _processings, copied_on_first_use
 
 
 class Wrapper(nn.Module):
-    """What vLLM puts around a layer."""
+    """vLLM's wrapper around a layer."""
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_names_come_from_checkpoint_and_modules_are_live() -> None:
+def test_names_are_the_checkpoints_and_modules_are_live() -> None:
     model = nn.ModuleDict({"block": Block(Attention())})
     live: Any = model["block"]
     base = without_lora(model)
@@ -116,7 +116,7 @@ def test_attention_with_wrapped_layers_is_refused() -> None:
         without_lora(model)
 
 
-def test_gates_copied_at_first_generation_are_refused() -> None:
+def test_gates_that_vllm_copies_at_first_use_are_refused() -> None:
     """The router's and the shared expert's, where they are fused."""
     model = nn.Module()
     for name, fused in (("fused", True), ("plain", False)):
@@ -128,7 +128,7 @@ def test_gates_copied_at_first_generation_are_refused() -> None:
     assert [*copied_on_first_use(model)] == ["fused.gate.weight", "fused.shared_expert_gate.weight"]
 
 
-def test_attention_that_packs_projection_is_one_module() -> None:
+def test_attention_packing_its_projection_is_processed_whole() -> None:
     """First the projection, then the layer; the projection has no processing of its own."""
     projection, linear = nn.Linear(2, 2), nn.Linear(2, 2)
     for part in (projection, linear):

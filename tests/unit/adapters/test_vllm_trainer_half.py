@@ -10,8 +10,8 @@ import httpx
 import pytest
 import torch
 
-from delta_sender.checkpoint import read_checkpoint
-from delta_sender.quantize import FORMS
+from delta_sender.diff.quantize import FORMS
+from engine_ext.files import read_checkpoint
 from tests.support.fake_engine import Engine
 from tests.support.quantised_models import quantised, save_quantised
 from tests.support.trainer_models import change, make_model, saved

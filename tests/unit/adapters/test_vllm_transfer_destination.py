@@ -20,7 +20,7 @@ from delta_sender.integrations.transfer_destination import (
     HttpSyncClient,
     TransferDestination,
 )
-from delta_sender.options import with_defaults
+from delta_sender.options import SenderOptions
 from delta_sender.results import SyncError
 from engine_ext.adapters.vllm import transfer_frontend
 from engine_ext.errors import DeltaError
@@ -41,7 +41,7 @@ def destination(
     client = httpx.Client(transport=httpx.MockTransport(answer))
     return TransferDestination(
         "http://engine",
-        with_defaults({"client": client, **options}),
+        SenderOptions(client=client, **options),
         api if sync_client is None else sync_client,
         channel,
     )
@@ -81,7 +81,7 @@ def test_every_channel(
 
 
 def test_a_broadcast_that_the_engine_does_not_take(api: Api) -> None:
-    """The trainer is told at once, and the next broadcast arrives."""
+    """The trainer gets the error at once, and the next broadcast arrives."""
     sender = destination(api, Channel(kind="collective", inline_bytes=0, timeout=60.0))
     with pytest.raises(SyncError) as refused:
         sender.deliver(bytes(1 << 15), 8, 0, True)
@@ -121,7 +121,7 @@ class NoWorker:
 )
 def test_a_worker_that_never_comes_is_not_waited_for(error: Exception | None, match: str) -> None:
     channel = Channel(kind="collective", inline_bytes=0, timeout=3600.0)
-    sender = TransferDestination("http://engine", with_defaults({}), NoWorker(error), channel)  # type: ignore[arg-type]
+    sender = TransferDestination("http://engine", SenderOptions(), NoWorker(error), channel)  # type: ignore[arg-type]
     with pytest.raises((SyncError, RuntimeError), match=match):
         sender.deliver(bytes(1 << 10), 8, 0, True)
     sender.close()
@@ -188,7 +188,7 @@ def test_a_lost_answer_is_no_refusal() -> None:
             raise ConnectionError("gone")
 
     with pytest.raises(SyncError, match="gone") as lost:
-        TransferDestination("http://engine", with_defaults({}), Gone(), Channel())  # type: ignore[arg-type]
+        TransferDestination("http://engine", SenderOptions(), Gone(), Channel())  # type: ignore[arg-type]
     assert (lost.value.status, lost.value.is_refusal) == (None, False)
 
 

@@ -153,7 +153,7 @@ def test_a_sync_that_lacks_parts_is_not_committed(api: Api) -> None:
 
 
 def test_a_trainer_that_starts_again(api: Api) -> None:
-    """What the first try staged keeps nobody out."""
+    """Parts that the first try staged keep nobody out."""
     api.post(START)
     api.update(inline(parts()[0]))
     api.post(START)
@@ -203,7 +203,7 @@ def test_a_write_that_fails_half_way_and_the_full_sync_after_it(api: Api) -> Non
 
 def test_access_is_that_of_the_delta_endpoints(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = api.post(START, peer=("10.0.0.9", 1))
-    assert_error(elsewhere, 403, "LoopbackOnly")
+    assert_error(elsewhere, 403, "AccessDenied")
     monkeypatch.setenv(API_KEY_ENVIRONMENT, "secret")
     for path in transfer_frontend.PATHS:
         assert_error(api.post(path), 401, "Unauthorized")

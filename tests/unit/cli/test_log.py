@@ -12,11 +12,9 @@ import httpx
 import pytest
 
 from engine_ext.cli.log import DAMAGED, INTERRUPTED, OK, USAGE, main
-from engine_ext.delta_log import FolderLog, Heartbeat, StoreLog, write_heartbeat
-from engine_ext.delta_log.catalog import DONE, list_log, route
-from engine_ext.delta_log.writer import LogWriter
-from engine_ext.object_store import ObjectStore
-from tests.unit.delta_log.test_fold import apply, bodies, model, same, sparse, write
+from engine_ext.log import DeltaLog, Heartbeat, open_log, write_heartbeat
+from engine_ext.log.catalog import DONE, route
+from tests.unit.log.test_fold import apply, bodies, model, same, sparse, write
 
 
 @pytest.fixture
@@ -32,7 +30,7 @@ def folders(log: Path) -> list[str]:
 
 
 def reached(log: Path, start: int) -> int | None:
-    way = route(list_log(log).entries, start)
+    way = route(open_log(log).listing().entries, start)
     return way[-1].version if way else None
 
 
@@ -60,7 +58,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, **versions: int) -> list[str | None
 
 
 def test_list(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with LogWriter(log) as writer:
+    with open_log(log).writer() as writer:
         writer.refuse(6)
     assert main(["list", str(log)]) == OK
     out = capsys.readouterr().out
@@ -218,7 +216,7 @@ def test_prune_keeps_the_versions_of_engines_that_follow(
         heartbeat = Heartbeat(
             name=name, version=version, behind=6 - version, at=0.0, expires_s=expires_s, **facts
         )
-        write_heartbeat(FolderLog(log), heartbeat)
+        write_heartbeat(open_log(log), heartbeat)
     assert main(["prune", str(log), "--keep", "1", "--base-version", "5"]) == OK
     assert "1 engine(s) follow the log, the oldest at version 3" in capsys.readouterr().out
     assert folders(log) == ["followers", *(f"weight_v{version:06d}" for version in (3, 4, 5, 6))]
@@ -232,7 +230,7 @@ def test_prune_of_a_broken_log(log: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_prune_removes_old_marks(log: Path) -> None:
-    with LogWriter(log) as writer:
+    with open_log(log).writer() as writer:
         writer.refuse(6)
     assert main(["prune", str(log), "--keep", "3"]) == OK
     assert "weight_v000006" in folders(log)  # the highest number must stay used
@@ -251,10 +249,10 @@ def test_prune_must_be_told_what(log: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_interrupted(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(log: FolderLog, *names: str) -> None:
+    def interrupted(log: DeltaLog, *names: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(FolderLog, "discard", interrupted)
+    monkeypatch.setattr(DeltaLog, "discard", interrupted)
     assert main(["prune", str(log), "--before", "4", "--base-version", "3"]) == INTERRUPTED
     assert len(folders(log)) == 6
 
@@ -271,7 +269,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_a_log_in_an_object_store(store_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command does the same to it as to a folder."""
-    log = StoreLog(ObjectStore(store_url))
+    log = open_log(store_url)
     writer = log.writer()
     for version in range(1, 5):
         draft = writer.begin(version)
@@ -291,7 +289,8 @@ def test_a_log_in_an_object_store(store_url: str, capsys: pytest.CaptureFixture[
     found = [entry.folder.name for entry in log.listing().entries]
     assert found == ["weight_v000004", "weight_v000004_from_v000000"]
     assert main(["verify", store_url]) == OK
-    [name] = [one.name for one in log.store.list(found[0]) if one.name.endswith("tensors")]
+    names = log.store.list(found[0])[found[0]].names
+    [name] = [f"{found[0]}/{one}" for one in names if one.endswith("tensors")]
     log.store.put(name, b"damaged")
     capsys.readouterr()
     assert main(["verify", store_url]) == DAMAGED

@@ -23,11 +23,11 @@ import pytest
 from rich.console import Console
 
 from engine_ext.cli import top
-from engine_ext.delta_log import FolderLog, Heartbeat, write_heartbeat
+from engine_ext.log import Heartbeat, open_log, write_heartbeat
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.support.delta_bodies import VERSION, delta_part, fresh_weights, full_part
 from tests.support.endpoint_rig import Rig, app_of
-from tests.unit.delta_log.test_fold import sparse, write
+from tests.unit.log.test_fold import sparse, write
 
 
 class FakeEngine(ThreadingHTTPServer):
@@ -62,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def status(rig: Rig) -> dict[str, Any]:
-    """What a server answers after a sync and a refusal."""
+    """A server's answers after a sync and a refusal."""
     rig.send(delta_part(sync_id="a"))
     rig.send(delta_part(version=VERSION + 5, base_version=VERSION + 4))
     found: dict[str, Any] = rig.get("/delta_status", params={"history": "true"}).json()
@@ -279,7 +279,7 @@ def test_engines_that_follow_a_log(tmp_path: Path, capsys: pytest.CaptureFixture
     ]
     for name, at, state, expires_s, error in [*beats, ("host-c", 1, "pinned", -1.0, None)]:
         write_heartbeat(
-            FolderLog(tmp_path),
+            open_log(tmp_path),
             Heartbeat(
                 name=name,
                 version=at,

@@ -1,4 +1,4 @@
-"""What README and pages show can be pasted, and what they link to is there."""
+"""Examples in README and pages can be pasted, and their links lead somewhere."""
 
 from __future__ import annotations
 

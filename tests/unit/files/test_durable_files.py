@@ -62,7 +62,7 @@ def test_closing_releases_what_a_forked_child_still_has_open(
     forked(lambda: None)
     lock.close()
     with FileLock(tmp_path, FOLDER, "taken"):
-        lock.close()  # its descriptor's number may be in use again
+        lock.close()  # its descriptor's number might be in use again
         with pytest.raises(BlockingIOError, match="taken"):
             FileLock(tmp_path, FOLDER, "taken")
 
@@ -120,7 +120,7 @@ def test_waiting_on_a_file_system_that_denies_locks(
 
 
 def test_a_lock_is_held_until_the_process_ends(tmp_path: Path) -> None:
-    """Threads may still write while exit handlers run."""
+    """Threads might still write while exit handlers run."""
     code = (
         "import atexit, os, sys\n"
         "from engine_ext.files import FileLock\n"

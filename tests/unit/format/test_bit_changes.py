@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from engine_ext.errors import MalformedPart
-from engine_ext.format import ParamDelta, decode_part, encode_part, xxh3_checksum
+from engine_ext.format import (
+    Limits,
+    ParamDelta,
+    decode_part,
+    encode_part,
+    read_container,
+    xxh3_checksum,
+)
 from engine_ext.format.container import write_container
 from engine_ext.format.zstd_frames import compress_frame
 from tests.support.delta_bodies import forged
@@ -128,7 +135,7 @@ def test_other_encodings_have_no_new_checksum() -> None:
     plain = encode_part(
         [delta(cleared=None, new_checksum=None)], encoding="deltas", current_version=1
     )
-    params = json.loads(decode_part(plain).header.metadata["params"])
+    params = json.loads(read_container(plain, Limits())[0].metadata["params"])
     params[0]["new_checksum"] = CHECKSUM
     with pytest.raises(MalformedPart, match="new_checksum"):
         decode_part(forged(plain, params=json.dumps(params)))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.errors import BaseMismatch
-from engine_ext.format import decode_part, encode_part
+from engine_ext.format import Unproven, decode_part, encode_part
 from engine_ext.format.digest import Digest, change_digest
 from tests.support import toy_models
 from tests.support.rank_engine import Engine, errors_of, part_id
@@ -32,6 +32,7 @@ from tests.support.served_models import (
     replan,
     serve,
     serve_ranks,
+    small_pieces,
     target_checkpoint,
 )
 from tests.support.thread_ranks import Shard, shards
@@ -83,9 +84,7 @@ def test_applied_and_taken_back(
             return {**brief([part]), "changes": [(digest - here).hex()]}
 
         served.peer.brief = with_change  # type: ignore[method-assign, assignment]
-    with mock.patch.multiple(
-        "engine_ext.sync.pieces", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
-    ):
+    with small_pieces(span):
         assert attempt(served, [part]) is None
     assert memory(served.model) == memory(load(model, target))
 
@@ -184,10 +183,10 @@ class TestRanks:
         errors_of(self.engine.apply(part_id(body), body), none=True)
         for again in (
             part_id(differences(self.base, self.target, ["weight"], version=2)),
-            part_id(body, continues=True, identity="another"),
+            part_id(body, unproven=Unproven(), identity="another"),
         ):
             identity = mock.Mock(return_value=again.identity)
-            with mock.patch("engine_ext.sync.shared_decoding.part_identity", identity):
+            with mock.patch("engine_ext.format.verified_part.part_identity", identity):
                 answers = self.engine.stage(again, body)
             assert {error["type"] for error in errors_of(answers)} == {"BaseMismatch"}
             assert self.memories() == self.fresh(self.target)

@@ -13,13 +13,14 @@ from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize
 from engine_ext.errors import DeltaError
 from engine_ext.format import (
     ENCODINGS,
+    DecodedPart,
     Limits,
     ParamDelta,
-    Part,
     PartGate,
     decode_part,
     encode_part,
     parse_manifest,
+    read_verified,
 )
 from tests.support.independent_encoder import (
     EMBED,
@@ -33,6 +34,7 @@ from tests.support.independent_encoder import (
     unwrap,
 )
 from tests.support.mutations import byte_mutants, mutants
+from tests.support.verified_file import verified_file
 
 DENSE = ParamDelta("bias", "bfloat16", (3,), None, bits16(0x7FC1, 0, 0x8000))
 FUZZED = ("deltas", "gap8_exp", "gap8_ulp")
@@ -113,7 +115,7 @@ def test_the_mutants_start_from_a_good_part() -> None:
             assert_same(decode_part(body), PARTS[encoding])
 
 
-def decode_or_none(body: bytes) -> Part | None:
+def decode_or_none(body: bytes) -> DecodedPart | None:
     """The part, or None if it is refused; the gate must come to the same answer."""
     gate = PartGate(Limits())
     try:
@@ -127,7 +129,11 @@ def decode_or_none(body: bytes) -> Part | None:
         part = decode_part(body)
     except DeltaError:
         return None
-    assert part.header == header
+    assert part.manifest == header.manifest
+    mapped = read_verified(*reversed(verified_file(body)))
+    assert mapped is not None
+    assert mapped.manifest == header.manifest
+    assert_same(mapped, part.deltas)
     return part
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels beside PyTorch's and numpy's operators; `test_kernels` says how it is run.
+"""The Triton kernels against PyTorch's and numpy's operators; run as `test_kernels` says.
 
 Under Triton's interpreter on the CPU (``TRITON_INTERPRET=1``), else on the CUDA device.
 """
@@ -19,10 +19,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from delta_sender import diff_device
-from delta_sender import snapshot as sender_snapshot
-from delta_sender.diff_device import begin_device_compare
-from delta_sender.snapshot import Snapshot
+from delta_sender.diff import device as diff_device
+from delta_sender.diff import snapshot as sender_snapshot
+from delta_sender.diff.device import begin_device_compare
+from delta_sender.diff.snapshot import Snapshot
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format import (
     decode_part,
@@ -225,7 +225,7 @@ def test_what_is_sent_stays_until_it_is_written(method: str) -> None:
 def test_a_write_that_fails_half_way_is_undone(
     most: int, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What fails before the first launch has written nothing, and what fails later is known."""
+    """A failure before the first launch has written nothing; a later one is reported as such."""
     monkeypatch.setattr(device_batch, "_MOST", most)
     launch = gather_scatter.prepare
     for failing in range(2 * groups):

@@ -62,7 +62,7 @@ def test_elements_of_every_width(
 def test_elements_of_many_tensors(
     compiled: bool, dtype: torch.dtype, sizes: list[int], index: type, odd: bool, seed: int
 ) -> None:
-    """Also of memory that is not aligned, and of tensors of which nothing is written."""
+    """Also for memory that is not aligned, and for tensors without changes."""
     random = np.random.default_rng(seed)
     width = dtype.itemsize
     live, offsets, bits, expected = [], [], [], []
@@ -163,7 +163,7 @@ def test_one_bit_of_one_element_is_seen(compiled: bool, place: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_elements_by_torch(dtype: torch.dtype) -> None:
-    """What runs on other devices, here on the CPU."""
+    """The operators for other devices, here on the CPU."""
     flat = torch.arange(20, dtype=dtype)
     place = DeviceElements(flat, torch.tensor([3, 1, 17], dtype=torch.int32))
     new = torch.tensor([100, 101, 102], dtype=dtype)

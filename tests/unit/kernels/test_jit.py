@@ -20,7 +20,7 @@ def total(values):
 
 
 def test_a_cache_that_mixes_signatures_up_is_not_believed(tmp_path: Path) -> None:
-    """Two processes that write it at once may do that: both take the same name for their code."""
+    """Two processes that write it at once can do that: both take the same name for their code."""
     from numba import types
 
     path = tmp_path / "loops_of_a_test.py"

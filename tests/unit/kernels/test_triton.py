@@ -1,6 +1,6 @@
 """The Triton kernels: what they compute, and that they compile.
 
-What they compute is tested in a process of its own, because Triton's interpreter must be chosen
+The results are tested in a process of its own, because Triton's interpreter must be chosen
 before Triton is imported; it needs no accelerator. Where there is one, the same tests run on it.
 """
 

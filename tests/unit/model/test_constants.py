@@ -53,7 +53,7 @@ def test_the_function_is_put_back_when_loading_fails() -> None:
     assert module.make is fails
 
 
-def test_other_loader_leaves_constants_unknown() -> None:
+def test_constants_are_unknown_for_another_model_factory() -> None:
     with ConstantsWatch(engine(), "make") as constants:
         model = Model()
     assert not constants.known("table", model.table * 3)
@@ -65,7 +65,7 @@ def test_other_loader_leaves_constants_unknown() -> None:
         (torch.full((3,), -1.0), True),
         (torch.tensor(-1.0), True),
         (torch.tensor(0.0), True),
-        (torch.zeros(3), False),  # may be memory that nothing was written to
+        (torch.zeros(3), False),  # might be memory that nothing was written to
         (torch.tensor([1.0, 2.0]), False),
         (torch.full((3,), float("nan")), False),
         (torch.ones(0), False),

@@ -88,7 +88,7 @@ def test_a_tensor_that_is_reached_again_with_more_levels_left(levels: int) -> No
 
 @pytest.mark.parametrize("levels", range(7))
 def test_an_object_that_is_reached_again_with_more_levels_left(levels: int) -> None:
-    """What was cut off the first time is found, also below an object without tensors so far."""
+    """Parts that were cut off the first time are found, also below an object without tensors."""
     deep, near = torch.zeros(3), torch.zeros(3)
     for shared, found in (
         ({"k": {"t": deep}}, {id(deep)}),
@@ -98,7 +98,7 @@ def test_an_object_that_is_reached_again_with_more_levels_left(levels: int) -> N
         assert tensors_in(x=[nested(shared, levels), shared]) == found
 
 
-def test_cycle_is_walked_again_with_more_levels_left() -> None:
+def test_object_of_a_cycle_is_reached_with_more_levels_left() -> None:
     tensor = torch.zeros(3)
     root: dict[str, Any] = {}
     member = {"up": root, "deep": nested(tensor, 3)}

@@ -10,7 +10,7 @@ from engine_ext.model import state_guard
 from engine_ext.model.state_guard import ModelStateGuard, TracingError
 
 
-def test_cyclic_attribute_of_tensor_is_restored() -> None:
+def test_cyclic_attributes_of_a_tensor_are_restored() -> None:
     model = nn.Linear(2, 2)
     kept: dict[str, Any] = {"shards": [1]}
     kept["up"] = [kept]

@@ -19,7 +19,7 @@ from tests.support.toy_models import (
 
 
 class Slices(nn.Module):
-    """Parameters that are slices of one piece of memory; they may overlap."""
+    """Parameters that are slices of one piece of memory; they can overlap."""
 
     def __init__(self, memory: torch.Tensor, slices: list[tuple[int, int]]) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_memory_in_the_gaps_of_a_strided_parameter() -> None:
     live = StridedParameter()
     index = StorageIndex(live)
     [entry] = [e for e in index.entries if e.name == "weight"]
-    assert extent(live.weight) == 33  # 4 rows of 9, of which 6 columns
+    assert extent(live.weight) == 33  # 4 rows of 9, the view has 6 columns
     assert entry.flat().shape == (33,)
     assert entry.flat().data_ptr() == live.weight.data_ptr()
 

@@ -11,7 +11,7 @@ from engine_ext.placement.certify import certify_placement, holds, summary
 from engine_ext.placement.plan import make_plan
 from engine_ext.placement.segments import Placed, Segment, Status, TensorSpec
 from engine_ext.ranks import SingleRank
-from engine_ext.tracing.trace import trace_placement
+from engine_ext.startup import LoaderDryRun
 from tests.support.served_models import base_checkpoint, load, memory, random_tensor, serve
 from tests.support.toy_models import PlainCopy, RowByRow, Skipped, ToyModel, Widened, every_model
 
@@ -38,7 +38,7 @@ def judged(tensor: Placed, *checkpoint: tuple[str, torch.Tensor]) -> Placed:
 def test_status_of_every_habit(model: type[ToyModel]) -> None:
     """`exact` only for what some sync can update; nothing stays unjudged; nothing is written.
 
-    What a loader skips is `ignored`.
+    A tensor that the loader skips is `ignored`.
     """
     base = base_checkpoint(model)
     served = serve(model, base)
@@ -196,7 +196,7 @@ def test_certified_digests_are_those_of_a_scan(
     monkeypatch.setattr(certify, "_AHEAD", 40)
     base = base_checkpoint(model)
     live = load(model, base)
-    placement = trace_placement(live, live.load_weights, model.specs(), StorageIndex(live))
+    placement = LoaderDryRun(live, live.load_weights, StorageIndex(live)).trace(model.specs())
     certified = certify_placement(placement, base.items(), threads=threads)
     assert certified.keys() == {n for n, one in placement.items() if one.status is Status.EXACT}
     plan = make_plan(placement, SingleRank())
@@ -207,7 +207,7 @@ def test_certified_digests_are_those_of_a_scan(
 def test_what_is_certified_is_not_read_again() -> None:
     base = base_checkpoint(PlainCopy)
     live = load(PlainCopy, base)
-    placement = trace_placement(live, live.load_weights, PlainCopy.specs(), StorageIndex(live))
+    placement = LoaderDryRun(live, live.load_weights, StorageIndex(live)).trace(PlainCopy.specs())
     certified = certify_placement(placement, base.items())
     plan = make_plan(placement, SingleRank())
     before = plan.scan()

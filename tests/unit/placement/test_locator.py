@@ -209,8 +209,8 @@ def placement(numel: int, *held: Segment, status: Status = Status.EXACT) -> Plac
 def judge(numel: int, *ranks: list[Segment]) -> tuple[Placed, dict[SourceBox, tuple[int, ...]]]:
     """Resolve all ranks' segments on rank 0; every rank must get the same result."""
     placements = [placement(numel, *held) for held in ranks]
-    told = [boxes(p) for p in placements]
-    found = [resolve(p, told) for p in placements]
+    shared = [boxes(p) for p in placements]
+    found = [resolve(p, shared) for p in placements]
     assert all(f == found[0] for f in found)
     assert len({(p["w"].status, p["w"].reason) for p in placements}) == 1
     return placements[0]["w"], found[0]["w"]

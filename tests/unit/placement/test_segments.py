@@ -6,7 +6,7 @@ from hypothesis import given
 
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Segment, Status
-from engine_ext.tracing.trace import trace_placement
+from engine_ext.startup import LoaderDryRun
 from tests.support.served_models import PROPERTY, base_checkpoint, bits, memory, serve
 from tests.support.thread_ranks import Shard, shards
 from tests.support.toy_models import PlainCopy
@@ -35,7 +35,7 @@ def test_the_two_views_of_a_segment_correspond(shard: Shard) -> None:
     live = model()
     empty = memory(live)
     index = StorageIndex(live)
-    placement = trace_placement(live, live.load_weights, model.specs(), index)
+    placement = LoaderDryRun(live, live.load_weights, index).trace(model.specs())
     assert memory(live) == empty
     for segment in placement["w0"].segments:
         segment.live_view().copy_(segment.source_view(base["w0"]))

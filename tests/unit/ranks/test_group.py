@@ -1,4 +1,4 @@
-"""How many cores a rank may keep busy, and what ranks gather."""
+"""How many cores a rank can keep busy, and what ranks gather."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.gloo_ranks import run_ranks
 
 
 class Sets:
-    """Ranks that may run on these cores, seen by the first of them."""
+    """Ranks that can run on these cores, seen by the first of them."""
 
     rank = 0
 
@@ -57,7 +57,7 @@ def test_one_rank_gathers_alone() -> None:
 
 
 def gathered(rank: int) -> dict[str, Any]:
-    """What this rank gets, in a group of all three and in one of the last two."""
+    """This rank's share, in a group of all three and in one of the last two."""
     pair = dist.new_group([1, 2], backend="gloo")
 
     def get(group: Any, data: list[int], to: int) -> list[list[int]] | None:

@@ -17,7 +17,7 @@ REPLICAS = 2
 
 @pytest.fixture
 def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Host a store, as a server's process does; return how many replicas are told of it."""
+    """Host a store, as a server's process does; return the number of replicas that share it."""
     monkeypatch.setenv(replicas.ENVIRONMENT, "")
     monkeypatch.setattr(replicas, "_hosted", [])
     replicas.host(REPLICAS)
@@ -127,7 +127,7 @@ def test_every_server_has_a_meeting_of_its_own(hosted: int) -> None:
 
 @pytest.mark.usefixtures("hosted")
 def test_large_values() -> None:
-    """Of more bytes than the store takes at once."""
+    """Values have more bytes than the store takes at once."""
     found = on_all(1, lambda ranks: ranks.all_gather("x" * (9 << 20) + str(ranks.rank)))
     for values in found:
         assert [(len(value), value[-1]) for value in values] == [

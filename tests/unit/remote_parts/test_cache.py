@@ -15,9 +15,9 @@ import pytest
 import xxhash
 
 from engine_ext.errors import ChecksumMismatch, PartUnavailable, SpoolFull
-from engine_ext.files import FileLock, decoded_path
+from engine_ext.files import FileLock
 from engine_ext.remote_parts import LocalFolder, PartCache
-from engine_ext.sync.mapped_part import map_part
+from engine_ext.remote_parts import cache as remote_cache
 
 LIMIT = 10_000
 
@@ -35,8 +35,8 @@ class Origin:
         time.sleep(self.delay_s)
         file.write(self.sends)
 
-    def get(self, cache: PartCache) -> Path:
-        return cache.get(self.content, len(self.data), self)
+    def get(self, cache: PartCache, delivery: str | None = None) -> Path:
+        return cache.get(self.content, len(self.data), self, delivery)
 
 
 @pytest.fixture
@@ -78,11 +78,9 @@ def test_nothing_but_parts_is_left(cache: PartCache) -> None:
 def test_a_damaged_part_is_fetched_again(cache: PartCache) -> None:
     origin = Origin(b"a part" * 100)
     path = origin.get(cache)
-    decoded_path(path).write_bytes(b"of the damaged one")
     path.write_bytes(b"b" + origin.data[1:])
     assert origin.get(cache).read_bytes() == origin.data
     assert origin.fetched == 2
-    assert not decoded_path(path).exists()
 
 
 @pytest.mark.parametrize("sends", [b"another", b"a par", b"a part and more"])
@@ -113,28 +111,42 @@ def test_the_longest_unread_part_gives_way(cache: PartCache) -> None:
     first, second, third = (Origin(bytes([n]) * 4000) for n in range(3))
     age(first.get(cache), 200)
     age(second.get(cache), 100)
-    decoded = decoded_path(cache.folder / f"{first.content}.part")
-    decoded.touch()
     third.get(cache)
     second.get(cache)
     assert second.fetched == 1
-    assert not decoded.exists()
     assert not (cache.folder / f"{first.content}.part").exists()
 
 
-def test_decoded_parts_count(cache: PartCache) -> None:
-    first, second = Origin(b"1" * 1000), Origin(b"2" * 1000)
-    path = first.get(cache)
-    decoded_path(path).write_bytes(b"-" * 8500)
-    age(path, 100)
-    second.get(cache)
-    assert not path.exists()
+def test_one_rank_of_a_host_verifies_a_delivery(
+    cache: PartCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Path] = []
+
+    def is_whole(path: Path, *arguments: Any) -> bool:
+        found = original(path, *arguments)
+        hashed.append(path)
+        return found
+
+    original = remote_cache._is_whole
+    monkeypatch.setattr(remote_cache, "_is_whole", is_whole)
+    origin = Origin(b"a part" * 100)
+    for delivery in ("first", "first", "second", "second"):
+        assert origin.get(cache, delivery).read_bytes() == origin.data
+    assert (origin.fetched, len(hashed)) == (1, 2)
+
+
+def test_a_part_damaged_since_its_last_delivery_is_fetched_again(cache: PartCache) -> None:
+    origin = Origin(b"a part" * 100)
+    origin.get(cache, "first").write_bytes(b"b" + origin.data[1:])
+    assert origin.get(cache, "second").read_bytes() == origin.data
+    assert origin.fetched == 2
 
 
 def test_a_mapped_part_stays(cache: PartCache) -> None:
     first, second = Origin(b"1" * 6000), Origin(b"2" * 6000)
     path = first.get(cache)
-    mapped = map_part(str(path))  # which counts as reading
+    mapped = path.open("rb")
+    fcntl.flock(mapped, fcntl.LOCK_SH)  # as a rank does
     age(path, 100)
     with pytest.raises(SpoolFull, match="--delta-tuning cache-bytes"):
         second.get(cache)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from engine_ext.object_store import ObjectStore
+from engine_ext.log import Objects
 from scripts.bench import store_link
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,7 @@ def test_it_prints_the_share_of_the_link(
     assert row["streams"] == 2
     assert 0 < row["share"] < 1.05
     assert os.environ["AWS_ENDPOINT_URL"] == endpoint
-    assert ObjectStore(store_url).list() == []
+    assert Objects(store_url).list() == []
 
 
 def test_it_asks_for_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:

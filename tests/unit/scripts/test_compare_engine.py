@@ -1,4 +1,4 @@
-"""What became of an engine's names, over two small releases of it and a package that uses them."""
+"""The fate of an engine's names, over two small releases of it and a package that uses them."""
 
 from __future__ import annotations
 

@@ -1,21 +1,14 @@
-"""What counts as memory: pages that no file backs; and the peak, which can be reset."""
+"""Memory counts pages that no file backs; and the peak, which can be reset."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from scripts.process_memory import (
-    peak_of,
-    peak_resident,
-    reset_peak,
-    reset_peak_of,
-    unmapped_bytes,
-)
+from scripts.process_memory import peak_resident, reset_peak, unmapped_bytes
 
 SIZE = 64 << 20
 SLACK = 8 << 20
@@ -53,10 +46,3 @@ def test_the_peak_is_of_the_time_since_its_reset() -> None:
     assert peak_resident() - before < SLACK
     touched(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     assert peak_resident() - before > SIZE - SLACK
-
-
-def test_the_peak_of_another_process() -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
-        before = reset_peak_of(process.pid)
-        assert 0 < before <= peak_of(process.pid) < SIZE
-        process.terminate()

@@ -433,7 +433,7 @@ def test_half_written_engine_is_sent_everything() -> None:
 
 
 def test_part_of_another_sync_is_no_success() -> None:
-    """The engine may hold more of that sync than this part."""
+    """The engine might hold more of that sync than this part."""
     base, new = model(), changed(model(), "a", 3)
     engine = FakeEngine(base)
     sender = script.Sender(engine.client, base)

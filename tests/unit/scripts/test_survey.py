@@ -98,7 +98,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_stored_results_cover_and_explain_architectures() -> None:
+def test_stored_results_cover_and_explain_all_architectures() -> None:
     found = results.stored()
     assert [result.name for result in found] == list(ARCHITECTURES)
     assert {r.name: r.unexplained for r in found if r.unexplained} == {}

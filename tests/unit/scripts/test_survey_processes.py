@@ -1,4 +1,4 @@
-"""The survey's processes: one per name, none of which outlives it."""
+"""The survey's processes: one per name, and none outlives the survey."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def behave(name: str, folder: Path) -> None:
-    """What one process does; the name says what."""
+    """The work of one process, chosen by its name."""
     print(f"{name} says something", flush=True)
     if name == "dies":
         os._exit(7)

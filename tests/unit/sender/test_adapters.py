@@ -10,7 +10,7 @@ import pytest
 
 from delta_sender import DeltaSender, SyncError
 from delta_sender.cli import make_parser
-from delta_sender.state_file import StateFile
+from delta_sender.publish.state_file import StateFile
 from tests.support.fake_engine import Engine, model_of, sender_of, train
 
 URL = "http://engine/"

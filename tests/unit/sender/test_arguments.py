@@ -73,8 +73,11 @@ def test_other_tensors_are_a_plain_type_error(kind: str) -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("localhost:8000", "'localhost:8000': an engine is given by the root of its server, http:"),
-        ("engine", "'engine': an engine is given by"),
+        (
+            "localhost:8000",
+            "n engine is given by the root of its server, http://host:port",
+        ),
+        ("engine", "n engine is given by the root"),
         ("http://", "'http://': an engine is given by"),
         ("http://engine:port", "'http://engine:port': Invalid port"),
         ("http://engine/v1", "http://host:port, without the path of the OpenAI API"),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from delta_sender import bandwidth
-from delta_sender.bandwidth import LinkSpeed
+from delta_sender.publish import bandwidth
+from delta_sender.publish.bandwidth import LinkSpeed
 
 LINKS = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9, "loopback": 6e9}
 FAST = 5e9

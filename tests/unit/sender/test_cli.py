@@ -18,10 +18,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from delta_sender import MultiSender, cli
+from delta_sender import cli
+from delta_sender.publish.publisher import Publisher
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, tensor_digest
-from engine_ext.format.part import Part, decode_part
+from engine_ext.format.part import DecodedPart, decode_part
 from engine_ext.format.zstd_frames import FrameReader
 
 URL = "http://engine:8000"
@@ -61,14 +62,14 @@ def target(tmp_path: Path) -> Path:
     return folder
 
 
-def decoded(body: bytes) -> Part:
+def decoded(body: bytes) -> DecodedPart:
     reader = FrameReader(1 << 20)
     part = decode_part(b"".join(reader.feed(body)))
     reader.finish()
     return part
 
 
-def changes_of(parts: list[Part]) -> set[tuple[str, int, float]]:
+def changes_of(parts: list[DecodedPart]) -> set[tuple[str, int, float]]:
     found = set()
     for delta in (delta for part in parts for delta in part.deltas):
         assert delta.indices is not None
@@ -203,7 +204,7 @@ def test_saved_parts_are_signed(
     base: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELTA_HMAC_KEY", "key")
-    arguments = ["--base", str(base), "--target", str(target), "--save", str(tmp_path / "log")]
+    arguments = ["--base", str(base), "--target", str(target), "--log", str(tmp_path / "log")]
     assert cli.main(arguments) == 0
     parts = sorted((tmp_path / "log" / "weight_v000001").glob("*.safetensors"))
     assert parts
@@ -252,7 +253,7 @@ def test_save_writes_all_parts_at_once(
     leftover.mkdir(parents=True)
     (leftover / "rank0_flush007.safetensors").write_bytes(b"from an interrupted run")
     arguments = ["--base", str(base), "--target", str(target), "--base-version", "11"]
-    arguments += ["--save", str(root)]
+    arguments += ["--log", str(root)]
     assert cli.main(arguments) == 0
     assert [path.name for path in root.iterdir()] == ["weight_v000012"]
     [done, *files] = sorted((root / "weight_v000012").iterdir())
@@ -405,13 +406,13 @@ def test_one_of_several_engines_lags(
             return httpx.Response(422, json={"error": REFUSAL})
         return commits(request, WRONG if how == "differs" else None)
 
-    def close(sender: MultiSender) -> None:
+    def close(sender: Publisher) -> None:
         if in_time:
             go.set()
         closes(sender)
 
-    closes = MultiSender.close
-    monkeypatch.setattr(MultiSender, "close", close)
+    closes = Publisher.close
+    monkeypatch.setattr(Publisher, "close", close)
     serve(answer, plan())
     limit = "1" if in_time else "0.02"
     arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--url", OTHER]
@@ -480,7 +481,7 @@ def test_save_asks_an_engine_that_is_named(
     assert requests == []
 
 
-@pytest.mark.parametrize("given", ["--url", "--save"])
+@pytest.mark.parametrize("given", ["--url", "--log", "--save"])
 def test_engines_that_follow_the_log_are_told(
     base: Path,
     target: Path,
@@ -499,7 +500,7 @@ def test_engines_that_follow_the_log_are_told(
     requests = serve(look, plan(ignored="c.scale"))
     log = tmp_path / "log"
     arguments = ["--base", str(base), "--target", str(target), given, f"file://{log}"]
-    if given == "--save":
+    if given != "--url":
         arguments[-1] = str(log)
     told = ["--notify", URL, "--notify", "http://down:8000"]
     assert cli.main([*arguments, *told]) == 0
@@ -536,11 +537,12 @@ def test_unlike_or_unreadable_checkpoints(
     [
         (["--base", "b"], "--target"),
         (["--target", "t", "--url", URL], "--base is needed"),
-        (["--base", "b", "--target", "t"], "--url is needed"),
+        (["--base", "b", "--target", "t"], "--url or --log is needed"),
         (["--target", "t", "--full", "--encoding", "bitmap"], "bitmap"),
-        (["--target", "t", "--full", "--save", "s", "--url", URL, "--url", "u"], "one --url"),
-        (["--target", "t", "--full", "--url", "/log", "--url", URL], "the only --url"),
-        (["--target", "t", "--full", "--url", "file:///log", "--save", "s"], "not with --save"),
+        (["--target", "t", "--full", "--log", "s", "--url", URL, "--url", OTHER], "one --url"),
+        (["--target", "t", "--full", "--url", "logs/run"], "--log"),
+        (["--target", "t", "--full", "--url", "s3://b/log", "--url", URL], "the only --url"),
+        (["--target", "t", "--full", "--url", "file:///log", "--log", "s"], "not with --log"),
         (["--target", "t", "--full", "--url", "file://host/log"], "no folder of this host"),
         (["--target", "t", "--full", "--url", URL, "--notify", "u"], "--notify is for engines"),
         (["--target", "t", "--full", "--url", "s3://b/log", "--state", "s"], "--state"),

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from delta_sender.copy_streams import CopyStreams
+from delta_sender.diff.device import CopyStreams
 
 
 class Event:

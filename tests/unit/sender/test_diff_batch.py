@@ -10,10 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta_sender import diff_batch
-from delta_sender.diff_batch import compare_batch
-from delta_sender.diff_host import compare
-from delta_sender.diff_loop import Difference
+from delta_sender.diff import compare as diff_host
+from delta_sender.diff.compare import Difference, compare, compare_batch
 from engine_ext.kernels.gather_scatter import signed
 from tests.support.served_models import PROPERTY
 
@@ -28,7 +26,7 @@ def same(one: Difference, other: Difference) -> bool:
     )
 
 
-def tensors_of(*pairs: tuple[Any, Any, str | None]) -> list[diff_batch.Pair]:
+def tensors_of(*pairs: tuple[Any, Any, str | None]) -> list[diff_host.Pair]:
     return [(signed(old), signed(new), name) for old, new, name in pairs]
 
 
@@ -70,7 +68,7 @@ def test_what_is_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare_batch(tensors_of((odd, words, "a")), streams=True) is None
     assert compare_batch(tensors_of((words, words, "a"), (words, odd, "b")), streams=True) is None
     assert compare_batch(tensors_of((words, words, "a")), streams=True) is not None
-    monkeypatch.setattr(diff_batch, "_loop", lambda width: None)
+    monkeypatch.setattr(diff_host, "batch_loop_of", lambda width: None)
     assert compare_batch(tensors_of((words, words, "a")), streams=True) is None
 
 

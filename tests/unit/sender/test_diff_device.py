@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_sender import DeltaSender, diff_device
-from delta_sender import snapshot as sender_snapshot
-from delta_sender.diff_device import SNAPSHOT_ON, DeviceSide
-from delta_sender.snapshot import Change, Snapshot
+from delta_sender import DeltaSender
+from delta_sender.diff import device as diff_device
+from delta_sender.diff import snapshot as sender_snapshot
+from delta_sender.diff.device import SNAPSHOT_ON, DeviceSide
+from delta_sender.diff.snapshot import Change, Snapshot
 from engine_ext.kernels import gather_scatter
 from tests.support.served_models import changed, random_tensor
 

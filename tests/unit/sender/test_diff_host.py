@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta_sender import diff_host
-from delta_sender.diff_host import Comparisons
-from delta_sender.diff_host import compare as compared
+from delta_sender.diff import compare as diff_host
+from delta_sender.diff.compare import Comparisons
+from delta_sender.diff.compare import compare as compared
 from engine_ext.format.digest import change_digest
 from engine_ext.format.gap_streams import encode_gaps
 from engine_ext.kernels.gather_scatter import signed

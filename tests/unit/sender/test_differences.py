@@ -6,7 +6,8 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError, part_builder
+from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError
+from delta_sender.encode import part_builder
 from tests.support.fake_engine import Engine, Model, error, loses, model_of, sends, train
 
 ONE = "layers.2.weight"

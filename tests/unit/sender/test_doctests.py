@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import delta_sender
-from delta_sender import multi_sender, quantize, sender
+from delta_sender.diff import quantize
+from delta_sender.publish import multi_sender, sender
 from tests.support.fake_engine import Engine, error
 
 

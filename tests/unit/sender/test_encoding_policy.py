@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import DeltaSender, MultiSender, part_builder
-from delta_sender.encoding_policy import (
+from delta_sender import DeltaSender, MultiSender
+from delta_sender.encode import part_builder
+from delta_sender.encode.encoding_policy import (
     EncodingChoice,
     EncodingPolicy,
     ParamStats,
@@ -157,7 +158,7 @@ def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
 
 
 def set_speed(sender: DeltaSender, speed: float) -> None:
-    sender._sender._sender._sessions[0].destination.speed.measured = speed
+    sender._publisher.sessions[0].destination.speed.measured = speed
 
 
 def encodings(engine: Engine) -> set[str]:
@@ -229,7 +230,7 @@ def test_each_link_is_measured_for_itself() -> None:
     client = httpx.Client(transport=httpx.MockTransport(answer))
     urls = ["http://a:1", "http://b:2"]
     sender = MultiSender(urls, model.items(), client=client, encoding="auto")
-    for session, speed in zip(sender._sessions, (SLOW, FAST), strict=True):
+    for session, speed in zip(sender._publisher.sessions, (SLOW, FAST), strict=True):
         session.destination.speed.measured = speed
     train(model)
     reports = sender.sync(model.items())
@@ -248,7 +249,7 @@ def test_posts_are_measured(naps: list[float]) -> None:
     engine.faults[0] = fails
     train(model)
     report = sender.sync(model.items())
-    measured = sender._sender._sender._sessions[0].destination.speed.measured
+    measured = sender._publisher.sessions[0].destination.speed.measured
     assert measured is not None
     assert report.link_bytes_per_s == measured
     # Of the request that was answered, not of the wait before it.

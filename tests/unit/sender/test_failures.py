@@ -344,7 +344,7 @@ def test_a_snapshot_interrupted_while_it_moved(full: bool, monkeypatch: pytest.M
     model = model_of(tensors=3)
     engine = Engine.of(model)
     sender = sender_of(engine, model)
-    snapshot = sender._sender._sender._snapshot
+    snapshot = sender._publisher.snapshot
     advance = snapshot.advance
 
     def interrupted(changes: dict[str, ParamDelta]) -> None:

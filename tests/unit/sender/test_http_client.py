@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from delta_sender.http_client import _CHUNK, EngineClient
-from delta_sender.options import with_defaults
+from delta_sender.options import SenderOptions
+from delta_sender.publish.http_client import _CHUNK, EngineClient
 
 
 @pytest.mark.parametrize("size", [0, 1, _CHUNK - 1, _CHUNK, _CHUNK + 1, 3 * _CHUNK + 5])
@@ -23,6 +23,6 @@ def test_a_body_comes_whole_and_with_its_length_also_again(size: int, naps: list
         return httpx.Response(200, json={"status": "committed", "version": 3})
 
     client = httpx.Client(transport=httpx.MockTransport(answer))
-    server = EngineClient("http://engine", with_defaults({"client": client}))
+    server = EngineClient("http://engine", SenderOptions(client=client))
     assert server.deliver(body, 3, 0, last=True)["version"] == 3
     assert seen == [(size, body)] * 2

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError, cli
-from engine_ext.delta_log.catalog import DONE, REFUSED, list_log, route
-from engine_ext.delta_log.writer import FolderDraft, manifest_of
+from engine_ext.log import open_log
+from engine_ext.log.catalog import DONE, REFUSED, route
+from engine_ext.log.writer import Draft, manifest_of
 from tests.support.fake_engine import (
     Engine,
     Handler,
@@ -37,7 +38,7 @@ def copied(model: Model) -> Model:
 def replayed(log: Path, base: Model, version: int = 0) -> Engine:
     """An engine that was started with the base and the log."""
     engine = Engine.of(base, version=version)
-    for entry in route(list_log(log).entries, version):
+    for entry in route(open_log(log).listing().entries, version):
         for path in entry.paths:
             request = httpx.Request("POST", "http://engine/", content=path.read_bytes())
             assert engine.take(request).status_code == 200
@@ -46,7 +47,7 @@ def replayed(log: Path, base: Model, version: int = 0) -> Engine:
 
 
 def chain(log: Path) -> list[tuple[int | None, int]]:
-    return [(entry.base_version, entry.version) for entry in list_log(log).entries]
+    return [(entry.base_version, entry.version) for entry in open_log(log).listing().entries]
 
 
 @pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_ulp", "auto"])
@@ -137,7 +138,7 @@ def test_a_log_that_cannot_be_written_stops_the_sync(
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(FolderDraft, "add", full)
+            patch.setattr(Draft, "add", full)
             with pytest.raises(PartialSyncError, match="No space left") as caught:
                 sender.sync(model.items())
         assert set(caught.value.failures) == {A, B}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import DeltaSender, LogSender, SyncError, log_destination
-from delta_sender.log_destination import log_location
-from engine_ext.delta_log import list_log
+from delta_sender import DeltaSender, LogSender, MultiSender, SyncError
+from delta_sender.arguments import log_location, log_of
+from delta_sender.publish import log_destination
 from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.unit.sender.test_log_destination import chain, replayed
 
@@ -190,36 +189,6 @@ def test_a_restart_goes_on_where_the_log_ends(tmp_path: Path, known: bool) -> No
     assert replayed(tmp_path, base).holds(model)
 
 
-def test_a_version_that_cannot_be_written_moves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = model_of()
-    base = {name: tensor.clone() for name, tensor in model.items()}
-    with sender_of(tmp_path, model, bucket_bytes=1) as sender:
-        train(model)
-        with monkeypatch.context() as patched:
-            patched.setattr("engine_ext.delta_log.writer.FolderDraft.finish", full_disk)
-            with pytest.raises(OSError, match="full"):
-                sender.sync(model.items())
-        assert (sender.version, list_log(tmp_path).entries) == (0, [])
-        train(model, 2)
-        report = sender.sync(model.items())
-    assert (report.version, report.full) == (1, False)
-    assert replayed(tmp_path, base).holds(model)
-    assert chain(tmp_path) == [(0, 1)]
-
-
-def full_disk(*_: Any) -> Callable[..., None]:
-    raise OSError("the disk is full")
-
-
-def test_one_sender_at_a_time(tmp_path: Path) -> None:
-    model = model_of()
-    with sender_of(tmp_path, model), pytest.raises(BlockingIOError):
-        sender_of(tmp_path, model)
-    sender_of(tmp_path, model).close()
-
-
 # By DeltaSender ------------------------------------------------------------------------------
 
 
@@ -227,7 +196,7 @@ def test_delta_sender_takes_a_log(tmp_path: Path) -> None:
     model = model_of()
     base = {name: tensor.clone() for name, tensor in model.items()}
     followers, version = Followers(tmp_path, base), 0
-    for url in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
+    for url in (tmp_path, f"file://{tmp_path}"):
         with DeltaSender(
             url, model.items(), notify=NOTIFY, client=followers.client(), encoding="gap8_ulp"
         ) as sender:
@@ -269,11 +238,6 @@ def test_an_engines_sender_has_told_nobody() -> None:
     [
         ("http://engine:8000", None),
         ("https://engine/path", None),
-        ("engine:8000", None),
-        ("folder/log", None),
-        ("/folder/log", Path("/folder/log")),
-        ("./log", Path("log")),
-        ("../log", Path("../log")),
         (Path("log"), Path("log")),
         ("file:///a%20folder", Path("/a folder")),
         ("file://localhost/log", Path("/log")),
@@ -284,6 +248,38 @@ def test_an_engines_sender_has_told_nobody() -> None:
 )
 def test_what_a_url_names(url: str | Path, log: str | Path | None) -> None:
     assert log_location(url) == log
+
+
+@pytest.mark.parametrize("url", ["engine:8000", "logs/run1", "engine", "log", "C:/log"])
+def test_what_names_neither_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=r"neither .* http://host:port; .* LogSender\(PATH\)"):
+        DeltaSender(url, model_of().items())
+    with pytest.raises(ValueError, match="neither"):
+        MultiSender([url], model_of().items())
+
+
+@pytest.mark.parametrize("url", ["/folder/log", "./log", "../log"])
+def test_a_plain_path_is_a_log_and_warned_of(url: str) -> None:
+    with pytest.warns(DeprecationWarning, match=r"LogSender \(delta-send --log\)"):
+        assert log_location(url) == Path(url)
+
+
+@pytest.mark.parametrize(
+    ("given", "log"),
+    [
+        ("logs/run1", Path("logs/run1")),
+        (Path("log"), Path("log")),
+        ("file:///a%20folder", Path("/a folder")),
+        ("s3://bucket/log", "s3://bucket/log"),
+    ],
+)
+def test_what_a_log_sender_takes(given: str | Path, log: str | Path) -> None:
+    assert log_of(given) == log
+
+
+def test_a_log_sender_takes_no_engine() -> None:
+    with pytest.raises(ValueError, match="'http://engine' is no delta log"):
+        LogSender("http://engine", model_of().items())
 
 
 @pytest.mark.parametrize("url", ["file://host/log", "file://", "file:log"])

@@ -10,12 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from delta_sender import DeltaSender, PartialSyncError, SyncError, multi_sender
-from delta_sender.session_thread import SessionThread
-from delta_sender.snapshot import Changes
-from delta_sender.state_file import StateFile
-from engine_ext.delta_log.catalog import list_log
-from engine_ext.delta_log.writer import FolderDraft
+from delta_sender import DeltaSender, PartialSyncError, SyncError
+from delta_sender.diff.snapshot import Changes
+from delta_sender.publish import publisher
+from delta_sender.publish.session_thread import SessionThread
+from delta_sender.publish.state_file import StateFile
+from engine_ext.log import open_log
+from engine_ext.log.writer import Draft
 from tests.support.fake_engine import (
     Engine,
     Handler,
@@ -39,7 +40,7 @@ def interrupt_at_the_end(patch: pytest.MonkeyPatch) -> None:
             thread.join()
         raise KeyboardInterrupt
 
-    patch.setattr(multi_sender, "wait_for", wait)
+    patch.setattr(publisher, "wait_for", wait)
 
 
 @pytest.mark.parametrize("commits", [True, False])
@@ -103,7 +104,7 @@ def test_a_snapshot_interrupted_while_one_lags(
             train(model, 5, 0.01)
             sender.sync(model.items())
             assert sender.lagging == [B]
-        advance = sender._snapshot.advance
+        advance = sender._publisher.snapshot.advance
 
         def interrupted(changes: Changes) -> None:
             advance(dict([*changes.items()][:moved]))
@@ -112,7 +113,7 @@ def test_a_snapshot_interrupted_while_one_lags(
 
         train(model, 6, 0.01)
         with monkeypatch.context() as patch:
-            patch.setattr(sender._snapshot, "advance", interrupted)
+            patch.setattr(sender._publisher.snapshot, "advance", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 sender.sync(model.items())
         ended(sender)
@@ -142,7 +143,7 @@ def test_others_go_on_while_one_is_asked_what_it_holds(naps: list[float]) -> Non
         with pytest.raises(PartialSyncError):
             sender.sync(model.items())
         assert b.version == 1
-        sender._options["lag_limit"] = SOON
+        sender._publisher.lag_limit = SOON
         b.status = status  # type: ignore[method-assign]
         for step in (1, 2):
             train(model, step, 0.01)
@@ -254,7 +255,7 @@ def test_a_log_that_moves_on_alone_is_interrupted(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(multi_sender, "without_old", interrupted)
+            patch.setattr(publisher, "without_old", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 sender.sync(model.items())
         model["layers.1.weight"].copy_(base["layers.1.weight"])
@@ -302,9 +303,9 @@ def test_closed_while_the_log_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     base, log = copied(model), tmp_path / "log"
     engine = Engine.of(model)
     writing, go = threading.Event(), threading.Event()
-    finish = FolderDraft.finish
+    finish = Draft.finish
 
-    def slow(draft: FolderDraft) -> Path:
+    def slow(draft: Draft) -> Path:
         writing.set()
         assert go.wait(20)
         return finish(draft)
@@ -316,13 +317,13 @@ def test_closed_while_the_log_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     sender = DeltaSender(A, model.items(), client=engine.client(), delta_log=log)
     train(model)
     with monkeypatch.context() as patch:
-        patch.setattr(multi_sender, "wait_for", interrupted)
-        patch.setattr(FolderDraft, "finish", slow)
+        patch.setattr(publisher, "wait_for", interrupted)
+        patch.setattr(Draft, "finish", slow)
         with pytest.raises(KeyboardInterrupt):
             sender.sync(model.items())
         threading.Timer(0.1, go.set).start()
         sender.close()
-    assert (list_log(log).damaged, chain(log)) == ({}, [(0, 1)])
+    assert (open_log(log).listing().damaged, chain(log)) == ({}, [(0, 1)])
     with DeltaSender(A, base.items(), client=engine.client(), delta_log=log) as sender:
         assert sender.sync(model.items()).version == 2
     assert chain(log) == [(0, 1), (0, 2)]

@@ -1,14 +1,17 @@
-"""The keyword arguments of the senders: one declaration, for signatures, help and flags."""
+"""The keyword arguments of the senders: one class, which signatures and flags agree with."""
 
 from __future__ import annotations
 
 import inspect
+import re
+from dataclasses import fields
 
 import pytest
 
-from delta_sender import DeltaSender, MultiSender, ShardedSender, cli
-from delta_sender.options import CommonOptions, MultiOptions, Options, declared, with_defaults
+from delta_sender import DeltaSender, LogSender, MultiSender, SenderOptions, ShardedSender, cli
+from delta_sender.options import ENGINE_ONLY, FLAGS
 
+OPTIONS = {each.name: each for each in fields(SenderOptions)}
 WITHOUT_FLAG = {
     "hmac_key",
     "timeout",
@@ -17,26 +20,39 @@ WITHOUT_FLAG = {
     "changes_in_memory",
     "unchanged_warning",
 }
+ABSENT = {
+    DeltaSender: {"lag_limit"},
+    MultiSender: set(),
+    LogSender: {*ENGINE_ONLY},
+    ShardedSender: {*ENGINE_ONLY, "log_differences"} - {"takeover", "full"},
+}
 
 
-@pytest.mark.parametrize(
-    ("sender", "options"),
-    [(DeltaSender, Options), (MultiSender, MultiOptions), (ShardedSender, CommonOptions)],
-)
-def test_signatures_and_docstrings_have_every_option(sender: type, options: type) -> None:
+@pytest.mark.parametrize("sender", ABSENT)
+def test_signatures_have_the_options(sender: type) -> None:
     parameters = inspect.signature(sender).parameters
     assert inspect.Parameter.VAR_KEYWORD not in {p.kind for p in parameters.values()}
-    for name, option in declared(options).items():
-        assert option.doc
-        assert parameters[name].default == option.default
-        assert f"{name}: {option.doc[:20]}" in (sender.__doc__ or "")
+    assert OPTIONS.keys() - parameters.keys() == ABSENT[sender]
+    for name in OPTIONS.keys() & parameters.keys():
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert (parameters[name].default, parameters[name].annotation) == (
+            OPTIONS[name].default,
+            OPTIONS[name].type,
+        )
+    assert "`SenderOptions`" in (sender.__doc__ or "")
+
+
+def test_every_option_is_documented() -> None:
+    documented = re.findall(r"^ {4}(\w+): ", inspect.getdoc(SenderOptions) or "", re.M)
+    assert documented[: len(OPTIONS)] == [*OPTIONS]
 
 
 def test_flags_have_the_defaults_of_the_options() -> None:
     arguments = vars(cli.make_parser().parse_args(["--target", "t"]))
-    defaults = with_defaults({})
-    assert declared(MultiOptions).keys() - arguments.keys() == WITHOUT_FLAG
-    assert all(arguments[name] == defaults[name] for name in arguments.keys() & defaults.keys())
+    assert OPTIONS.keys() - arguments.keys() == WITHOUT_FLAG
+    assert OPTIONS.keys() - FLAGS.keys() == WITHOUT_FLAG | {"full"}  # which is --allow-full
+    for name in arguments.keys() & OPTIONS.keys():
+        assert arguments[name] == OPTIONS[name].default
 
 
 @pytest.mark.parametrize(("given", "limit"), [("9", 9.0), ("0.5", 0.5), ("inf", None)])
@@ -51,3 +67,12 @@ def test_unknown_options_are_refused(unknown: dict[str, object]) -> None:
         DeltaSender("http://engine:8000", {}.items(), **unknown)
     with pytest.raises(TypeError, match="bucket"):
         MultiSender(["http://engine:8000"], {}.items(), bucket=1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"encoding": "zip"}, {"full": "never"}, {"posts_in_flight": 0}, {"bandwidth_limit": 0}],
+)
+def test_unknown_values_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"not one of|at least|above"):
+        SenderOptions(**wrong)

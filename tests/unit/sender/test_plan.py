@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from delta_sender import SyncError
-from delta_sender.acked_state import EnginePlan
-from delta_sender.snapshot import Snapshot
+from delta_sender.diff.snapshot import Snapshot
+from delta_sender.encode.acked_state import EnginePlan
 from tests.support.fake_engine import (
     Engine,
     bits,

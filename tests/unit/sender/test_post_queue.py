@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_sender import sync_round
-from delta_sender.bandwidth import LinkSpeed
-from delta_sender.destination import Destination, Part
-from delta_sender.encoding_policy import EncodingPolicy
-from delta_sender.post_queue import PostQueue
+from delta_sender.encode import sync_round
+from delta_sender.encode.encoding_policy import EncodingPolicy
+from delta_sender.encode.part_builder import EncodedPart
+from delta_sender.encode.sync_round import Attempt, SyncRound
+from delta_sender.publish.bandwidth import LinkSpeed
+from delta_sender.publish.destination import Destination
+from delta_sender.publish.post_queue import PostQueue
 from delta_sender.results import SyncError
 from delta_sender.run import Run
-from delta_sender.sync_round import Attempt, SyncRound
 
 PROPERTY = settings(deadline=None, database=None, max_examples=60)
 POLICY = EncodingPolicy("deltas")
@@ -87,7 +88,7 @@ def put_all(queue: PostQueue, shared: SyncRound, count: int, fails: int | None =
 
     for number in range(count):
         body = shared.body(ATTEMPT, number, lambda number=number: encode(number))  # type: ignore[misc]
-        queue.put(Part(body, 1, number, number == count - 1))
+        queue.put(EncodedPart(body, 1, number, number == count - 1))
         del body
 
 
@@ -189,7 +190,7 @@ def test_bodies_are_bounded(at_once: int, encoders: int, slow: str) -> None:
     with queue.encoding():
         for number in range(count):
             part = shared.body(ATTEMPT, number, lambda number=number: encode(number))  # type: ignore[misc]
-            queue.put(Part(part, 1, number, number == count - 1))
+            queue.put(EncodedPart(part, 1, number, number == count - 1))
             del part
     queue.finish()
     assert receiver.most == (at_once if slow == "posts" else receiver.most)
@@ -289,7 +290,7 @@ def test_the_end_of_encoding_is_waited_for_even_after_a_failure() -> None:
         with queue.encoding():
             for number in range(99):
                 body = shared.body(ATTEMPT, number, lambda number=number: encode(number))  # type: ignore[misc]
-                queue.put(Part(body, 1, number, False))
+                queue.put(EncodedPart(body, 1, number, False))
 
     with pytest.raises(SyncError, match="SpoolFull"):
         put_many()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from delta_sender import DeltaSender, Quantizer, SyncError, cli, quantize_weight
-from delta_sender.quantize import FORMS
+from delta_sender.diff.quantize import FORMS
 from engine_ext.format import ENCODINGS
 from scripts.live_engine.quantised_checkpoints import by_compressed_tensors
 from tests.support.fake_engine import Engine, Model, bits, error, sends, snapshot_is
@@ -123,7 +123,7 @@ def test_large_weights_are_quantised_in_chunks(form: str, monkeypatch: pytest.Mo
     weight = torch.randn(700, 200, generator=torch.Generator().manual_seed(2)).to(BF16)
     whole = quantize_weight(weight, form)
     for chunk in (1, 60_000):  # 128 rows; 256 rows
-        monkeypatch.setattr("delta_sender.quantize._CHUNK", chunk)
+        monkeypatch.setattr("delta_sender.diff.quantize._CHUNK", chunk)
         chunked = quantize_weight(weight, form)
         assert all(same(chunked[suffix], whole[suffix]) for suffix in whole)
 

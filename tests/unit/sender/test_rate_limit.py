@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_sender import DeltaSender, RateLimit
-from delta_sender.options import with_defaults
+from delta_sender.options import SenderOptions
 from tests.support.fake_engine import Engine, model_of, train
 
 
@@ -65,7 +65,7 @@ def test_connections_share_it() -> None:
 @pytest.mark.parametrize("wrong", [0, -1.0, float("inf"), float("nan")])
 def test_other_rates_are_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="above 0"):
-        with_defaults({"bandwidth_limit": wrong})
+        SenderOptions(bandwidth_limit=wrong)
 
 
 def test_every_byte_of_a_body_takes_its_turn() -> None:
@@ -88,8 +88,8 @@ def test_every_byte_of_a_body_takes_its_turn() -> None:
 
 def test_two_senders_may_share_one() -> None:
     limit = RateLimit(5.0)
-    chosen = [with_defaults({"bandwidth_limit": limit})["bandwidth_limit"] for _ in range(2)]
+    chosen = [SenderOptions(bandwidth_limit=limit).bandwidth_limit for _ in range(2)]
     assert chosen == [limit, limit]
-    made = with_defaults({"bandwidth_limit": 5})["bandwidth_limit"]
+    made = SenderOptions(bandwidth_limit=5).bandwidth_limit
     assert isinstance(made, RateLimit)
     assert made.bytes_per_second == 5.0

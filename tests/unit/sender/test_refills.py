@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from delta_sender import DeltaSender, checkpoint_names, named_tensors, snapshot
+from delta_sender import DeltaSender, checkpoint_names, named_tensors
+from delta_sender.diff import snapshot
 from tests.support.fake_engine import Engine, Model, model_of, sender_of, train
 from tests.support.trainer_models import make_model, saved
 

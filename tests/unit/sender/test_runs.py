@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from delta_sender import DeltaSender, FullSyncRefused, MultiSender, RunConflict, RunFenced
+from delta_sender.publish.state_file import StateFile
 from delta_sender.results import PartialSyncError, SyncError
-from delta_sender.state_file import StateFile
 from tests.support.fake_engine import (
     Engine,
     Handler,
@@ -328,6 +328,19 @@ def test_numbers_of_a_run_are_used_once(model: Model, file: Path) -> None:
     assert (report.reason or "").startswith("behind: ")
 
 
+def test_next_sender_of_a_process_opens_its_run(model: Model, tmp_path: Path) -> None:
+    base, engine = copied(model), Engine.of(model)
+    with sender_of(engine, model) as sender:
+        train(model)
+        sender.sync(model.items())
+    with sender_of(engine, base, continues=(sender.run, sender.epoch)) as following:
+        assert (following.run, following.epoch) == (sender.run, 2)
+        train(base, 5)
+        assert following.sync(base.items()).full  # over what its run has sent
+    with pytest.raises(ValueError, match="continues= is for engines"):
+        DeltaSender(tmp_path / "log", base.items(), continues=("a", 1))
+
+
 # ---- one owner -----------------------------------------------------------------------------------
 
 
@@ -385,7 +398,7 @@ def test_restart_with_its_state_continues(model: Model, file: Path) -> None:
     train(model)
     killed.sync(model.items())
     StateFile(file)  # readable meanwhile
-    killed._sender._sender._tracker.file.close()  # as the end of its process
+    killed._publisher._tracker.file.close()  # as the end of its process
     with sender_of(engine, model, state=file) as sender:
         assert (sender.run, sender.epoch) == (killed.run, killed.epoch + 1)
         target = touched(model)

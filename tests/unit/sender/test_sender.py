@@ -8,8 +8,9 @@ import hmac
 import pytest
 import torch
 
-from delta_sender import DeltaSender, part_sizes
-from engine_ext.dtypes import torch_bits_dtype
+from delta_sender import DeltaSender
+from delta_sender.encode import part_builder
+from engine_ext.dtypes import itemsize, torch_bits_dtype
 from engine_ext.format.positions import ENCODINGS
 from engine_ext.format.zstd_frames import ZSTD_MAGIC
 from tests.support.fake_engine import Engine, breaks, digest_of, model_of, sender_of, train
@@ -98,11 +99,8 @@ def test_parts_are_capped_and_of_one_dtype() -> None:
     sender = sender_of(engine, model, bucket_bytes=600, encoding="deltas")
     train(model, density=0.1)
     sender.sync(model.items())
-    sizes = [p.header.positions.end - p.header.positions.begin for p in engine.log]
-    sizes = [
-        s + p.header.values.end - p.header.values.begin
-        for s, p in zip(sizes, engine.log, strict=True)
-    ]
+    ends = [part.manifest.params[-1] for part in engine.log]
+    sizes = [last.pos_end + last.val_end * itemsize(last.dtype) for last in ends]
     for size, part in zip(sizes, engine.log, strict=True):
         assert len({delta.dtype for delta in part.deltas}) == 1
         assert size <= 600 or [delta.name for delta in part.deltas] == ["large"]
@@ -112,7 +110,7 @@ def test_parts_are_capped_and_of_one_dtype() -> None:
 
 def test_the_first_parts_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may have twice as much as the one before, up to `bucket_bytes`."""
-    monkeypatch.setattr(part_sizes, "_FIRST", 100)
+    monkeypatch.setattr(part_builder, "_FIRST", 100)
     model = model_of(tensors=70, numel=9)
     engine = Engine.of(model)
     options = {"bucket_bytes": 350, "encoding": "deltas", "posts_in_flight": 1}
@@ -258,5 +256,5 @@ def test_only_an_own_client_is_closed() -> None:
         sender.sync(model.items())
     assert not client.is_closed
     with DeltaSender("http://engine", model.items()) as sender:
-        own = sender._sender._sender._sessions[0].destination.client
+        own = sender._publisher.sessions[0].destination.client
     assert own.is_closed

@@ -83,7 +83,7 @@ def test_an_engine_without_room_for_so_many_gets_fewer(naps: list[float]) -> Non
     with sender_of(a, b, model, bucket_bytes=1) as sender:
         train(model)
         sender.sync(model.items())
-        assert [session.destination.at_once for session in sender._sessions] == [4, 2]
+        assert [session.destination.at_once for session in sender._publisher.sessions] == [4, 2]
     assert naps
     assert a.holds(model)
     assert b.holds(model)

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncReport
-from delta_sender.http_client import EngineClient
-from delta_sender.options import with_defaults
-from delta_sender.state_file import StateFile
+from delta_sender.options import SenderOptions
+from delta_sender.publish.http_client import EngineClient
+from delta_sender.publish.state_file import StateFile
 from tests.support.fake_engine import Engine, Handler, Model, error, model_of, sends, train
 from tests.unit.sender.test_log_destination import chain, copied, replayed
 from tests.unit.sender.test_multi_sender import A, B, refuse, sender_of, two
@@ -43,7 +43,7 @@ class Slow:
 
 def ended(sender: MultiSender) -> None:
     """Wait until no engine lags; from now on every engine is waited for."""
-    sender._options["lag_limit"] = None
+    sender._publisher.lag_limit = None
     deadline = time.monotonic() + 20
     while sender.lagging:
         assert time.monotonic() < deadline
@@ -164,7 +164,7 @@ def test_without_a_limit_all_are_waited_for() -> None:
 def test_no_engine_holds_up_the_others_for_ever() -> None:
     a, b = two(model := model_of(tensors=2))
     with sender_of(a, b, model) as sender:
-        assert sender._options["lag_limit"] == 60
+        assert sender._publisher.lag_limit == 60
 
 
 def test_where_all_lag_one_is_waited_for() -> None:
@@ -214,7 +214,7 @@ def test_a_host_that_is_gone_is_given_up_soon(timeout: float) -> None:
     """Work may take long, a connection does not; each is tried several times."""
     with httpx.Client(timeout=timeout) as given:
         for client, seconds in ((None, min(timeout, 10.0)), (given, timeout)):
-            server = EngineClient(A, with_defaults({"timeout": timeout, "client": client}))
+            server = EngineClient(A, SenderOptions(timeout=timeout, client=client))
             assert server.client.timeout.connect == seconds
             assert server.client.timeout.read == timeout
             server.close()
@@ -249,7 +249,7 @@ def test_one_that_has_committed_other_bytes_gets_all_after_a_restart(
     a, b, sender, slow = lagging(model, state=file)
     if not late:
         slow.go.set()
-        sender._options["lag_limit"] = None
+        sender._publisher.lag_limit = None
 
     def corrupts(take: Handler, request: httpx.Request) -> httpx.Response:
         answer = slow(take, request)
@@ -271,11 +271,11 @@ def test_one_that_has_committed_other_bytes_gets_all_after_a_restart(
         [failed] = sender.late_outcomes.values() if late else [None]
         assert failed is None or "the next sync will be full" in str(failed)
     else:  # killed, but after it has noted how the engine ended
-        sender._end_lagging(wait=False)
-        assert sender._tracker.file is not None
-        sender._tracker.file.close()
+        sender._publisher._end_lagging(wait=False)
+        assert sender._publisher._tracker.file is not None
+        sender._publisher._tracker.file.close()
     assert sender.versions == {A: 1, B: 1}
-    client = sender._sessions[0].destination.client  # type: ignore[attr-defined]
+    client = sender._publisher.sessions[0].destination.client  # type: ignore[attr-defined]
     with MultiSender([A, B], model.items(), client=client, state=file, digest=False) as sender:
         train(model, 1, 0.01)
         reports = sender.sync(model.items())
@@ -295,7 +295,7 @@ def test_how_those_that_lagged_ended() -> None:
         sender.sync(model.items())
         slow.go.set()
         ended(sender)
-        sender._options["lag_limit"] = SOON
+        sender._publisher.lag_limit = SOON
         train(model, 1, 0.01)
         sender.sync(model.items())
         report = sender.late_outcomes[B]

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import diff_host, snapshot
-from delta_sender.snapshot import Changes, Snapshot
+from delta_sender.diff import compare as diff_host
+from delta_sender.diff import snapshot
+from delta_sender.diff.snapshot import Changes, Snapshot
 
 
 def model(tensors: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender
-from delta_sender import spill as sender_spill
-from delta_sender.encoding_policy import AUTO
-from delta_sender.snapshot import Change, Snapshot
-from delta_sender.spill import Spill
+from delta_sender.diff import snapshot as sender_spill
+from delta_sender.diff.snapshot import Change, Snapshot, Spill
+from delta_sender.encode.encoding_policy import AUTO
 from engine_ext.format.manifest import ENCODINGS
 from tests.support.descriptors import open_descriptors
 from tests.support.fake_engine import Engine, model_of, train
@@ -169,7 +168,7 @@ def test_without_room_for_the_file_nothing_is_sent(
 _MEMORY = """
 import ctypes, threading, time
 import torch
-from delta_sender import snapshot as sender_snapshot
+from delta_sender.diff import snapshot as sender_snapshot
 from scripts.bench.sender import simulated_sender
 
 def anonymous():

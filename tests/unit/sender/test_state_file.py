@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from delta_sender import DeltaSender, FullSyncRefused, MultiSender, PartialSyncError
-from delta_sender.state_file import Known, State, StateFile
+from delta_sender.publish.state_file import Known, State, StateFile
 from tests.support.fake_engine import Engine, Handler, Model, error, model_of, sends, train
 from tests.unit.sender.test_log_destination import chain, copied, replayed
 from tests.unit.sender.test_multi_sender import A, B, client_of, two
@@ -180,8 +180,8 @@ def test_killed_while_the_last_part_was_posted(file: Path, committed: bool, went
         StateFile.end = wrote  # type: ignore[method-assign]
     engine.faults = {}
     assert StateFile(file).state.in_flight is not None
-    assert sender._sender._sender._tracker.file is not None
-    sender._sender._sender._tracker.file.close()  # as with every file of a process that is gone
+    assert sender._publisher._tracker.file is not None
+    sender._publisher._tracker.file.close()  # as with every file of a process that is gone
 
     base = model if went_on else before
     with sender_of(engine, base, file) as sender:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 import pytest
 import torch
 
 from delta_sender import LogSender
-from engine_ext.delta_log import open_log, route
-from engine_ext.object_store import ObjectStore
+from engine_ext.log import Objects, open_log, route
 from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.unit.sender.test_log_destination import copied
 from tests.unit.sender.test_multi_sender import sender_of, two
@@ -49,19 +47,6 @@ def test_engines_and_the_store_get_the_same(store_url: str, bucket_bytes: int) -
     assert chain(store_url) == [(0, 1), (None, 2), (2, 3)]
 
 
-def test_a_trainer_that_posts_to_no_engine(store_url: str) -> None:
-    model = model_of(torch.bfloat16)
-    base = copied(model)
-    with LogSender(store_url, model.items()) as sender:
-        train(model)
-        sender.sync(model.items())
-    # One that starts again goes on from there, and one from another model does not.
-    with LogSender(store_url, model.items()) as sender:
-        train(model, 1)
-        assert sender.sync(model.items()).version == 2
-    assert replayed(store_url, base).holds(model)
-
-
 def test_a_second_sender_takes_over(store_url: str) -> None:
     """The first one's next version is refused, and its snapshot stays where the log is."""
     model = model_of(torch.bfloat16)
@@ -79,31 +64,15 @@ def test_a_second_sender_takes_over(store_url: str) -> None:
     assert replayed(store_url, base).holds(taken)
 
 
-def test_a_store_that_cannot_be_reached(
-    store_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    model = model_of(torch.bfloat16)
-    base = copied(model)
-    with LogSender(store_url, model.items()) as sender:
-        train(model)
-        with monkeypatch.context() as patched:
-            patched.setattr("engine_ext.object_store.ObjectStore.put", _full)
-            with pytest.raises(OSError, match="no room"):
-                sender.sync(model.items())
-        assert chain(store_url) == []
-        sender.sync(model.items())
-    assert replayed(store_url, base).holds(model)
-
-
 def test_the_answer_to_the_last_write_is_lost(
     store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The version may be in the log: it stays whole, and a full one leads on from anywhere."""
     model = model_of(torch.bfloat16)
     base = copied(model)
-    create = ObjectStore.create
+    create = Objects.create
 
-    def loses(store: ObjectStore, name: str, data: bytes) -> None:
+    def loses(store: Objects, name: str, data: bytes) -> None:
         create(store, name, data)
         if name.endswith("DONE"):
             raise OSError(errno.EIO, "no answer", name)
@@ -111,7 +80,7 @@ def test_the_answer_to_the_last_write_is_lost(
     with LogSender(store_url, model.items()) as sender:
         train(model)
         with monkeypatch.context() as patched:
-            patched.setattr(ObjectStore, "create", loses)
+            patched.setattr(Objects, "create", loses)
             with pytest.raises(OSError, match="no answer"):
                 sender.sync(model.items())
         at_one = copied(model)
@@ -120,7 +89,3 @@ def test_the_answer_to_the_last_write_is_lost(
     assert chain(store_url) == [(0, 1), (None, 2)]
     assert replayed(store_url, at_one, 1).holds(model)
     assert replayed(store_url, base).holds(model)
-
-
-def _full(store: object, name: str, data: bytes) -> None:
-    raise OSError(28, "no room", name)

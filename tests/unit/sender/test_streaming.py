@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import (
-    DeltaSender,
-    MultiSender,
-    PartialSyncError,
-    SyncError,
-    diff_host,
-    part_builder,
-    session_thread,
-)
-from delta_sender import snapshot as sender_snapshot
+from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError
+from delta_sender.diff import compare as diff_host
+from delta_sender.diff import snapshot as sender_snapshot
+from delta_sender.encode import part_builder
+from delta_sender.publish import session_thread
 from engine_ext.format import digest, exponent_planes, gap_streams, ulp_differences
 from engine_ext.kernels import gather_scatter
 from tests.support.fake_engine import (
@@ -79,7 +74,7 @@ def test_a_part_is_encoded_while_the_one_before_is_posted(
     engine = Engine.of(model)
     sender = sender_of(engine, model)
     encoded = [threading.Event() for _ in range(4)]
-    encode, numbers = part_builder._encode, iter(range(4))
+    encode, numbers = part_builder.ChangedTensors.encode, iter(range(4))
 
     def tells(*pieces: object, **metadata: object) -> bytes:
         body = encode(*pieces, **metadata)
@@ -93,7 +88,7 @@ def test_a_part_is_encoded_while_the_one_before_is_posted(
 
         return wait
 
-    monkeypatch.setattr(part_builder, "_encode", tells)
+    monkeypatch.setattr(part_builder.ChangedTensors, "encode", tells)
     engine.faults = {number: lingers(number) for number in range(3)}
     train(model)
     report = sender.sync(model.items())
@@ -107,7 +102,7 @@ def test_the_snapshot_stays_until_the_engine_has_committed() -> None:
     model = {name: tensor.clone() for name, tensor in base.items()}
     engine = Engine.of(base)
     sender = sender_of(engine, base)
-    snapshot = sender._sender._sender._snapshot
+    snapshot = sender._publisher.snapshot
     moved = []
 
     def looks(take: Handler, request: httpx.Request) -> httpx.Response:

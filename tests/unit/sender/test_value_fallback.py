@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, SyncError
-from delta_sender.state_file import StateFile
-from engine_ext.delta_log.catalog import list_log
-from engine_ext.delta_log.writer import manifest_of
+from delta_sender.publish.state_file import StateFile
+from engine_ext.log import open_log
+from engine_ext.log.writer import manifest_of
 from tests.support.fake_engine import (
     Engine,
     Handler,
@@ -155,7 +155,7 @@ def test_the_log_has_its_own_parts_of_a_healed_sync(bucket_bytes: int, tmp_path:
     assert chain(tmp_path) == [(0, 1), (1, 2), (2, 3)]
     assert replayed(tmp_path, base).holds(model)
     assert engine.version == 3
-    paths = [path for entry in list_log(tmp_path).entries for path in entry.paths]
+    paths = [path for entry in open_log(tmp_path).listing().entries for path in entry.paths]
     parts = [manifest_of(path.read_bytes()) for path in paths]
     assert {part.encoding for part in parts} == {"gap8_exp"}
     assert all(part.digest_before and part.digest_part for part in parts)
@@ -263,7 +263,7 @@ def test_one_of_several_is_healed(bucket_bytes: int, monkeypatch: pytest.MonkeyP
     model = model_of(tensors=3)
     base, engines = copied(model), [Witness.of(model) for _ in "abc"]
     sender = multi_of([*engines], model, bucket_bytes=bucket_bytes)
-    snapshot, moves, advance = sender._snapshot, [], sender._snapshot.advance
+    snapshot, moves, advance = sender._publisher.snapshot, [], sender._publisher.snapshot.advance
     monkeypatch.setattr(snapshot, "advance", lambda new: moves.append(len(new)) or advance(new))
     train(model)
     spoil(base, model, engines[1])

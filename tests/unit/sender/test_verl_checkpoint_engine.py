@@ -20,9 +20,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from delta_sender import quantize_weight
-from delta_sender.quantize import FORMS
+from delta_sender import DeltaSender, PartialSyncError, RunConflict, quantize_weight
+from delta_sender.diff.quantize import FORMS
 from tests.support.fake_engine import Engine
+from tests.support.trainer_models import change, make_model, save, saved
 
 NAME = "delta_sender.integrations.verl_checkpoint_engine"
 
@@ -145,12 +146,91 @@ def test_weights_that_never_change_are_warned_of(
     actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
     actor.init_process_group(["http://engine"])
     tensors = trained()
-    for _ in range(2):
+    for _ in range(6):
+        assert "lora.merge" not in caplog.text or engine.version > 3
         asyncio.run(actor.send_weights(freed(tensors)))
-        if engine.version == 1:
-            assert "lora.merge" not in caplog.text
-    assert "no weight has changed since the last sync" in caplog.text
-    assert "actor_rollout_ref.model.lora.merge=True" in caplog.text
+    [warning] = [text for text in caplog.messages if "changed" in text]
+    assert warning.startswith("no value has changed in 3 syncs in a row. Usual causes: ")
+    assert "actor_rollout_ref.model.lora.merge=True" in warning
+    actor.close()
+
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.fixture
+def balanced(engine: Engine, tmp_path: Path) -> Any:
+    """Return a model whose buffer is trained; the engine and the checkpoint hold it as it was."""
+    model = make_model("deepseek_v3")
+    (tmp_path / "checkpoint" / "config.json").unlink()
+    save(model, tmp_path / "checkpoint")
+    engine.weights = Engine.of(saved(model)).weights
+    change(model, scale=0.01)
+    model.get_buffer(BIAS).add_(0.5)
+    return model
+
+
+def parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return freed({name: tensor for name, tensor in saved(model).items() if name != BIAS})
+
+
+def test_buffer_is_read_from_verls_engine(
+    verl: Any, engine: Engine, tmp_path: Path, balanced: Any
+) -> None:
+    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
+    actor.init_process_group(["http://engine"])
+    given = SimpleNamespace(
+        module=balanced, get_per_tensor_param=lambda: (parameters(balanced), None)
+    )
+    asyncio.run(actor.send_weights(given))
+    assert engine.holds(saved(balanced))
+    actor.close()
+
+
+def test_buffer_left_out_is_refused_with_ways_out(
+    verl: Any, engine: Engine, tmp_path: Path, balanced: Any
+) -> None:
+    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
+    actor.init_process_group(["http://engine"])
+    said = rf"{BIAS}: a buffer .* Give send_weights verl's engine.* frozen=\[\.\.\.\]"
+    with pytest.raises(ValueError, match=said):
+        asyncio.run(actor.send_weights(parameters(balanced)))
+    assert engine.version == 0
+    given = {name: t for name, t in saved(balanced).items() if name != "model.norm.weight"}
+    with pytest.raises(ValueError, match=r"^missing, but in the base: model\.norm\.weight$"):
+        asyncio.run(actor.send_weights(freed(given)))
+    assert engine.version == 0
+    actor.close()
+
+
+@pytest.mark.parametrize("frozen", [["*.e_score_*"], "*.e_score_*"])
+def test_frozen_buffer_is_the_bases(
+    verl: Any, engine: Engine, tmp_path: Path, balanced: Any, frozen: Any
+) -> None:
+    held = saved(make_model("deepseek_v3"))[BIAS]
+    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"], frozen=frozen)
+    actor.init_process_group(["http://engine"])
+    asyncio.run(actor.send_weights(parameters(balanced)))
+    assert engine.holds({**saved(balanced), BIAS: held})
+    given = {name: t for name, t in saved(balanced).items() if "norm" not in name}
+    with pytest.raises(ValueError, match="missing, but in the base: model"):
+        asyncio.run(actor.send_weights(freed(given)))
+    actor.close()
+
+
+@pytest.mark.parametrize("urls", [["http://one"], ["http://one", "http://two"]])
+def test_other_run_is_named(verl: Any, engine: Engine, tmp_path: Path, urls: list[str]) -> None:
+    base = {"embed": torch.zeros(8, 4).bfloat16(), "norm": torch.zeros(4)}
+    owner = DeltaSender("http://one", base, full="allow")
+    owner.sync(base)
+    actor = make(verl, tmp_path, is_master=True, urls=urls)
+    actor.init_process_group(urls)
+    with pytest.raises(RunConflict if len(urls) == 1 else PartialSyncError) as caught:
+        asyncio.run(actor.send_weights(freed(trained())))
+    failures = getattr(caught.value, "failures", {"http://one": caught.value})
+    assert [failed.error["owner"]["run"] for failed in failures.values()] == [owner.run] * len(urls)
+    assert engine.holds(base)
+    owner.close()
     actor.close()
 
 

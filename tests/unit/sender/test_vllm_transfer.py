@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
+from delta_sender import DeltaSender, RunFenced
 from delta_sender.integrations.trl_trainers import empty_model
 from delta_sender.integrations.vllm_transfer import DeltaTrainerInitInfo
 from tests.support.fake_engine import Engine
@@ -24,11 +25,12 @@ class SyncClient:
     base_url = "http://engine"
 
     def __init__(self, engine: Engine) -> None:
-        self._client = engine.client()
+        self._client, self.started = engine.client(), 0
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
-    def start_weight_update(self) -> None: ...
+    def start_weight_update(self) -> None:
+        self.started += 1
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
@@ -68,4 +70,19 @@ def test_module_source_without_buffer_values_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{BIAS}: a buffer"):
         transfer.send_weights()
     assert engine.version == 0
+    transfer.shutdown()
+
+
+def test_fenced_trainer_ends_no_update(tmp_path: Path) -> None:
+    """The call that starts an update would end that of the new owner, as it has no run."""
+    model = make_model("dense")
+    base = save(model, tmp_path)
+    engine, transfer = engine_and_transfer(model, model, base)
+    transfer.send_weights()
+    with DeltaSender("http://e", base, client=engine.client(), takeover=True) as sender:
+        sender.sync(saved(model))
+        change(model, scale=0.01)
+        with pytest.raises(RunFenced, match="RunFenced"):
+            transfer.send_weights()
+    assert transfer.client.started == 1
     transfer.shutdown()

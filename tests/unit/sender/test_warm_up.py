@@ -9,14 +9,14 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import DeltaSender, diff_batch, diff_loop
-from delta_sender.encoding_policy import CHOICES
+from delta_sender import DeltaSender
+from delta_sender.diff import compare as diff_host
+from delta_sender.encode.encoding_policy import CHOICES
 from engine_ext.format import digest, exponent_planes, gap_streams, ulp_differences
 from engine_ext.kernels import gather_scatter
 
 LOOPS = {
-    diff_batch: [diff_batch._loop],
-    diff_loop: [diff_loop.loop_of],
+    diff_host: [diff_host.batch_loop_of, diff_host.loop_of],
     digest: [digest._kernel],
     gather_scatter: [gather_scatter._loops, gather_scatter._loop_of_many],
     gap_streams: [gap_streams._loops, gap_streams._match],

@@ -16,4 +16,4 @@ def other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     rig.engine.shared = True
     process = Process(rig)
     yield process
-    process.service.spool.close()
+    process.service.intake.close()

@@ -64,7 +64,7 @@ def test_a_pause_is_the_engines(rig: Rig, ranks: list[ToyAdapters]) -> None:
     async def pause() -> None:
         await rig.engine.pause("keep", flush_cache=False)
 
-    rig.run(rig.service.committer.by_caller(pause))
+    rig.run(rig.service.committer.run_external_change(pause))
     assert rig.send(part(), **ONE).json()["status"] == "committed"
     assert rig.get(STATUS, params=ONE).json()["paused"] == rig.status()["paused"] | {"seconds": ANY}
     assert rig.status()["paused"]["by"] == "the caller"

@@ -16,7 +16,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from delta_server.auth import check_client, check_token
 from delta_server.routes import attach
-from engine_ext.errors import LoopbackOnly, Unauthorized
+from engine_ext.errors import AccessDenied, Unauthorized
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.support.delta_bodies import delta_part
 from tests.support.endpoint_rig import COMPLETIONS, DELTA, FROM_DISK, STATUS, Rig, assert_error
@@ -117,7 +117,7 @@ def test_who_may(
     if (given == "right") if token else (client == "here"):
         assert response.status_code == ROUTES[route][-1]
         return
-    error = assert_error(response, *((401, "Unauthorized") if token else (403, "LoopbackOnly")))
+    error = assert_error(response, *((401, "Unauthorized") if token else (403, "AccessDenied")))
     assert ("--delta-api-key" in error["message"], SECRET in response.text) == (True, False)
     assert response.headers.get("WWW-Authenticate") == ("Bearer" if token else None)
     rig.assert_untouched()
@@ -224,13 +224,13 @@ def test_names_that_no_other_site_can_have(host: str) -> None:
 def test_the_name_of_this_host_may_be_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Node7.example.org")
     check_client("127.0.0.1", {"host": "node7.example.org:8000"})
-    with pytest.raises(LoopbackOnly, match="Host"):
+    with pytest.raises(AccessDenied, match="Host"):
         check_client("127.0.0.1", {"host": "node8.example.org:8000"})
 
 
 @pytest.mark.parametrize("client", ELSEWHERE)
 def test_without_a_token_no_other_client_may(client: str | None) -> None:
-    with pytest.raises(LoopbackOnly, match="--delta-api-key"):
+    with pytest.raises(AccessDenied, match="--delta-api-key"):
         check_client(client, {})
 
 
@@ -241,7 +241,7 @@ def test_clients_of_trusted_networks_may(client: str) -> None:
 
 @pytest.mark.parametrize("client", ["10.0.5.7", "fe80::1", None, "trainer"])
 def test_clients_of_other_networks_may_not(client: str | None) -> None:
-    with pytest.raises(LoopbackOnly, match="--delta-allow-from"):
+    with pytest.raises(AccessDenied, match="--delta-allow-from"):
         check_client(client, {}, ["10.0.4.0/24", "fd00::/8"])
 
 
@@ -250,7 +250,7 @@ def test_who_only_speaks_for_another_may_not_from_a_trusted_network(
     headers: dict[str, str],
 ) -> None:
     lower = {name.lower(): value for name, value in headers.items()}
-    with pytest.raises(LoopbackOnly):
+    with pytest.raises(AccessDenied):
         check_client("10.0.4.7", lower, ["10.0.4.0/24"])
 
 
@@ -258,13 +258,13 @@ def test_trusted_networks_are_the_settings(make_rig: Any) -> None:
     rig = make_rig(allow_from=("192.0.2.0/24",))
     assert rig.run(rig.request("GET", STATUS, peer=REMOTE)).status_code == 200
     other = rig.run(rig.request("GET", STATUS, peer=("198.51.100.1", 1)))
-    assert_error(other, 403, "LoopbackOnly")
+    assert_error(other, 403, "AccessDenied")
 
 
 @pytest.mark.parametrize("headers", [*PROXIED, *OTHER_SITES], ids=str)
 def test_who_only_speaks_for_another_may_not(headers: dict[str, str]) -> None:
     lower = {name.lower(): value for name, value in headers.items()}
-    with pytest.raises(LoopbackOnly, match="--delta-api-key"):
+    with pytest.raises(AccessDenied, match="--delta-api-key"):
         check_client("127.0.0.1", lower)
 
 
@@ -282,7 +282,7 @@ def test_the_first_of_two_headers_is_enough(rig: Rig) -> None:
             headers = [("X-Forwarded-For", "127.0.0.1"), ("X-Forwarded-For", "192.0.2.7")]
             return await client.get(STATUS, headers=headers)
 
-    assert_error(rig.run(asyncio.wait_for(send(), 5)), 403, "LoopbackOnly")
+    assert_error(rig.run(asyncio.wait_for(send(), 5)), 403, "AccessDenied")
 
 
 @pytest.mark.parametrize("peer", [("127.0.0.1", 1), REMOTE], ids=["proxy here", "proxy elsewhere"])
@@ -291,4 +291,4 @@ def test_what_a_proxy_says_of_its_client_is_not_believed(rig: Rig, peer: Any) ->
     trusting = ProxyHeadersMiddleware(rig.app, trusted_hosts="*")  # type: ignore[arg-type]
     headers = {"X-Forwarded-For": "127.0.0.1"}
     request = rig.request("GET", STATUS, app=trusting, peer=peer, headers=headers)  # type: ignore[arg-type]
-    assert_error(rig.run(request), 403, "LoopbackOnly")
+    assert_error(rig.run(request), 403, "AccessDenied")

@@ -43,7 +43,7 @@ def during_a_commit(
         commit = asyncio.ensure_future(rig.sending(delta_part()))
         while ("commit",) not in rig.engine.events:
             await asyncio.sleep(0)
-        asked = asyncio.ensure_future(commits.by_caller(change))
+        asked = asyncio.ensure_future(commits.run_external_change(change))
         response = await commit
         await asked
         return response
@@ -61,7 +61,7 @@ def test_a_pause_during_a_commit_outlives_it(rig: Rig) -> None:
     # It is the caller's: the next sync leaves it.
     assert rig.send(delta_part(OTHER_STEP, version=9)).json()["status"] == "committed"
     assert rig.engine.paused
-    rig.run(rig.service.committer.by_caller(rig.engine.resume))
+    rig.run(rig.service.committer.run_external_change(rig.engine.resume))
     assert not rig.engine.paused
 
 
@@ -101,9 +101,9 @@ def test_what_the_caller_does_after_a_failure_is_the_callers(rig: Rig, change: s
     rig.fail_commit()
     commits = rig.service.committer
     if change == "pause":
-        rig.run(commits.by_caller(lambda: rig.engine.pause("keep", flush_cache=False)))
+        rig.run(commits.run_external_change(lambda: rig.engine.pause("keep", flush_cache=False)))
     else:
-        rig.run(commits.by_caller(rig.engine.resume))
+        rig.run(commits.run_external_change(rig.engine.resume))
     assert resume_owed(rig) == [False, False]
     assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
     assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
@@ -117,10 +117,10 @@ def test_a_resume_ends_a_pause_that_waits(rig: Rig) -> None:
         ended.set()
 
     async def scenario() -> None:
-        pause = asyncio.ensure_future(commits.by_caller(ended.wait))
+        pause = asyncio.ensure_future(commits.run_external_change(ended.wait))
         await asyncio.sleep(0.05)
         assert not pause.done()
-        await commits.by_caller(resume)
+        await commits.run_external_change(resume)
         await pause
 
     rig.run(scenario())
@@ -134,7 +134,7 @@ def test_a_caller_that_hangs_up_keeps_nobody_out(rig: Rig, other: Process) -> No
         await rig.engine.pause("wait", flush_cache=False)
 
     async def scenario() -> None:
-        asked = asyncio.ensure_future(rig.service.committer.by_caller(pause))
+        asked = asyncio.ensure_future(rig.service.committer.run_external_change(pause))
         await asyncio.sleep(0.05)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
@@ -148,7 +148,11 @@ def test_a_caller_that_hangs_up_keeps_nobody_out(rig: Rig, other: Process) -> No
 
 def test_a_caller_is_heard_where_the_ranks_are_not(rig: Rig) -> None:
     rig.engine.fails["acquire_lease"] = ConnectionError("lost")
-    rig.run(rig.service.committer.by_caller(lambda: rig.engine.pause("keep", flush_cache=False)))
+    rig.run(
+        rig.service.committer.run_external_change(
+            lambda: rig.engine.pause("keep", flush_cache=False)
+        )
+    )
     assert rig.engine.paused
 
 
@@ -160,9 +164,9 @@ def test_what_the_engine_answers_the_caller_is_passed_on(rig: Rig) -> None:
         raise RuntimeError("the engine's own")
 
     commits: EngineCommitter = rig.service.committer
-    assert rig.run(commits.by_caller(answers)) == 3
+    assert rig.run(commits.run_external_change(answers)) == 3
     with pytest.raises(RuntimeError, match="own"):
-        rig.run(commits.by_caller(fails))
+        rig.run(commits.run_external_change(fails))
     rig.assert_untouched()
 
 

@@ -197,7 +197,7 @@ def test_ranks_whose_answers_differ_are_uncertain(rig: Rig, refuses: int) -> Non
 
 def test_a_version_that_is_not_published_is_published_by_the_repeat(rig: Rig) -> None:
     rig.engine.fails["set_weight_version"] = ConnectionError("lost")
-    assert_error(rig.send(delta_part()), 500, "PublishFailed", "committed")
+    assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
     rig.engine.events.clear()
     assert_already_applied(rig, rig.send(delta_part()))
     assert not rig.engine.paused
@@ -205,7 +205,7 @@ def test_a_version_that_is_not_published_is_published_by_the_repeat(rig: Rig) ->
 
 def test_generation_that_is_not_resumed_is_resumed_by_the_repeat(rig: Rig) -> None:
     rig.engine.fails["resume"] = ConnectionError("lost")
-    assert_error(rig.send(delta_part()), 500, "PublishFailed", "committed")
+    assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
     assert rig.engine.paused
     assert rig.send(delta_part()).json()["status"] == "already_applied"
     assert not rig.engine.paused
@@ -215,7 +215,7 @@ def test_generation_that_is_not_resumed_is_resumed_by_the_repeat(rig: Rig) -> No
 def test_a_caller_that_pauses_after_a_failure_is_heeded(rig: Rig) -> None:
     rig.fail_commit()
     rig.engine.fails["set_weight_version"] = ConnectionError("lost")
-    assert_error(rig.send(full_part(RESYNCED, 8)), 500, "PublishFailed", "committed")
+    assert_error(rig.send(full_part(RESYNCED, 8)), 500, "CommittedNotResumed", "committed")
     assert not rig.engine.paused
     rig.engine.paused = True
     assert rig.send(delta_part(version=9)).json()["status"] == "committed"
@@ -225,7 +225,7 @@ def test_a_caller_that_pauses_after_a_failure_is_heeded(rig: Rig) -> None:
 def test_a_resync_whose_version_is_not_published_ends_the_uncertainty(rig: Rig) -> None:
     rig.fail_commit()
     rig.engine.fails["set_weight_version"] = ConnectionError("lost")
-    assert_error(rig.send(full_part(RESYNCED, 8)), 500, "PublishFailed", "committed")
+    assert_error(rig.send(full_part(RESYNCED, 8)), 500, "CommittedNotResumed", "committed")
     assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "already_applied"
     assert rig.engine.weight_version == "8"
     assert not rig.engine.paused
@@ -242,7 +242,7 @@ def test_another_server_of_the_same_engine_sees_it(rig: Rig) -> None:
     rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
     assert rig.run(other.status())["engine_state"] == "certain"
     assert rig.run(rig.request("POST", COMPLETIONS, app=app)).status_code == 200
-    other.spool.close()
+    other.intake.close()
 
 
 def test_refused_rollback_keeps_staged_parts(rig: Rig) -> None:

@@ -76,7 +76,7 @@ def test_an_unknown_commit_is_repeated_by_another_process(
 
 def test_generation_is_resumed_by_another_process(rig: Rig, other: Process) -> None:
     rig.engine.fails["resume"] = ConnectionError("lost")
-    assert_error(rig.send(delta_part()), 500, "PublishFailed", "committed")
+    assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
     assert rig.engine.paused
     assert other.send(delta_part()).json()["status"] == "already_applied"
     assert not rig.engine.paused

@@ -12,8 +12,8 @@ import pytest
 
 from delta_server import leases
 from delta_server.service import DeltaService
-from engine_ext.delta_log import FolderLog, read_heartbeats
-from engine_ext.delta_log.catalog import DONE
+from engine_ext.log import open_log, read_heartbeats
+from engine_ext.log.catalog import DONE
 from tests.support.delta_bodies import VERSION, after, fresh_weights, same
 from tests.support.endpoint_rig import STATUS, Rig, app_of, assert_error
 from tests.unit.server.test_log_follower import NEWEST, PIN
@@ -36,7 +36,7 @@ class Processes:
 
     def close(self) -> None:
         self.end(1)
-        self.services[1].spool.close()
+        self.services[1].intake.close()
         self.rig.close()
 
     def end(self, number: int) -> None:
@@ -136,7 +136,7 @@ def test_one_process_looks_and_all_tell(
     keys = ("name", "pid", "pinned", "failures", "error", "problem")
     first, second = ({key: status[key] for key in keys} for status in told)
     assert first == second
-    [(heartbeat, _)] = read_heartbeats(FolderLog(log))
+    [(heartbeat, _)] = read_heartbeats(open_log(log))
     assert (heartbeat.name, heartbeat.version) == (first["name"], NEWEST)
 
 
@@ -174,7 +174,7 @@ def test_another_process_takes_over(
     processes.looked()
     assert {*seen} == {other}
     assert (found["name"], found["pinned"]) == (name, VERSION + 1)
-    [(heartbeat, _)] = read_heartbeats(FolderLog(log))
+    [(heartbeat, _)] = read_heartbeats(open_log(log))
     assert (heartbeat.name, heartbeat.state) == (name, "pinned")
 
 
@@ -229,6 +229,6 @@ def test_the_heartbeat_goes_with_the_process_that_follows(
     processes.looked()
     [first] = {*seen}
     processes.end(1 - first)
-    assert len(read_heartbeats(FolderLog(log))) == 1
+    assert len(read_heartbeats(open_log(log))) == 1
     processes.end(first)
-    assert read_heartbeats(FolderLog(log)) == []
+    assert read_heartbeats(open_log(log)) == []

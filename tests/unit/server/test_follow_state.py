@@ -8,7 +8,7 @@ import pytest
 
 from delta_server import leases
 from delta_server.follow_state import FollowState
-from engine_ext.delta_log import Entry, Listing
+from engine_ext.log import Entry, Listing
 from tests.support.endpoint_rig import Rig
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from delta_server.log_replay import LogReplay
-from engine_ext.delta_log import FolderLog, read_heartbeats
-from engine_ext.delta_log.catalog import DONE
-from engine_ext.delta_log.followers import FOLDER
+from engine_ext.log import DeltaLog, open_log, read_heartbeats
+from engine_ext.log.catalog import DONE
+from engine_ext.log.heartbeats import FOLDER
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
 from tests.support.endpoint_rig import STATUS, Rig, assert_error
 from tests.unit.server.test_log_replay import CATCH_UP, STEPS, write, write_steps
@@ -88,7 +88,7 @@ def test_versions_that_wait_are_one_pause(log: Path, started: Callable[..., Rig]
     assert [(one["base_version"], one["version"]) for one in committed] == [(VERSION, NEWEST)]
     assert rig.spooled() == []
     looked(rig)  # the heartbeat comes after the commit
-    [(heartbeat, age)] = read_heartbeats(FolderLog(log))
+    [(heartbeat, age)] = read_heartbeats(open_log(log))
     assert (heartbeat.version, heartbeat.state, heartbeat.behind) == (NEWEST, "following", 0)
     assert age < heartbeat.expires_s
     assert heartbeat.name == found["name"]
@@ -102,7 +102,7 @@ def test_pruning_sees_an_engine_that_starts(
     replay = LogReplay.at_start
 
     async def at_start(self: LogReplay) -> None:
-        seen.extend((beat.version, beat.name) for beat, _ in read_heartbeats(FolderLog(log)))
+        seen.extend((beat.version, beat.name) for beat, _ in read_heartbeats(open_log(log)))
         await replay(self)
 
     monkeypatch.setattr(LogReplay, "at_start", at_start)
@@ -120,7 +120,7 @@ def test_a_hold_keeps_behind_the_newest(log: Path, started: Callable[..., Rig]) 
     assert found["delta_log"]["newest"] == VERSION + 2
     assert rig.post(CATCH_UP).json()["version"] == VERSION + 1
     looked(rig)
-    [(heartbeat, _)] = read_heartbeats(FolderLog(log))
+    [(heartbeat, _)] = read_heartbeats(open_log(log))
     assert (heartbeat.state, heartbeat.behind) == ("held", 1)
 
 
@@ -178,7 +178,7 @@ def test_it_goes_on_once_the_log_is_well_again(log: Path, started: Callable[...,
     assert found["version"] == VERSION + 1
     assert found["error"]["type"] == "LogDamaged"
     assert found["failures"] >= 1
-    [(heartbeat, _)] = read_heartbeats(FolderLog(log))
+    [(heartbeat, _)] = read_heartbeats(open_log(log))
     assert (heartbeat.state, heartbeat.version) == ("failing", VERSION + 1)
     assert re.match("LogDamaged: ", heartbeat.error or "")
     (folders[1] / DONE).write_bytes(done)
@@ -211,7 +211,7 @@ def test_its_own_errors_do_not_end_it(
     rig = started()
     until(rig, failures=0)
     with monkeypatch.context() as patched:
-        patched.setattr(FolderLog, "listing", lambda log, **options: 1 / 0)
+        patched.setattr(DeltaLog, "listing", lambda log, **options: 1 / 0)
         until(rig, failures=2)
     write_steps(log)
     assert until(rig, version=NEWEST, error=None)["failures"] >= 2
@@ -223,11 +223,11 @@ def test_a_call_that_is_cancelled_does_not_end_it(
     rig = started()
     until(rig, failures=0)
 
-    def cancelled(log: FolderLog, **options: bool) -> None:
+    def cancelled(log: DeltaLog, **options: bool) -> None:
         raise asyncio.CancelledError
 
     with monkeypatch.context() as patched:
-        patched.setattr(FolderLog, "listing", cancelled)
+        patched.setattr(DeltaLog, "listing", cancelled)
         looked(rig)
     write_steps(log)
     until(rig, version=NEWEST, error=None)
@@ -257,7 +257,7 @@ def test_weights_that_sleep_are_no_failure(log: Path, started: Callable[..., Rig
     write_steps(log)
     found = looked(rig)
     assert (found["version"], found["failures"], found["error"]) == (VERSION, 0, None)
-    [(heartbeat, _)] = read_heartbeats(FolderLog(log))
+    [(heartbeat, _)] = read_heartbeats(open_log(log))
     assert heartbeat.state == "asleep"
     rig.engine.set_asleep(False)
     until(rig, version=NEWEST)

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from delta_server.service import DeltaService
-from engine_ext.delta_log import DeltaLog, FolderLog, fold_versions, live_heartbeats, open_log
-from engine_ext.delta_log.catalog import DONE, folder_name
+from engine_ext.log import DeltaLog, fold_versions, live_heartbeats, open_log
+from engine_ext.log.catalog import DONE, folder_name
 from tests.support.delta_bodies import (
     VERSION,
     Changes,
@@ -205,7 +205,7 @@ def test_another_process_finds_the_same(log: DeltaLog, started: Callable[..., Ri
         assert other.log_replay.problem is not None
         assert other.log_replay.problem["type"] == "LogDiverged"
     finally:
-        other.spool.close()
+        other.intake.close()
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 
 
@@ -299,7 +299,7 @@ def test_a_pushed_version_is_found_in_the_log(
 def test_a_fold_of_the_engines_version_is_no_other_history(tmp_path: Path, digests: bool) -> None:
     """It was added after the engine had the version, which was deleted then."""
     (tmp_path / "log").mkdir()
-    log = FolderLog(tmp_path / "log")
+    log = open_log(tmp_path / "log")
     write_run(log, STEPS[:2], digests=digests)
     rig = Rig(tmp_path / "spool", log=log.location)
     try:
@@ -358,7 +358,7 @@ def test_hashes_are_not_needed_to_compare(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "spool", log=str(folder))
     try:
         publish({n: {i: v ^ 1 for i, v in e.items()} for n, e in STEPS[0].items()}, VERSION + 1)
-        FolderLog(folder).discard(folder_name(VERSION + 1))
+        open_log(folder).discard(folder_name(VERSION + 1))
         publish({n: {i: v ^ 1 for i, v in e.items()} for n, e in STEPS[0].items()}, VERSION + 1)
         publish(STEPS[1], VERSION + 2)
         diverged(rig, VERSION + 1)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from delta_server.service import DeltaService
-from engine_ext.delta_log.catalog import DONE, folder_name
-from engine_ext.delta_log.writer import LogWriter
 from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
+from engine_ext.log import open_log
+from engine_ext.log.catalog import DONE, folder_name
 from engine_ext.ranks.operations import AcquireLogLease
 from tests.support.delta_bodies import (
     OTHER_STEP,
@@ -53,7 +53,7 @@ def started(tmp_path: Path, log: Path) -> Iterator[Callable[..., Rig]]:
 
 
 def write(log: Path, *bodies: bytes, number: int) -> Path:
-    with LogWriter(log) as writer:
+    with open_log(log).writer() as writer:
         draft = writer.begin(number)
         for body in bodies:
             draft.add(body)
@@ -309,7 +309,7 @@ def test_only_one_process_replays(log: Path, started: Callable[..., Rig]) -> Non
     try:
         rig.run(both())
     finally:
-        other.spool.close()
+        other.intake.close()
     assert rig.engine.writes == [2, 2]  # two versions are folded into one
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 

@@ -60,7 +60,7 @@ def test_failures_are_zero_before_the_first() -> None:
     failures = {
         "undone": "WriteUndone",
         "uncertain": "CommitFailed",
-        "unpublished": "PublishFailed",
+        "unpublished": "CommittedNotResumed",
         "failed": "DeltaError",
     }
     for outcome, error in (failures | {"committed": ""}).items():

@@ -182,7 +182,7 @@ def test_an_unchanged_folder_is_not_read_again(
     publish(root, 8, delta_part())
     time.sleep(0.2)
     assert pull(rig, root, 8).status_code == 200
-    monkeypatch.setattr(rig.service.spool, "read", None)
+    monkeypatch.setattr(rig.service.intake, "read", None)
     rig.assert_committed(load(rig, 8), NEXT, 8)
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client import REGISTRY
 
-from engine_ext.delta_log.writer import LogWriter
+from engine_ext.log import open_log
 from tests.support.delta_bodies import (
     NEXT,
     OTHER_STEP,
@@ -293,7 +293,7 @@ def test_the_engines_own_endpoints_need_no_run(rig: Rig) -> None:
 
 
 def write(log: Path, body: bytes, number: int) -> None:
-    with LogWriter(log) as writer:
+    with open_log(log).writer() as writer:
         draft = writer.begin(number)
         draft.add(body)
         draft.finish()

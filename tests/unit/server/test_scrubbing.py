@@ -39,7 +39,7 @@ def test_a_mismatch_on_one_rank_is_the_engines_state(rig: Rig) -> None:
     assert (rig.status()["engine_state"], rig.status()["mismatched"]) == ("mismatched", ["w"])
     other = DeltaService(rig.engine, rig.settings)
     assert rig.run(other.status())["engine_state"] == "mismatched"
-    other.spool.close()
+    other.intake.close()
     assert rig.post(COMPLETIONS).status_code == 200  # it serves what it has, and says so
     for version in ("8", "9"):
         response = rig.post("/update_weight_version", json={"new_version": version})

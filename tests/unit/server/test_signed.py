@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import zstandard
 
-from delta_server import part_writer, spool_files
+from delta_server import intake, spool_files
 from delta_server import spool as spool_module
-from delta_server.spool import Spool
+from delta_server.intake import Intake
 from engine_ext.format import Limits
 from engine_ext.format.signature import HMAC_KEY_ENVIRONMENT
 from tests.support.delta_bodies import NEXT, delta_part, pieces
@@ -47,7 +47,7 @@ def unparsed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     def parsed(*arguments: Any) -> Any:
         raise AssertionError("a byte was parsed")
 
-    for reader in (part_writer.FrameReader, part_writer.PartGate):
+    for reader in (intake.FrameReader, intake.PartGate):
         monkeypatch.setattr(reader, "feed", parsed)
         monkeypatch.setattr(reader, "finish", parsed)
     return monkeypatch
@@ -156,9 +156,9 @@ def test_a_signed_part_needs_room_twice(monkeypatch: pytest.MonkeyPatch, tmp_pat
         return str(tmp_path)
 
     monkeypatch.setattr(spool_module, "_default_parent", parent)
-    Spool(None, Limits(max_part_bytes=100)).close()
+    Intake(None, Limits(max_part_bytes=100)).close()
     monkeypatch.delenv(HMAC_KEY_ENVIRONMENT)
-    Spool(None, Limits(max_part_bytes=100)).close()
+    Intake(None, Limits(max_part_bytes=100)).close()
     assert asked == [200, 100]
 
 
@@ -233,11 +233,11 @@ def test_a_file_that_changes_after_its_check(
 ) -> None:
     """What is parsed is the copy that was checked."""
     put(root / "a.safetensors", GOOD)
-    finish = spool_module.Verifier.finish
+    finish = intake.Verifier.finish
 
     def swapped(verifier: Any) -> None:
         finish(verifier)
         (root / "a.safetensors").write_bytes(b"\0" * len(GOOD))
 
-    monkeypatch.setattr(spool_module.Verifier, "finish", swapped)
+    monkeypatch.setattr(intake.Verifier, "finish", swapped)
     disk_rig.assert_committed(disk_rig.disk(root, path=path), NEXT, 8)

@@ -14,37 +14,53 @@ import pytest
 import zstandard
 
 from delta_server import spool_files
-from delta_server.spool import Spool, Spooled
+from delta_server.intake import Intake, VerifiedPart
 from delta_server.upload_limits import MinimumRate
-from engine_ext.errors import DeltaError, MalformedPart, SpoolFull, TooLarge, UploadTooSlow
-from engine_ext.format import Limits, decode_part
+from engine_ext.errors import (
+    ChecksumMismatch,
+    DeltaError,
+    MalformedPart,
+    SpoolFull,
+    TooLarge,
+    UploadTooSlow,
+)
+from engine_ext.format import (
+    Limits,
+    manifest_checksum,
+    read_container,
+    read_verified,
+    write_container,
+    xxh3_checksum,
+)
 from tests.support.delta_bodies import STEP, delta_part, pieces, zstd_declaring
+from tests.support.verified_file import verified_file
 
 LIMITS = Limits(max_part_bytes=4096)
 PLAIN = delta_part(STEP, encoding="deltas")
 ZSTD = delta_part(STEP, encoding="deltas_zstd")
+PACKED = delta_part(STEP, encoding="gap8_exp")
 # Too long, and no container either: which of the two is found first depends on the chunks.
 OVERSIZED = (MalformedPart, TooLarge)
 
 
 @pytest.fixture
-def spool(tmp_path: Path) -> Iterator[Spool]:
-    spool = Spool(str(tmp_path), LIMITS)
+def spool(tmp_path: Path) -> Iterator[Intake]:
+    spool = Intake(str(tmp_path), LIMITS)
     yield spool
     spool.close()
 
 
-def files(spool: Spool) -> list[Path]:
+def files(spool: Intake) -> list[Path]:
     return list(spool.directory.iterdir())
 
 
 def receive(
-    spool: Spool, chunks: AsyncIterator[bytes], declared: int | None = None, stall: float = 5
-) -> Spooled:
+    spool: Intake, chunks: AsyncIterator[bytes], declared: int | None = None, stall: float = 5
+) -> VerifiedPart:
     return asyncio.run(spool.receive(chunks, declared, MinimumRate(stall, 1)))
 
 
-def read(spool: Spool, path: Path) -> Spooled:
+def read(spool: Intake, path: Path) -> VerifiedPart:
     with open(path, "rb", buffering=0) as source:
         return spool.read(source)
 
@@ -59,15 +75,16 @@ async def breaking(body: bytes) -> AsyncIterator[bytes]:
     raise ConnectionResetError("the sender went away")
 
 
-@pytest.mark.parametrize("body", [PLAIN, ZSTD], ids=["plain", "zstd"])
+@pytest.mark.parametrize("body", [PLAIN, ZSTD, PACKED], ids=["plain", "zstd", "packed"])
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
-def test_receive_keeps_the_plain_container(spool: Spool, body: bytes, size: int) -> None:
+def test_receive_leaves_a_verified_file(spool: Intake, body: bytes, size: int) -> None:
     spooled = receive(spool, pieces(body, size), declared=len(body))
     data = spooled.path.read_bytes()
-    if body is PLAIN:
-        assert data == PLAIN
-    assert {d.name: d.nnz for d in decode_part(data).deltas} == {n: len(e) for n, e in STEP.items()}
-    assert spooled.header.manifest.current_version == 8
+    assert (spooled.identity, data) == verified_file(body)
+    part = read_verified(data, spooled.identity)
+    assert part is not None
+    assert {d.name: d.nnz for d in part.deltas} == {n: len(e) for n, e in STEP.items()}
+    assert spooled.manifest.current_version == 8
     assert spooled.wire_bytes == len(body)
     assert files(spool) == [spooled.path]
     spooled.remove()
@@ -75,7 +92,7 @@ def test_receive_keeps_the_plain_container(spool: Spool, body: bytes, size: int)
     assert files(spool) == []
 
 
-def test_identity_is_of_what_is_written(spool: Spool) -> None:
+def test_identity_is_of_what_is_written(spool: Intake) -> None:
     def identity(body: bytes) -> str:
         return receive(spool, pieces(body, 64)).identity
 
@@ -85,8 +102,27 @@ def test_identity_is_of_what_is_written(spool: Spool) -> None:
     assert identity(PLAIN) != identity(other)
 
 
+@pytest.mark.parametrize("body", [PLAIN, PACKED], ids=["plain", "packed"])
+def test_changed_data_leaves_no_file(spool: Intake, body: bytes) -> None:
+    changed = body[:-1] + bytes([body[-1] ^ 1])
+    with pytest.raises(ChecksumMismatch):
+        receive(spool, pieces(changed, 1 << 20))
+    assert files(spool) == []
+
+
+def test_a_corrupt_frame_with_the_right_checksum_leaves_no_file(spool: Intake) -> None:
+    header, positions, values = read_container(PACKED, Limits())
+    broken = positions[:-1]
+    metadata = {**header.metadata, "checksum": xxh3_checksum(broken.data, values.data)}
+    metadata["manifest_checksum"] = manifest_checksum(metadata)
+    body = write_container(broken, [values], "uint8", metadata)
+    with pytest.raises(MalformedPart, match="frame"):
+        receive(spool, pieces(body, 1 << 20))
+    assert files(spool) == []
+
+
 def test_a_part_of_exactly_the_limit_is_taken(tmp_path: Path) -> None:
-    spool = Spool(str(tmp_path), Limits(max_part_bytes=len(PLAIN)))
+    spool = Intake(str(tmp_path), Limits(max_part_bytes=len(PLAIN)))
     receive(spool, pieces(PLAIN, 100), declared=len(PLAIN))
     spool.close()
 
@@ -95,7 +131,7 @@ def _unreadable() -> AsyncIterator[bytes]:
     raise AssertionError("the body was read")
 
 
-def test_a_declared_length_over_the_limit_is_refused_unread(spool: Spool) -> None:
+def test_a_declared_length_over_the_limit_is_refused_unread(spool: Intake) -> None:
     chunks = SimpleNamespace(__aiter__=_unreadable)
     with pytest.raises(TooLarge) as caught:
         receive(spool, chunks, declared=LIMITS.max_part_bytes + 1)  # type: ignore[arg-type]
@@ -151,13 +187,13 @@ def zeros_behind(body: bytes, count: int) -> bytes:
     ],
 )
 @pytest.mark.parametrize("size", [9, 1 << 20])
-def test_nothing_stays_of_a_refused_body(spool: Spool, body: bytes, error: Any, size: int) -> None:
+def test_nothing_stays_of_a_refused_body(spool: Intake, body: bytes, error: Any, size: int) -> None:
     with pytest.raises(error):
         receive(spool, pieces(body, size))
     assert files(spool) == []
 
 
-def test_a_body_without_end_is_stopped_at_the_limit(spool: Spool) -> None:
+def test_a_body_without_end_is_stopped_at_the_limit(spool: Intake) -> None:
     taken = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -174,19 +210,19 @@ def test_a_body_without_end_is_stopped_at_the_limit(spool: Spool) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", PLAIN[:50], ZSTD[:50]], ids=["nothing", "plain", "zstd"])
-def test_a_stalled_body_is_given_up(spool: Spool, body: bytes) -> None:
+def test_a_stalled_body_is_given_up(spool: Intake, body: bytes) -> None:
     with pytest.raises(UploadTooSlow):
         receive(spool, stalling(body), stall=0.05)
     assert files(spool) == []
 
 
-def test_nothing_stays_of_a_body_whose_stream_fails(spool: Spool) -> None:
+def test_nothing_stays_of_a_body_whose_stream_fails(spool: Intake) -> None:
     with pytest.raises(ConnectionResetError):
         receive(spool, breaking(PLAIN[:50]))
     assert files(spool) == []
 
 
-def test_nothing_stays_of_a_cancelled_body(spool: Spool) -> None:
+def test_nothing_stays_of_a_cancelled_body(spool: Intake) -> None:
     async def cancelled() -> None:
         task = asyncio.ensure_future(spool.receive(stalling(PLAIN[:50]), None, MinimumRate(60, 1)))
         await asyncio.sleep(0.02)
@@ -216,7 +252,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 
 @pytest.mark.parametrize("full_disk", [errno.ENOSPC, errno.EDQUOT], indirect=True)
 @pytest.mark.usefixtures("full_disk")
-def test_a_full_spool_is_said_so(spool: Spool, tmp_path: Path) -> None:
+def test_a_full_spool_is_said_so(spool: Intake, tmp_path: Path) -> None:
     with pytest.raises(SpoolFull, match="--delta-tuning spool-dir"):
         receive(spool, pieces(PLAIN, 1 << 20))
     source = tmp_path / "part.safetensors"
@@ -228,13 +264,13 @@ def test_a_full_spool_is_said_so(spool: Spool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("full_disk", [errno.EIO], indirect=True)
 @pytest.mark.usefixtures("full_disk")
-def test_another_failure_of_the_disk_is_not_a_full_spool(spool: Spool) -> None:
+def test_another_failure_of_the_disk_is_not_a_full_spool(spool: Intake) -> None:
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         receive(spool, pieces(PLAIN, 1 << 20))
     assert files(spool) == []
 
 
-def test_no_room_for_another_file(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_another_file(spool: Intake, monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(*arguments: Any) -> Any:
         raise OSError(errno.ENOSPC, "no inodes")
 
@@ -247,12 +283,12 @@ def test_no_room_for_another_file(spool: Spool, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("body", [PLAIN, ZSTD], ids=["plain", "zstd"])
-def test_read_keeps_a_copy(spool: Spool, tmp_path: Path, body: bytes) -> None:
+def test_read_keeps_a_copy(spool: Intake, tmp_path: Path, body: bytes) -> None:
     source = tmp_path / "part.safetensors"
     source.write_bytes(body)
     spooled = read(spool, source)
     source.write_bytes(b"\0" * len(body))
-    assert decode_part(spooled.path.read_bytes()).manifest.current_version == 8
+    assert (spooled.identity, spooled.path.read_bytes()) == verified_file(body)
     assert spooled.wire_bytes == len(body)
     assert spooled.path.parent == spool.directory
 
@@ -263,7 +299,7 @@ def test_read_keeps_a_copy(spool: Spool, tmp_path: Path, body: bytes) -> None:
     ids=["empty", "cut", "no-container"],
 )
 def test_nothing_stays_of_a_refused_file(
-    spool: Spool, tmp_path: Path, body: bytes, error: type[DeltaError]
+    spool: Intake, tmp_path: Path, body: bytes, error: type[DeltaError]
 ) -> None:
     source = tmp_path / "part.safetensors"
     source.write_bytes(body)

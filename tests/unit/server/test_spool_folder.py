@@ -17,21 +17,21 @@ from typing import Any
 import pytest
 
 from delta_server import spool as spool_module
-from delta_server.spool import Spool
+from delta_server.intake import Intake
 from engine_ext.files import durable_files
 from tests.support.delta_bodies import pieces
 from tests.unit.server.test_spool import LIMITS, PLAIN, receive
 
 
 @pytest.fixture
-def spool(tmp_path: Path) -> Iterator[Spool]:
-    spool = Spool(str(tmp_path), LIMITS)
+def spool(tmp_path: Path) -> Iterator[Intake]:
+    spool = Intake(str(tmp_path), LIMITS)
     yield spool
     spool.close()
 
 
 def test_the_folder_is_private_and_goes_with_close(tmp_path: Path) -> None:
-    spool = Spool(str(tmp_path), LIMITS)
+    spool = Intake(str(tmp_path), LIMITS)
     assert spool.directory.parent == tmp_path
     assert stat.S_IMODE(spool.directory.stat().st_mode) == 0o700
     spooled = receive(spool, pieces(PLAIN, 100))
@@ -42,18 +42,18 @@ def test_the_folder_is_private_and_goes_with_close(tmp_path: Path) -> None:
 
 
 def test_the_folder_goes_with_the_spool(tmp_path: Path) -> None:
-    Spool(str(tmp_path), LIMITS)
+    Intake(str(tmp_path), LIMITS)
     gc.collect()
     assert list(tmp_path.iterdir()) == []
 
 
 SERVERS = """
 import os, signal, sys
-from delta_server.spool import Spool
+from delta_server.intake import Intake
 from engine_ext.format import Limits
 
 def start():
-    spool = Spool(sys.argv[1], Limits())
+    spool = Intake(sys.argv[1], Limits())
     (spool.directory / "part.safetensors").write_bytes(b"left behind")
     print(spool.directory, flush=True)
     return spool
@@ -85,7 +85,7 @@ def test_what_a_killed_server_left_goes_when_the_next_one_starts(tmp_path: Path)
         print("go on", file=servers.stdin, flush=True)
         other = Path(servers.stdout.readline().strip())
         assert not its.exists()
-        mine = Spool(str(tmp_path), LIMITS)
+        mine = Intake(str(tmp_path), LIMITS)
         assert (other / "part.safetensors").exists()
         servers.communicate("", timeout=10)
         assert servers.returncode == 0
@@ -102,7 +102,7 @@ def test_only_spools_are_removed(tmp_path: Path) -> None:
     (target / "kept").touch()
     (tmp_path / "delta-updates-spool-link").symlink_to(target)
     (tmp_path / "delta-updates-spool-file").touch()
-    Spool(str(tmp_path), LIMITS).close()
+    Intake(str(tmp_path), LIMITS).close()
     left = {path.name for path in tmp_path.iterdir()}
     left.remove("delta-spool-without-a-lock")
     assert left == {"somebody's", "delta-elsewhere"} | {
@@ -116,9 +116,9 @@ def test_another_users_spool_is_left_alone(tmp_path: Path, monkeypatch: pytest.M
     theirs.mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(spool_module.os, "geteuid", lambda: os.getuid() + 1)
-        Spool(str(tmp_path), LIMITS).close()
+        Intake(str(tmp_path), LIMITS).close()
     assert theirs.exists()
-    Spool(str(tmp_path), LIMITS).close()
+    Intake(str(tmp_path), LIMITS).close()
     assert not theirs.exists()
 
 
@@ -129,8 +129,8 @@ def test_where_nothing_can_be_locked_nothing_is_removed(
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(durable_files.fcntl, "flock", flock)
-    one = Spool(str(tmp_path), LIMITS)
-    other = Spool(str(tmp_path), LIMITS)
+    one = Intake(str(tmp_path), LIMITS)
+    other = Intake(str(tmp_path), LIMITS)
     assert one.directory.exists()
     one.close()
     other.close()
@@ -163,15 +163,15 @@ def test_a_new_folder_that_another_server_takes_for_a_dead_one(
         return opened
 
     monkeypatch.setattr(spool_module.tempfile, "mkdtemp", mkdtemp)
-    spool = Spool(str(tmp_path), LIMITS)
+    spool = Intake(str(tmp_path), LIMITS)
     assert len(removed) == 2
     assert spool.directory.exists()
     assert str(spool.directory) not in removed
     spool.close()
 
 
-def test_two_spools_share_a_parent(tmp_path: Path, spool: Spool) -> None:
-    other = Spool(str(tmp_path), LIMITS)
+def test_two_spools_share_a_parent(tmp_path: Path, spool: Intake) -> None:
+    other = Intake(str(tmp_path), LIMITS)
     kept = receive(spool, pieces(PLAIN, 100))
     other.close()
     assert kept.path.exists()
@@ -189,7 +189,7 @@ def test_default_parent_has_room_for_a_part(
     monkeypatch.setattr(spool_module, "_SHARED_MEMORY", str(tmp_path / "shared"))
     monkeypatch.setattr(spool_module.tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    spool = Spool(None, LIMITS)
+    spool = Intake(None, LIMITS)
     assert spool.directory.parent == tmp_path / chosen
     spool.close()
 
@@ -199,6 +199,6 @@ def test_default_parent_without_shared_memory(
 ) -> None:
     monkeypatch.setattr(spool_module, "_SHARED_MEMORY", str(tmp_path / "absent"))
     monkeypatch.setattr(spool_module.tempfile, "tempdir", str(tmp_path))
-    spool = Spool(None, LIMITS)
+    spool = Intake(None, LIMITS)
     assert spool.directory.parent == tmp_path
     spool.close()

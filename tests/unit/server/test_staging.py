@@ -13,7 +13,7 @@ import pytest
 
 from delta_server import staging
 from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
-from engine_ext.format import Part
+from engine_ext.format import DecodedPart
 from engine_ext.ranks.operations import BeginPart, Operation, PollPart, SettlePart
 from tests.support.delta_bodies import NEXT, Changes, after, delta_part, fresh_weights
 from tests.support.endpoint_rig import Rig, assert_error
@@ -132,11 +132,13 @@ def recorded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
     return calls
 
 
-def staged_by(rig: Rig, monkeypatch: pytest.MonkeyPatch, before: Callable[[Part], object]) -> None:
+def staged_by(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, before: Callable[[DecodedPart], object]
+) -> None:
     """Let every rank call `before` with a part that it is about to stage."""
     for shard in rig.engine.shards:
 
-        def stage(part: Part, original: Any = shard.stage) -> Any:
+        def stage(part: DecodedPart, original: Any = shard.stage) -> Any:
             before(part)
             return original(part)
 
@@ -184,6 +186,17 @@ def test_ranks_that_cannot_signal_are_asked(rig: Rig, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "mkfifo", unsupported)
     staged_by(rig, monkeypatch, lambda part: time.sleep(0.05))
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)
+
+
+@pytest.mark.parametrize("encoding", ["deltas", "gap8_exp"])
+def test_no_rank_hears_of_a_damaged_part(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    calls = recorded(rig, monkeypatch)
+    body = delta_part(encoding=encoding)
+    answer = rig.send(body[:-1] + bytes([body[-1] ^ 1]))
+    assert_error(answer, 400, "ChecksumMismatch")
+    assert (calls, rig.spooled()) == ([], [])
 
 
 def test_a_dead_rank_is_noticed_while_others_stage(

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_server.staging_pipe import StagingPipe
-from engine_ext.files import staging_pipe
+from delta_server.staging import StagingPipe
 from tests.support.descriptors import open_descriptors
 
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -23,9 +22,13 @@ def part(tmp_path: Path) -> Path:
     return tmp_path / "part.safetensors"
 
 
+def pipe_of(part: Path) -> Path:
+    return part.with_name(f"{part.name}.staging")
+
+
 def begin(part: Path) -> int:
     """What a rank does when it begins to stage."""
-    return os.open(staging_pipe(part), os.O_WRONLY | os.O_NONBLOCK)
+    return os.open(pipe_of(part), os.O_WRONLY | os.O_NONBLOCK)
 
 
 def test_it_ends_with_the_last_rank(part: Path) -> None:
@@ -60,7 +63,7 @@ def test_a_rank_that_is_killed_has_ended(part: Path) -> None:
 
     async def run() -> None:
         with StagingPipe(part) as pipe:
-            command = [sys.executable, "-c", rank, str(staging_pipe(part))]
+            command = [sys.executable, "-c", rank, str(pipe_of(part))]
             with subprocess.Popen(command, **PIPES) as process:
                 assert process.stdout is not None
                 process.stdout.readline()

@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine_ext.delta_log import open_log
-from engine_ext.object_store import ObjectStore
+from engine_ext.log import Objects, open_log
 from engine_ext.version_folders import INDEX
 from tests.support.delta_bodies import (
     OTHER_STEP,
@@ -27,12 +26,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def store(store_url: str) -> ObjectStore:
-    return ObjectStore(store_url)
+def store(store_url: str) -> Objects:
+    return Objects(store_url)
 
 
 @pytest.fixture
-def rig(make_rig: Callable[..., Rig], store: ObjectStore, tmp_path: Path) -> Rig:
+def rig(make_rig: Callable[..., Rig], store: Objects, tmp_path: Path) -> Rig:
     """A server that takes disk requests below the store's URL."""
     return make_rig(roots=(store.url,), cache_dir=str(tmp_path / "cache"))
 
@@ -41,7 +40,7 @@ def ask(rig: Rig, url: str, **body: Any) -> httpx.Response:
     return rig.post(FROM_DISK, json={"model_path": url, "load_format": "delta", **body})
 
 
-def test_the_parts_below_a_url_are_applied(rig: Rig, store: ObjectStore, tmp_path: Path) -> None:
+def test_the_parts_below_a_url_are_applied(rig: Rig, store: Objects, tmp_path: Path) -> None:
     numbers = {"sync_id": "one", "num_parts": 2}
     for k, step in enumerate((STEP, OTHER_STEP)):
         store.put(f"step/{k}.safetensors", delta_part(step, VERSION + 1, part=k, **numbers))
@@ -52,16 +51,14 @@ def test_the_parts_below_a_url_are_applied(rig: Rig, store: ObjectStore, tmp_pat
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_named_files(rig: Rig, store: ObjectStore) -> None:
+def test_named_files(rig: Rig, store: Objects) -> None:
     store.put("a.safetensors", delta_part(STEP, VERSION + 1))
     store.put("b.safetensors", b"other")
     answer = ask(rig, store.url, files=["a.safetensors"])
     rig.assert_committed(answer, after(fresh_weights(), STEP), VERSION + 1)
 
 
-def test_a_version_of_a_log_is_kept_by_its_hash(
-    rig: Rig, store: ObjectStore, tmp_path: Path
-) -> None:
+def test_a_version_of_a_log_is_kept_by_its_hash(rig: Rig, store: Objects, tmp_path: Path) -> None:
     draft = open_log(store.url).writer().begin(VERSION + 1)
     draft.add(delta_part(STEP, VERSION + 1))
     draft.finish()
@@ -88,7 +85,7 @@ def test_a_version_of_a_log_is_kept_by_its_hash(
     ],
 )
 def test_what_is_refused(
-    rig: Rig, store: ObjectStore, url: str, files: list[str] | None, status: int, kind: str
+    rig: Rig, store: Objects, url: str, files: list[str] | None, status: int, kind: str
 ) -> None:
     answer = ask(rig, url.format(root=store.url), files=files)
     assert_error(answer, status, kind)
@@ -96,7 +93,7 @@ def test_what_is_refused(
     assert same(rig.engine.weights, fresh_weights())
 
 
-def test_damage_is_refused(rig: Rig, store: ObjectStore) -> None:
+def test_damage_is_refused(rig: Rig, store: Objects) -> None:
     draft = open_log(store.url).writer().begin(VERSION + 1)
     body = delta_part(STEP, VERSION + 1)
     draft.add(body)
@@ -111,17 +108,13 @@ def test_damage_is_refused(rig: Rig, store: ObjectStore) -> None:
     assert same(rig.engine.weights, fresh_weights())
 
 
-def test_a_store_that_is_away(
-    rig: Rig, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_away(rig: Rig, store: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert_error(ask(rig, store.url), 502, "PartUnavailable")
 
 
-def test_folders_are_as_before(
-    make_rig: Callable[..., Rig], root: Path, store: ObjectStore
-) -> None:
+def test_folders_are_as_before(make_rig: Callable[..., Rig], root: Path, store: Objects) -> None:
     """Without a URL among the roots, no URL is asked for anything."""
     rig = make_rig(roots=(str(root),))
     assert_error(ask(rig, store.url), 403, "PathForbidden")

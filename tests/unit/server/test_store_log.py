@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from delta_server import log_follower, log_replay
-from engine_ext.delta_log import StoreLog, live_heartbeats, open_log
+from engine_ext.log import DeltaLog, live_heartbeats, open_log
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.object_stores import StoreServer
@@ -25,16 +25,15 @@ NEWEST = VERSION + len(STEPS)
 
 
 @pytest.fixture
-def log(store_url: str, tmp_path: Path) -> StoreLog:
+def log(store_url: str, tmp_path: Path) -> DeltaLog:
     """An empty log, past any proxy."""
     opened = open_log(store_url, scratch=str(tmp_path))
-    assert isinstance(opened, StoreLog)
     return opened
 
 
 @pytest.fixture
 def proxy(
-    store_server: StoreServer, log: StoreLog, monkeypatch: pytest.MonkeyPatch
+    store_server: StoreServer, log: DeltaLog, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[StoreProxy]:
     """A proxy between the store and the engines."""
     with StoreProxy(store_server) as proxy:
@@ -43,7 +42,7 @@ def proxy(
 
 
 @pytest.fixture
-def started(tmp_path: Path, log: StoreLog, proxy: StoreProxy) -> Iterator[Callable[..., Rig]]:
+def started(tmp_path: Path, log: DeltaLog, proxy: StoreProxy) -> Iterator[Callable[..., Rig]]:
     """Starts engines of one host."""
     rigs: list[Rig] = []
 
@@ -57,7 +56,7 @@ def started(tmp_path: Path, log: StoreLog, proxy: StoreProxy) -> Iterator[Callab
         rig.close()
 
 
-def write_steps(log: StoreLog, first: int = 0, last: int = len(STEPS)) -> None:
+def write_steps(log: DeltaLog, first: int = 0, last: int = len(STEPS)) -> None:
     writer = log.writer()
     for k in range(first, last):
         draft = writer.begin(VERSION + k + 1)
@@ -67,7 +66,7 @@ def write_steps(log: StoreLog, first: int = 0, last: int = len(STEPS)) -> None:
 
 @pytest.mark.parametrize("follow", [False, True])
 def test_a_store_that_fails_for_a_while_is_read_again_at_start_up(
-    log: StoreLog,
+    log: DeltaLog,
     proxy: StoreProxy,
     started: Callable[..., Rig],
     monkeypatch: pytest.MonkeyPatch,
@@ -89,7 +88,7 @@ def test_a_store_that_fails_for_a_while_is_read_again_at_start_up(
     assert rig.status()["delta_log"]["problem"] is None
 
 
-def test_an_engine_starts_at_the_newest_version(log: StoreLog, started: Callable[..., Rig]) -> None:
+def test_an_engine_starts_at_the_newest_version(log: DeltaLog, started: Callable[..., Rig]) -> None:
     write_steps(log, last=2)
     rig = started()
     assert rig.status()["version"] == VERSION + 2
@@ -101,7 +100,7 @@ def test_an_engine_starts_at_the_newest_version(log: StoreLog, started: Callable
 
 
 def test_an_engine_whose_store_is_down_waits(
-    log: StoreLog,
+    log: DeltaLog,
     proxy: StoreProxy,
     started: Callable[..., Rig],
     monkeypatch: pytest.MonkeyPatch,
@@ -119,7 +118,7 @@ def test_an_engine_whose_store_is_down_waits(
 
 
 def test_engines_of_a_host_fetch_each_part_once(
-    log: StoreLog, started: Callable[..., Rig], proxy: StoreProxy
+    log: DeltaLog, started: Callable[..., Rig], proxy: StoreProxy
 ) -> None:
     write_steps(log)
     for _ in range(3):
@@ -128,7 +127,7 @@ def test_engines_of_a_host_fetch_each_part_once(
     assert [*parts.values()] == [1] * len(STEPS)
 
 
-def test_an_engine_follows(log: StoreLog, started: Callable[..., Rig]) -> None:
+def test_an_engine_follows(log: DeltaLog, started: Callable[..., Rig]) -> None:
     rig = started(follow=True, follow_interval=0.01)
     until(rig, version=VERSION, failures=0)
     write_steps(log)
@@ -143,7 +142,7 @@ def test_an_engine_follows(log: StoreLog, started: Callable[..., Rig]) -> None:
     "fault", [Fault(status=403), Fault(status=404), Fault(flip=3)], ids=["denied", "gone", "bits"]
 )
 def test_what_cannot_be_fetched_leaves_the_engine_where_it_is(
-    log: StoreLog, started: Callable[..., Rig], proxy: StoreProxy, fault: Fault
+    log: DeltaLog, started: Callable[..., Rig], proxy: StoreProxy, fault: Fault
 ) -> None:
     rig = started()
     write_steps(log)
@@ -158,7 +157,7 @@ def test_what_cannot_be_fetched_leaves_the_engine_where_it_is(
 
 
 def test_a_store_that_is_away_at_the_start(
-    log: StoreLog, started: Callable[..., Rig], proxy: StoreProxy
+    log: DeltaLog, started: Callable[..., Rig], proxy: StoreProxy
 ) -> None:
     write_steps(log)
     proxy.faults = lambda method, path, number: Fault(status=403)
@@ -170,7 +169,7 @@ def test_a_store_that_is_away_at_the_start(
 
 
 def test_a_done_that_changed_on_the_way_is_read_again(
-    log: StoreLog, started: Callable[..., Rig], proxy: StoreProxy
+    log: DeltaLog, started: Callable[..., Rig], proxy: StoreProxy
 ) -> None:
     write_steps(log, last=1)
     rig = started()
@@ -182,7 +181,7 @@ def test_a_done_that_changed_on_the_way_is_read_again(
 
 
 def test_a_done_that_the_store_has_lost(
-    log: StoreLog, started: Callable[..., Rig], proxy: StoreProxy
+    log: DeltaLog, started: Callable[..., Rig], proxy: StoreProxy
 ) -> None:
     """It is listed and not found, which is not as if there were no newer version."""
     rig = started()
@@ -199,7 +198,7 @@ def test_a_done_that_the_store_has_lost(
 
 
 def test_heartbeats_go_on_while_a_store_is_slow(
-    log: StoreLog,
+    log: DeltaLog,
     started: Callable[..., Rig],
     proxy: StoreProxy,
     monkeypatch: pytest.MonkeyPatch,
@@ -226,7 +225,7 @@ def test_heartbeats_go_on_while_a_store_is_slow(
     until(rig, version=NEWEST, error=None)
 
 
-def test_a_cache_without_room(log: StoreLog, started: Callable[..., Rig], tmp_path: Path) -> None:
+def test_a_cache_without_room(log: DeltaLog, started: Callable[..., Rig], tmp_path: Path) -> None:
     """It goes on by itself once there is some."""
     rig = started(follow=True, follow_interval=0.01, cache_bytes=10)
     write_steps(log)
@@ -234,13 +233,13 @@ def test_a_cache_without_room(log: StoreLog, started: Callable[..., Rig], tmp_pa
     while (found := looked(rig))["error"] is None:
         assert found["version"] == VERSION
     assert found["error"]["type"] == "SpoolFull"
-    rig.service.log_replay.log._cache._limit = 1 << 20
+    rig.service.log_replay.log.store._cache._limit = 1 << 20
     until(rig, version=NEWEST, error=None)
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 
 
 def test_clocks_that_jump(
-    log: StoreLog, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+    log: DeltaLog, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ages of heartbeats, and of what is in the cache, are no reason to stop or to delete."""
     rig = started(follow=True, follow_interval=0.01)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine_ext.object_store import ObjectStore
+from engine_ext.log import Objects
 from engine_ext.version_folders import INDEX
 from tests.support.delta_bodies import (
     BASE,
@@ -36,24 +36,24 @@ FIRST = "rank0_flush000.safetensors"
 
 
 @pytest.fixture
-def store(store_url: str) -> ObjectStore:
-    return ObjectStore(store_url)
+def store(store_url: str) -> Objects:
+    return Objects(store_url)
 
 
 @pytest.fixture
-def rig(make_rig: Callable[..., Rig], store: ObjectStore, tmp_path: Path) -> Rig:
+def rig(make_rig: Callable[..., Rig], store: Objects, tmp_path: Path) -> Rig:
     """A server that takes URLs below the store's."""
     return make_rig(roots=(store.url,), cache_dir=str(tmp_path / "cache"))
 
 
-def publish(store: ObjectStore, version: int, *bodies: bytes) -> str:
+def publish(store: Objects, version: int, *bodies: bytes) -> str:
     """Put a version in the format of slime up to v0.3.0; return its URL."""
     for number, body in enumerate(bodies):
         store.put(f"weight_v{version:06d}/rank0_flush{number:03d}.safetensors", bare(body))
     return f"{store.url}/weight_v{version:06d}"
 
 
-def publish_nothing(store: ObjectStore, folder: Path, version: int) -> None:
+def publish_nothing(store: Objects, folder: Path, version: int) -> None:
     """Put a version that holds nothing."""
     upload(store, write_version(folder, version, {}, {}))
 
@@ -71,7 +71,7 @@ def ask(rig: Rig, url: str, *files: str) -> httpx.Response:
 # Pulls ---------------------------------------------------------------------------------------
 
 
-def test_a_version_is_staged_then_committed(rig: Rig, store: ObjectStore, tmp_path: Path) -> None:
+def test_a_version_is_staged_then_committed(rig: Rig, store: Objects, tmp_path: Path) -> None:
     publish(store, 8, delta_part())
     answer = pull(rig, store.url + "/", 8)
     assert (answer.status_code, answer.json()["success"]) == (200, True)
@@ -83,7 +83,7 @@ def test_a_version_is_staged_then_committed(rig: Rig, store: ObjectStore, tmp_pa
 
 
 def test_a_range_with_steps_without_changes(
-    rig: Rig, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, store: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for version in (8, 10, 12):
         publish_nothing(store, tmp_path / "drafts", version)
@@ -96,7 +96,7 @@ def test_a_range_with_steps_without_changes(
     assert [one["version"] for one in history if one["outcome"] == "committed"] == [9, 11, 12]
 
 
-def test_what_was_staged_may_be_gone(rig: Rig, store: ObjectStore) -> None:
+def test_what_was_staged_may_be_gone(rig: Rig, store: Objects) -> None:
     publish(store, 8, delta_part())
     pull(rig, store.url, 8)
     for receiver in rig.engine.receivers:
@@ -104,7 +104,7 @@ def test_what_was_staged_may_be_gone(rig: Rig, store: ObjectStore) -> None:
     rig.assert_committed(load(rig, 8), NEXT, 8)
 
 
-def test_an_object_rewritten_after_the_pull_is_refused(rig: Rig, store: ObjectStore) -> None:
+def test_an_object_rewritten_after_the_pull_is_refused(rig: Rig, store: Objects) -> None:
     publish(store, 8, delta_part())
     assert pull(rig, store.url, 8).status_code == 200
     publish(store, 8, delta_part(OTHER_STEP))
@@ -117,7 +117,7 @@ def test_an_object_rewritten_after_the_pull_is_refused(rig: Rig, store: ObjectSt
     assert_error(load(rig, 8), 409, "Conflict", version=8)
 
 
-def test_pulls_that_are_refused(rig: Rig, store: ObjectStore, tmp_path: Path) -> None:
+def test_pulls_that_are_refused(rig: Rig, store: Objects, tmp_path: Path) -> None:
     publish(store, 9, delta_part())
     refused = pull(rig, store.url, 9)  # 8 is missing
     assert (refused.status_code, refused.json()["success"]) == (400, False)
@@ -136,7 +136,7 @@ def test_pulls_that_are_refused(rig: Rig, store: ObjectStore, tmp_path: Path) ->
     rig.assert_untouched()
 
 
-def test_a_version_that_is_being_written(rig: Rig, store: ObjectStore, tmp_path: Path) -> None:
+def test_a_version_that_is_being_written(rig: Rig, store: Objects, tmp_path: Path) -> None:
     """Its index comes last; numbered parts without the others are not taken either."""
     (folder := tmp_path / "drafts" / "weight_v000008").mkdir(parents=True)
     (folder / "model-00001-of-00002.safetensors").write_bytes(bare(delta_part())[:-8])
@@ -151,9 +151,7 @@ def test_a_version_that_is_being_written(rig: Rig, store: ObjectStore, tmp_path:
     rig.assert_untouched()
 
 
-def test_a_store_that_is_away(
-    rig: Rig, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_away(rig: Rig, store: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(store, 8, delta_part())
     with monkeypatch.context() as patched:
         patched.setattr("tenacity.nap.time.sleep", lambda seconds: None)
@@ -167,13 +165,13 @@ def test_a_store_that_is_away(
 # Disk requests -------------------------------------------------------------------------------
 
 
-def test_a_gap_of_versions_that_hold_nothing(rig: Rig, store: ObjectStore, tmp_path: Path) -> None:
+def test_a_gap_of_versions_that_hold_nothing(rig: Rig, store: Objects, tmp_path: Path) -> None:
     for version in (8, 9):
         publish_nothing(store, tmp_path / "drafts", version)
     rig.assert_committed(ask(rig, publish(store, 10, delta_part())), NEXT, 10)
 
 
-def test_a_gap_that_holds_something(rig: Rig, store: ObjectStore, tmp_path: Path) -> None:
+def test_a_gap_that_holds_something(rig: Rig, store: Objects, tmp_path: Path) -> None:
     publish_nothing(store, tmp_path / "drafts", 8)
     store.put("weight_v000008/other.safetensors", b"x")
     url = publish(store, 9, delta_part())
@@ -184,7 +182,7 @@ def test_a_gap_that_holds_something(rig: Rig, store: ObjectStore, tmp_path: Path
 
 
 def test_beside_a_root_nothing_is_read(
-    make_rig: Callable[..., Rig], store: ObjectStore, tmp_path: Path
+    make_rig: Callable[..., Rig], store: Objects, tmp_path: Path
 ) -> None:
     publish_nothing(store, tmp_path / "drafts", 8)
     url = publish(store, 9, delta_part())
@@ -197,7 +195,7 @@ def parts_of(*changes: Changes) -> list[bytes]:
     return [delta_part({name: elements}) for step in changes for name, elements in step.items()]
 
 
-def test_the_rest_of_a_version_comes_later(rig: Rig, store: ObjectStore) -> None:
+def test_the_rest_of_a_version_comes_later(rig: Rig, store: Objects) -> None:
     """What has arrived is known to be of one folder, and the next version waits for the rest."""
     url = publish(store, 8, *parts_of(STEP))
     assert ask(rig, url, FIRST).json()["status"] == "committed"
@@ -211,35 +209,35 @@ def test_the_rest_of_a_version_comes_later(rig: Rig, store: ObjectStore) -> None
 
 
 def test_a_base_in_a_store_that_is_away(
-    rig: Rig, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, store: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it is complete cannot be seen, so nothing is written over it."""
     url = publish(store, 8, *parts_of(STEP))
     assert ask(rig, url, FIRST).json()["status"] == "committed"
     weights = rig.engine.weights
     with monkeypatch.context() as patched:
-        patched.setattr(ObjectStore, "list", _refused)
+        patched.setattr(Objects, "list", _refused)
         answer = rig.send(delta_part(OTHER_STEP, version=9))
         assert_error(answer, 502, "PartUnavailable")
     assert same(rig.engine.weights, weights)
 
 
-def _refused(store: ObjectStore, prefix: str = "") -> Any:
+def _refused(store: Objects, prefix: str = "") -> Any:
     raise OSError(5, "the store does not answer", prefix)
 
 
 def test_an_object_that_is_replaced_while_it_is_read(
-    rig: Rig, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, store: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = publish(store, 8, delta_part())
-    fetch = ObjectStore.fetch
+    fetch = Objects.fetch
 
-    def replaced(self: ObjectStore, name: str, *arguments: Any) -> None:
+    def replaced(self: Objects, name: str, *arguments: Any) -> None:
         fetch(self, name, *arguments)
         self.put(name, bare(delta_part(OTHER_STEP)))
 
     with monkeypatch.context() as patched:
-        patched.setattr(ObjectStore, "fetch", replaced)
+        patched.setattr(Objects, "fetch", replaced)
         refused = assert_error(ask(rig, url), 502, "PartUnavailable", file=FIRST)
     assert "replaced" in refused["message"]
     assert same(rig.engine.weights, BASE)

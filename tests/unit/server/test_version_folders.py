@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from delta_server.log_replay import LogReplay
-from engine_ext.delta_log import FolderLog
 from engine_ext.format import encode_part
+from engine_ext.log import open_log
 from tests.support.delta_bodies import VERSION
 from tests.support.endpoint_rig import assert_error
 from tests.support.folder_writer import INDEX, write_checkpoint, write_version
@@ -141,7 +141,7 @@ def test_a_log_of_folders_is_replayed(engine: Engine, tmp_path: Path) -> None:
         engine.rig.service.committer,
         engine.rig.service.apply_files,
         engine.rig.engine,
-        FolderLog(Path(os.path.realpath(log))),
+        open_log(Path(os.path.realpath(log))),
     )
     write_version(log, NEXT, engine.base, engine.target)
     write_version(log, NEXT + 1, engine.target, engine.target)

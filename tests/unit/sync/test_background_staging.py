@@ -13,24 +13,23 @@ import numpy as np
 import pytest
 
 from engine_ext.errors import NotUpdatable
-from engine_ext.files import staging_pipe
-from engine_ext.format import Limits, ParamDelta, Part, PartId, decode_part, encode_part
-from engine_ext.format.identity import part_identity
+from engine_ext.format import DecodedPart, ParamDelta, PartId, encode_part
+from engine_ext.ranks.operations import BeginPart
 from engine_ext.sync.background_staging import BackgroundStaging
+from tests.support.verified_file import verified_file
 
 DELTA = ParamDelta("w", "bfloat16", (4,), np.array([2]), np.array([7], np.uint16))
-BODY = encode_part([DELTA], encoding="deltas", current_version=1)
-IDENTITY = part_identity(decode_part(BODY).header, BODY)
+IDENTITY, FILE = verified_file(encode_part([DELTA], encoding="deltas", current_version=1))
 
 
 class Reader:
     """The HTTP side's end of the pipe of one part."""
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(BODY)
-        self.path, self._pipe = path, staging_pipe(path)
-        os.mkfifo(self._pipe)
-        self._reader = os.open(self._pipe, os.O_RDONLY | os.O_NONBLOCK)
+        path.write_bytes(FILE)
+        self.path, self.pipe = path, f"{path}.staging"
+        os.mkfifo(self.pipe)
+        self._reader = os.open(self.pipe, os.O_RDONLY | os.O_NONBLOCK)
 
     def has_ended(self, seconds: float) -> bool:
         """Whether no one has the pipe open, after one had."""
@@ -52,19 +51,22 @@ def part_id(number: int) -> PartId:
     return PartId(version=1, base_version=0, identity=IDENTITY, part=number, num_parts=3)
 
 
+def begin(number: int, path: Path, pipe: str | None = None) -> BeginPart:
+    return BeginPart(part=part_id(number), path=str(path), pipe=pipe, now=0.0)
+
+
 def start(staging: BackgroundStaging, number: int, reader: Reader, stage: Any) -> None:
-    staging.start(part_id(number), str(reader.path), stage)
+    staging.start(begin(number, reader.path, reader.pipe), stage)
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("error", [None, NotUpdatable("no")])
 def test_the_pipe_closes_when_the_part_is_done(
-    readers: list[Reader], shared: bool, error: Exception | None
+    readers: list[Reader], error: Exception | None
 ) -> None:
-    staging = BackgroundStaging(2, Limits(), shared=shared)
+    staging = BackgroundStaging(2)
     go_on = threading.Event()
 
-    def stage(part: Part) -> Any:
+    def stage(part: DecodedPart) -> Any:
         assert go_on.wait(60)
         if error is not None:
             raise error
@@ -84,16 +86,16 @@ def test_the_pipe_closes_when_the_part_is_done(
 
 def test_a_part_that_no_one_waits_for_is_staged_all_the_same(tmp_path: Path) -> None:
     path = tmp_path / "part.safetensors"
-    path.write_bytes(BODY)
-    staging = BackgroundStaging(1, Limits(), shared=True)
-    staging.start(part_id(0), str(path), lambda part: part)
+    path.write_bytes(FILE)
+    staging = BackgroundStaging(1)
+    staging.start(begin(0, path), lambda part: part)  # type: ignore[arg-type, return-value]
     [part] = staging.results([0])
     assert part.manifest.current_version == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("by", ["clear", "forget"])
 def test_a_forgotten_part_is_not_begun(readers: list[Reader], by: str) -> None:
-    staging = BackgroundStaging(1, Limits(), shared=True)
+    staging = BackgroundStaging(1)
     go_on, begun = threading.Event(), list[int]()
 
     def stage(number: int) -> Any:

@@ -14,8 +14,8 @@ from engine_ext.format.digest import Digest, tensor_digest
 from engine_ext.model.constants import is_constant
 from engine_ext.ranks import SingleRank
 from engine_ext.settings import Settings
-from engine_ext.sync.loaded_model import LoadedModel
-from engine_ext.sync.startup import make_receiver
+from engine_ext.startup import LoadedModel
+from engine_ext.sync import make_receiver
 from tests.support.rank_engine import Engine, part_id
 from tests.support.served_models import (
     base_checkpoint,

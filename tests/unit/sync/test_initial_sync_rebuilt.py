@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from engine_ext.rebuild import ModuleRebuild
-from engine_ext.sync import startup
+from engine_ext.startup import order
+from engine_ext.startup.recomputed import ModuleRebuild
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
@@ -143,7 +143,7 @@ def test_what_a_loader_finds_out_is_known_to_the_live_module(
     assert_seeded(Serving(PaddedModel, tmp_path, dummy=True))
 
 
-def test_a_shadow_that_does_not_fit_stops_the_start(tmp_path: Path) -> None:
+def test_unprocessed_weights_that_do_not_fit_stop_the_start(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"need a checkpoint to start from: lin.*shadow-bytes"):
         Serving(one_layer(Int8), tmp_path, dummy=True, shadow_bytes=8)
 
@@ -181,7 +181,7 @@ def test_one_rank_that_fails_does_not_keep_the_others_waiting(
 
     original = getattr(applier, step)
     if step == "_certify":
-        monkeypatch.setattr(startup, "certify_placement", on_rank_1(serving, fail))
+        monkeypatch.setattr(order, "certify_placement", on_rank_1(serving, fail))
     else:
         monkeypatch.setattr(applier, step, fail)
     answers = serving.sync(serving.base, full=True)
@@ -194,7 +194,7 @@ def test_one_rank_that_fails_does_not_keep_the_others_waiting(
 
 def on_rank_1(serving: Serving, fail: Callable[..., Any]) -> Callable[..., Any]:
     """A function that fails there alone."""
-    original, second = startup.certify_placement, {id(p) for p in serving.models[1].parameters()}
+    original, second = order.certify_placement, {id(p) for p in serving.models[1].parameters()}
 
     def certify(placement: Any, *arguments: Any, **options: Any) -> Any:
         segments = [s for placed in placement.values() for s in placed.segments]

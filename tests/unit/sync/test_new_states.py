@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_ext.dtypes import NAME_OF_TORCH
-from engine_ext.format import Limits, ParamDelta, Part, decode_part, encode_part
+from engine_ext.format import DecodedPart, Limits, ParamDelta, decode_part, encode_part
 from engine_ext.ranks import ReplicaRanks
 from engine_ext.sync import new_states
 from engine_ext.sync.new_states import GatheredProof
@@ -66,7 +66,7 @@ def part(deltas: Sequence[ParamDelta], version: int = 1) -> bytes:
     return encode_part(deltas, encoding="gap8_xor", current_version=version)
 
 
-def parts_of_change(delta: ParamDelta) -> list[Part]:
+def parts_of_change(delta: ParamDelta) -> list[DecodedPart]:
     return [decode_part(part([delta]))]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_ext.repacks.load_hook import LearningError
+from engine_ext.startup.permuted.learner import LearningError
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed

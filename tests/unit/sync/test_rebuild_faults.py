@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.derived import Recomputation
 from engine_ext.kernels import bits_of
-from engine_ext.sync import rebuilds
+from engine_ext.startup import Recomputation
+from engine_ext.sync import rebuild_plan
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of, part_id
 from tests.support.toy_collective import Meeting, OneScale, Together, all_ranks
@@ -30,7 +30,7 @@ from tests.support.toy_quantised import (
     one_layer,
     parameter,
 )
-from tests.unit.sync.test_rebuilds import target_of
+from tests.unit.sync.test_rebuild_plan import target_of
 
 
 def corrupted(serving: Serving) -> list[str]:
@@ -75,7 +75,7 @@ def test_what_raises_on_one_rank_may_be_prepared_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks are at the same module then, though some had rebuilt it."""
-    monkeypatch.setattr(rebuilds, "_BATCH", 1)
+    monkeypatch.setattr(rebuild_plan, "_BATCH", 1)
     serving = Serving(Meeting, tmp_path, ranks=2)
     target = target_of(serving)
     body = serving.body(target)
@@ -337,12 +337,12 @@ def test_a_handle_that_something_else_has_changed(tmp_path: Path, method: type[M
 def test_after_the_engines_own_reload_a_full_sync_is_not_held_to_the_old_weights(
     tmp_path: Path, ranks: int
 ) -> None:
-    """The reload wrote through memory that is the shadow's, too, as Mamba's view does."""
+    """The reload wrote through memory that is unprocessed weights', too, as Mamba's view does."""
     serving = Serving(Everything, tmp_path, ranks=ranks)
     for receiver, model in zip(serving.engine.receivers, serving.models, strict=True):
         receiver.weights_replaced("a reload")
         for state in serving.states[model.rank].states:
-            for _, tensor in state.shadow():
+            for _, tensor in state.weights():
                 tensor.zero_()
     assert corrupted(serving) != []
     target = target_of(serving)
@@ -358,7 +358,7 @@ def test_after_the_engines_own_reload_a_full_sync_is_not_held_to_the_old_weights
 def test_after_a_failed_undo_a_full_sync_is_not_held_to_the_old_weights(
     tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one rank the shadow has some of the new weights."""
+    """On one rank the unprocessed weights have some of the new weights."""
     serving = Serving(Everything, tmp_path, ranks=ranks)
     applier = serving.applier(ranks - 1)
     write = applier.write

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.repacks.load_hook import LearningError
+from engine_ext.startup.permuted.learner import LearningError
 from tests.support.quantised_engine import Serving
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed

@@ -69,7 +69,7 @@ def sharing(method: type[Method], outers: tuple[str, ...], *, part_first: bool) 
         (PackPart, ("a",), ()),
         (PackPart, ("a", "b"), ()),
         (PackAndClone, ("a",), ()),
-        # Each has a shadow of the part, and a sync would write to one of them.
+        # Each has unprocessed weights of the part, and a sync would write to one of them.
         (PackAndClone, ("a", "b"), ("part.weight",)),
         (PackAndDrop, ("a",), ()),
     ],

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from engine_ext.format import Unproven
 from engine_ext.sync.staged import UndoLog
 from tests.support.rank_engine import errors_of, part_id
 from tests.unit.sync.recorded_ranks import (
@@ -178,7 +179,7 @@ def test_continuations_keep_no_more_old_values_than_they_may(tmp_path: Path) -> 
         applier.log = UndoLog([(place, np.zeros(40, np.uint8))], {})
     for number, expected in enumerate([True, True, False, False]):
         data = body(value=number, sync_id=str(number))
-        errors_of(ranks.engine.apply(part_id(data, continues=True), data), none=True)
+        errors_of(ranks.engine.apply(part_id(data, unproven=Unproven()), data), none=True)
         assert {status["can_roll_back"] for status in ranks.engine.status()} == {expected}
     data = body(2, sync_id="next")
     errors_of(ranks.engine.apply(part_id(data), data), none=True)
@@ -192,9 +193,10 @@ def test_a_full_sync_gives_up_the_undo_log_before(ranks: Ranks) -> None:
         return [len(applier.given_up) for applier in ranks.appliers]
 
     for number, (version, metadata, expected) in enumerate(
-        [(1, {}, 0), (2, {}, 0), (2, {"continues": True}, 0), (3, {}, 2), (4, {}, 3)]
+        [(1, {}, 0), (2, {}, 0), (2, {"unproven": Unproven()}, 0), (3, {}, 2), (4, {}, 3)]
     ):
-        data = body(version, value=number, full=number > 1, sync_id=str(number))
+        full = number > 1 and not metadata
+        data = body(version, value=number, full=full, sync_id=str(number))
         errors_of(ranks.engine.apply(part_id(data, **metadata), data), none=True)
         assert given_up() == [expected] * 3
         assert {status["can_roll_back"] for status in ranks.engine.status()} == {True}

@@ -10,6 +10,7 @@ import pytest
 
 from engine_ext.errors import NotUpdatable
 from tests.support.rank_engine import errors_of, part_id
+from tests.support.verified_file import verified_file
 from tests.unit.sync.recorded_ranks import Ranks, body
 
 
@@ -30,19 +31,19 @@ def flip(path: Path, data: bytes) -> None:
 
 
 def exchange(path: Path, data: bytes) -> None:
-    """For another part, whose own checksum is right."""
-    path.write_bytes(body(value=2))
+    """For the file of another part."""
+    path.write_bytes(verified_file(body(value=2))[1])
 
 
 @pytest.mark.parametrize("change", [truncate, empty, remove, flip, exchange])
 def test_a_spool_file_that_changed_is_refused(
     ranks: Ranks, change: Callable[[Path, bytes], None]
 ) -> None:
-    """Between its arrival, when its identity was taken, and its staging."""
+    """Between its arrival and its staging."""
     data = body()
     one = part_id(data)
     path = ranks.engine.spool(data)
-    change(path, data)
+    change(path, path.read_bytes())
     errors_of(ranks.engine.begin(one, path), none=True)
     for error in errors_of(ranks.engine.poll(one)):
         assert error["engine_state"] == "unchanged"

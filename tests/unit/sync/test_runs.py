@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_ext.errors import RunConflict, RunFenced, SyncInProgress, VersionConflict
-from engine_ext.format import PartId, RunSender
+from engine_ext.format import PartId, RunSender, Unproven
 from engine_ext.ranks.operations import RunOwner
 from engine_ext.sync.sync_state import SyncState
 from tests.unit.sync.sync_parts import TIMEOUT, commit, full, part, refused
@@ -301,14 +301,14 @@ def test_an_anonymous_delta_after_a_rollback(state: SyncState) -> None:
 
 def test_a_continuation_stays_in_its_run(state: SyncState) -> None:
     for identity in ("one", "two"):
-        commit(state, part(identity=identity, sync_id=identity, continues=True, counted=False))
+        commit(state, part(identity=identity, sync_id=identity, unproven=Unproven()))
     assert (state.version, state.run) == (6, "anonymous-1")
 
 
 def test_nobody_continues_a_named_version(state: SyncState) -> None:
     commit(state, of(A))
     state.release(A)
-    refused(state, part(identity="rest", continues=True, counted=False), VersionConflict)
+    refused(state, part(identity="rest", unproven=Unproven()), VersionConflict)
 
 
 def test_a_run_claims_an_anonymous_engine(state: SyncState) -> None:

@@ -38,6 +38,7 @@ from tests.support.served_models import (
     placed,
     replan,
     serve,
+    small_pieces,
     target_checkpoint,
 )
 from tests.support.thread_ranks import Shard, shards
@@ -86,9 +87,7 @@ def test_applied_and_taken_back(
         else delta_between(n, base[n], target[n])
         for n in base
     ]
-    with mock.patch.multiple(
-        "engine_ext.sync.pieces", _HOST_SPAN=span, _RUN_SPAN=span, _DEVICE_SPAN=span
-    ):
+    with small_pieces(span):
         assert attempt(served, parts_of(deltas), full=full) is None
     assert memory(served.model) == memory(load(model, target))
 
@@ -123,7 +122,7 @@ def test_what_the_sample_misses_the_write_finds(
     target = {name: changed(tensor, 7, 1.0) for name, tensor in base.items()}
     deltas = [delta_between(name, base[name], target[name]) for name in base]
     flat = served.model.weight.data.view(torch.int16).reshape(-1)
-    with mock.patch("engine_ext.sync.pieces._HOST_SPAN", 5):
+    with small_pieces(5):
         staged = [served.applier.stage(part) for part in parts_of(deltas)]
     flat[place] ^= 0x100
     before = memory(served.model)

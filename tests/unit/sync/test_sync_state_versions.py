@@ -13,7 +13,7 @@ from engine_ext.errors import (
     VersionConflict,
     WeightsAsleep,
 )
-from engine_ext.format.identity import PartId
+from engine_ext.format import PartId, Unproven
 from engine_ext.ranks.operations import StagedSync
 from engine_ext.sync.sync_state import SyncState
 from tests.unit.sync.sync_parts import TIMEOUT, commit, full, part, refused
@@ -83,7 +83,7 @@ def test_a_first_part_beyond_num_parts_stages_nothing(state: SyncState) -> None:
 
 
 def disk(version: int, identity: str, **changes: Any) -> PartId:
-    return part(version, version - 1, identity=identity, continues=True, **changes)
+    return part(version, version - 1, identity=identity, unproven=Unproven(), **changes)
 
 
 def test_a_continuation_is_its_own_transaction_at_the_same_version(state: SyncState) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -13,11 +11,11 @@ from hypothesis import strategies as st
 
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable
-from engine_ext.format import Limits, ParamDelta, decode_part, encode_part, read_decoded
-from engine_ext.format.decoded_part import write_decoded
+from engine_ext.format import Limits, ParamDelta, decode_part, encode_part, read_verified
 from engine_ext.version_folders import check_change, find_change
 from tests.support.folder_writer import checksum, payload
 from tests.support.served_models import PROPERTY
+from tests.support.verified_file import verified_file
 
 FORMATS = ("xxh3-128", "blake3", "adler32")
 ENCODINGS = ("xor", "overwrite")
@@ -68,10 +66,9 @@ def test_the_new_bytes_are_the_writers(
     sent = find_change("w", dtype, shape, encoding, frame, declared, Limits())
     body = encode_part([sent], encoding="gap8_xor", current_version=2)
     part = decode_part(body)
-    decoded = io.BytesIO()
-    write_decoded(decoded, part, "k" * 32)
-    # As it is decoded by the first rank, and as the others find it.
-    for delta in (part.deltas[0], read_decoded(body, decoded.getbuffer(), Limits()).deltas[0]):
+    mapped = read_verified(*reversed(verified_file(body)))
+    assert mapped is not None
+    for delta in (part.deltas[0], mapped.deltas[0]):
         assert (delta.name, delta.dtype, delta.shape) == ("w", dtype, shape)
         assert delta.new_checksum == declared
         before = old.view(bits_dtype(dtype))

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _CHUNK: Final = 1 << 20
-_KEPT: Final = 16  # bodies that may be asked for again, by another engine or a repeat
+_KEPT: Final = 16  # bodies that can be asked for again, by another engine or a repeat
 _AT_ONCE: Final = 16  # requests of one engine
 
 Answer = tuple[int, list[tuple[str, str]], bytes]
@@ -93,7 +93,7 @@ class RayTransport(httpx.BaseTransport):
 
         Raises:
             httpx.TransportError: there is no actor for it, it is dead, or the engine did not
-                answer in time; the engine may have taken the request.
+                answer in time; the engine might have taken the request.
         """
         relay = self._relays.get(request.url.netloc)
         if relay is None:

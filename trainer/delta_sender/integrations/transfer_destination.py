@@ -10,17 +10,18 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import httpx
 import torch
 
-from delta_sender.http_client import EngineClient
 from delta_sender.integrations.transfer_group import Group, Rendezvous
-from delta_sender.options import MultiOptions
+from delta_sender.options import SenderOptions
+from delta_sender.publish.http_client import EngineClient
 from delta_sender.results import SyncError
+from delta_sender.run import Run
 from engine_ext.format import SIGNATURE_SUFFIX, sign
 
 _BUSY: Final = ("SyncInProgress", "TooManyUploads")
@@ -71,20 +72,26 @@ class TransferDestination(EngineClient):
     """An engine whose parts go through a `SyncClient`; plan and status are read by HTTP."""
 
     def __init__(
-        self, url: str, options: MultiOptions, client: SyncClient, channel: Channel
+        self, url: str, options: SenderOptions, client: SyncClient, channel: Channel
     ) -> None:
-        super().__init__(url, {**options, "posts_in_flight": 1})
+        super().__init__(url, replace(options, posts_in_flight=1))
         self._sync_client, self._channel = client, channel
-        self._options = {key: options[key] for key in ("pause_mode", "flush_cache")}
-        self._key = options["hmac_key"]
-        self._wait_s = options["timeout"]
+        self._options = {"pause_mode": options.pause_mode, "flush_cache": options.flush_cache}
+        self._key = options.hmac_key
+        self._wait_s = options.timeout
         self._group: Group | None = None
+        self._run: Run | None = None  # that has claimed the engine
         # Parts are delivered by other threads, which have a current GPU of their own.
         is_nccl = channel.kind == "collective" and channel.backend == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
-        if options["adapter"] is not None:
+        if options.adapter is not None:
             raise ValueError("the weight-transfer API has no adapters; use DeltaSender")
         self._call(client.init_weight_transfer_engine, {})
+
+    def claim(self, run: Run, *, takeover: bool) -> dict[str, Any]:
+        """See `Destination.claim`."""
+        self._run = run
+        return super().claim(run, takeover=takeover)
 
     def close(self) -> None:
         """Leave the group, and close the HTTP client."""
@@ -105,6 +112,10 @@ class TransferDestination(EngineClient):
             self.check_open()
             try:
                 if part == 0:
+                    if self._run is not None:
+                        # The call that starts has no run, and ends whatever update has begun: a
+                        # run that is fenced must not make it.
+                        super().claim(self._run, takeover=False)
                     self._call(self._sync_client.start_weight_update)
                 self._update(body, f"{version}-{part}")
                 break
@@ -148,7 +159,7 @@ class TransferDestination(EngineClient):
             if self._key is not None:
                 beside = path.with_name(path.name + SIGNATURE_SUFFIX)
                 beside.write_text(sign(self._key, body))
-            Path(folder).chmod(0o755)  # the engine may be another user's
+            Path(folder).chmod(0o755)  # the engine might be another user's
             yield path
 
     def _broadcast(self, body: bytes, info: dict[str, Any]) -> None:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from delta_sender.model_sync import on_all_ranks, sync_model
-from delta_sender.model_tensors import Checkpoint, any_rank, named_tensors
-from delta_sender.multi_sender import MultiSender
-from delta_sender.options import MultiOptions, with_defaults
-from delta_sender.results import SyncReport
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from delta_sender.models import Checkpoint, any_rank, named_tensors
+from delta_sender.models.model_sync import on_all_ranks, sync_model
+from delta_sender.options import SenderOptions
+from delta_sender.publish.multi_sender import MultiSender
+from delta_sender.results import SyncReport, raising_as_one
 
 
 class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
@@ -29,11 +26,11 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
     last at the end. The main process sends; on all others the callback takes part in gathering
     sharded parameters. A sync that fails ends the training on all of them.
 
-    All trainings of a callback are of one run, which may replace what it has sent. With the option
+    All trainings of a callback are of one run, which can replace what it has sent. With the option
     `state` those of later processes are, too: a training that is resumed from a checkpoint needs
     it, or ``full="allow"``, if the engines hold the weights of a later step.
 
-    What a sync took is put into the trainer's next log, as ``delta/version``, ``delta/bytes``,
+    The figures of a sync are in the trainer's next log, as ``delta/version``, ``delta/bytes``,
     ``delta/density``, ``delta/seconds`` and ``delta/pause_ms``: into ``state.log_history``, and
     into the logs of every callback that comes after this one. Callbacks of ``report_to`` come
     before it, unless it is inserted as the first:
@@ -45,7 +42,7 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
             name. None: the folder that the model was loaded from; if it was not, what the model
             holds when the training begins, in `dtype`.
         every: Optimizer steps from one sync to the next.
-        dtype: What the model is cast to, if there is no base.
+        dtype: The model is cast to it, if there is no base.
         **options: See `MultiSender`.
 
     Attributes:
@@ -59,13 +56,14 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
         every: int = 1,
         *,
         dtype: torch.dtype | None = None,
-        **options: Unpack[MultiOptions],
+        **options: Any,
     ) -> None:
         if every < 1:
             raise ValueError(f"every is {every}, but must be 1 or more")
         self._urls = [url] if isinstance(url, str) else list(url)
         self._base, self._every, self._dtype = base, every, dtype
-        self._options = with_defaults(options)
+        SenderOptions(**options)  # refuses what it does not know
+        self._options = options
         self._sender: MultiSender | None = None
         self._run: tuple[str, int] | None = None  # of the training before
         self._synced_step = -1
@@ -135,15 +133,16 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero:
             if isinstance(base, Mapping):
                 base = base.items()
-            continues = self._run if self._options["state"] is None else None
+            continues = self._run if self._options.get("state") is None else None
             self._sender = MultiSender(self._urls, base, continues=continues, **self._options)
 
     def _sync(self, state: Any, model: nn.Module) -> None:
         began = time.monotonic()
         base = self._base if self._sender is not None else None
-        form = self._options["quantize"]
+        form = self._options.get("quantize")
         try:
-            reports = sync_model(self._sender, model, base, dtype=self._dtype, quantize=form)
+            with raising_as_one(len(self._urls)):
+                reports = sync_model(self._sender, model, base, dtype=self._dtype, quantize=form)
         except BaseException:
             self.close()
             raise

@@ -10,31 +10,28 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from delta_sender.model_sync import sync_stream
-from delta_sender.model_tensors import empty_model
-from delta_sender.options import Options
+from delta_sender.arguments import log_location
+from delta_sender.models import empty_model
+from delta_sender.models.model_sync import sync_stream
+from delta_sender.publish.sender import DeltaSender
 from delta_sender.results import SyncReport
-from delta_sender.sender import DeltaSender
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class DeltaWeightTransfer:
     """What ``AsyncGRPOTrainer(weight_transfer=...)`` takes, sending deltas.
 
     The engine pauses itself while it commits, so `pause` and `resume` do nothing and generation
-    goes on while weights are compared and sent.
+    continues while weights are compared and sent.
 
     Args:
         url: The engine's root.
         base: The folder of the checkpoint that the engine was started with; its ``config.json``
-            names the model's class. It can be quantised, see `Options.quantize`.
+            names the model's class. It can be quantised, see `SenderOptions`.
         frozen: Which tensors the trainer leaves out because it does not train them, as
             `AsyncGRPOTrainer` does with parameters that need no gradient; they are then the
             base's. See `checkpoint_names`. Without it, that is an error.
@@ -55,19 +52,22 @@ class DeltaWeightTransfer:
         *,
         frozen: bool | Sequence[str] = False,
         model: nn.Module | None = None,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> None:
         self._frozen, self.model = frozen, model
         self._url, self._base, self._options = url, Path(base), options
         self._sender: DeltaSender | None = None
+        self._run: tuple[str, int] | None = None  # of the sender before
         self._names: nn.Module | None = None
         self.report: SyncReport | None = None
 
     def init_weight_transfer(self) -> None:
-        """Read the base."""
+        """Read the base, and open the engine's run; after `destroy` the same run again."""
         self.destroy()
         self._names = empty_model(self._base)
-        self._sender = DeltaSender(self._url, self._base, **self._options)
+        has_file = self._options.get("state") is not None or log_location(self._url) is not None
+        continues = None if has_file else self._run
+        self._sender = DeltaSender(self._url, self._base, continues=continues, **self._options)
 
     def pause(self) -> None:
         """Do nothing: committing pauses."""
@@ -95,8 +95,9 @@ class DeltaWeightTransfer:
         """Do nothing: the engine has resumed."""
 
     def destroy(self) -> None:
-        """Close the sender."""
+        """Close the sender, and release the engine."""
         if self._sender is not None:
+            self._run = self._sender.run, self._sender.epoch
             self._sender.close()
             self._sender = None
 
@@ -105,7 +106,7 @@ def use_deltas(
     base: str | os.PathLike[str],
     *,
     frozen: bool | Sequence[str] = False,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> None:
     """Let TRL's trainers in server mode send deltas in place of NCCL broadcasts.
 

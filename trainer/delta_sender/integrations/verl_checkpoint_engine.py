@@ -6,6 +6,7 @@ Importing this registers it; verl does so for
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -17,17 +18,22 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from delta_sender.checkpoint import read_checkpoint
-from delta_sender.model_sync import on_all_ranks
-from delta_sender.multi_sender import MultiSender
-from delta_sender.options import EngineOptions
-from delta_sender.quantize import Quantizer
-from delta_sender.results import SyncReport
-from delta_sender.rounding import count as count_rounded
+from delta_sender.diff.observations import UNCHANGED
+from delta_sender.diff.observations import count as count_rounded
+from delta_sender.diff.quantize import Quantizer
+from delta_sender.models import empty_model
+from delta_sender.models.model_state import live_buffers
+from delta_sender.models.model_sync import on_all_ranks
+from delta_sender.models.reader import is_named, refuse_left_out
+from delta_sender.options import DEFAULTS
+from delta_sender.publish.multi_sender import MultiSender
+from delta_sender.results import SyncReport, raising_as_one
 from delta_sender.sharded import ShardedSender, model_shards
+from engine_ext.files import read_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +47,9 @@ _MERGE: Final = (
     "verl gives the base's weights and not what LoRA has trained: set "
     "actor_rollout_ref.model.lora.merge=True"
 )
+
+_LIVE: Final = "send_weights verl's engine, whose module it is then read from"
+_WARNS_AFTER: Final = DEFAULTS["unchanged_warning"]
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -59,6 +68,8 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         base: Folder of the checkpoint that the servers are started with. Servers that are started
             with other weights are refused, unless `options` has ``full="allow"``: they get a full
             sync first.
+        frozen: Patterns of names, as of `fnmatch`, of tensors that verl leaves out because they are
+            not trained; they are then the base's.
         urls: The servers' roots. None: verl's own replicas, found by the names of their Ray actors
             before every sync.
         **options: See `MultiSender`.
@@ -77,15 +88,20 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         is_master: bool = False,
         *,
         base: str | os.PathLike[str],
+        frozen: Sequence[str] = (),
         urls: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
-        self._is_master, self._base = is_master, Path(base)
-        self._urls, self._options = None if urls is None else list(urls), dict(options)
+        self._is_master, self._base, self._frozen = is_master, Path(base), frozen
+        self._urls = None if urls is None else list(urls)
+        # This class warns of syncs without a change, and names verl's own setting.
+        self._warns_after = int(options.get("unchanged_warning", _WARNS_AFTER))
+        self._options = {**options, "unchanged_warning": 0}
         self._opened: list[str] | None = None
         self._run: tuple[str, int] | None = None  # of the sender before
         self._sender: MultiSender | ShardedSender | None = None
         self._dtypes: dict[str, torch.dtype | None] = {}  # None: as it is given
+        self._scale_of: dict[str, str] = {}  # of weights to quantise
         self.reports: dict[str, SyncReport] = {}
 
     def prepare(self) -> dict[str, Any]:
@@ -120,7 +136,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Send what changed since the last sync; on every rank of the actor.
 
         Args:
-            weights: What verl's engines yield, the checkpoint's names with whole tensors; or an
+            weights: Whole tensors by the checkpoint's names, as verl's engines yield them; or an
                 engine: its `module`'s shards are sent, if the class can, or else its
                 `get_per_tensor_param` is called.
             global_steps: verl's step. Versions count on their own; ranks that send shards check
@@ -131,7 +147,8 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises:
             SyncError: A server refused, see `MultiSender.sync` and `ShardedSender.sync`.
-            ValueError: The tensors are not the base's, or adapters are not merged into them.
+            ValueError: The tensors are not the base's, one is left out that `frozen` does not
+                name, or adapters are not merged into them.
             RuntimeError: Another rank has failed.
         """
         if self._sends_shards(weights):
@@ -152,7 +169,7 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _sends_shards(self, weights: Any) -> bool:
         """Return whether this is an engine whose ranks can send their own shards."""
         model = getattr(weights, "module", None)
-        common = self._options.keys() <= EngineOptions.__annotations__.keys()
+        common = self._options.keys() <= inspect.signature(ShardedSender).parameters.keys()
         one = self._urls is not None and len(self._urls) == 1
         return (
             isinstance(model, FSDPModule) and not hasattr(model, "peft_config") and common and one
@@ -169,34 +186,39 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._sender = ShardedSender(url, shards, base, continues=self._run, **self._options)
             self._opened = [url]
         self.reports = {url: self._sender.sync(shards, step=step)}
-        return self._figures(began) if self._is_master else None
+        return self._ended(began) if self._is_master else None
 
     def _send(self, weights: Any) -> dict[str, float] | None:
         if isinstance(self._sender, ShardedSender):
             self.close()  # on all ranks
+        live = getattr(weights, "module", None)
         if hasattr(weights, "get_per_tensor_param"):
             weights, peft_config = weights.get_per_tensor_param()
             if peft_config is not None:
                 raise ValueError(_MERGE)
         source = iter(weights)
         try:
-            return self._sync(source) if self._is_master else None
+            return self._sync(source, live) if self._is_master else None
         finally:
-            for _ in source:  # other ranks may be gathering it
+            for _ in source:  # other ranks might be gathering it
                 pass
 
-    def _sync(self, source: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
-        began = time.monotonic()
-        sender, earlier = self._open(), self.reports
-        with closing(self._checkpoint_tensors(source)) as tensors:
-            self.reports = sender.sync(tensors)
-        if earlier and not any(report.nnz for report in self.reports.values()):
-            # Adapters under Megatron have the names of the base, and verl does not pass them on.
-            logger.warning("no weight has changed since the last sync; with LoRA, %s", _MERGE)
-        return self._figures(began)
+    def _sync(
+        self, source: Iterable[tuple[str, torch.Tensor]], live: nn.Module | None
+    ) -> dict[str, float]:
+        began, sender = time.monotonic(), self._open()
+        with raising_as_one(len(sender.versions)):
+            with closing(self._checkpoint_tensors(source, live)) as tensors:
+                self.reports = sender.sync(tensors)
+        return self._ended(began)
 
-    def _figures(self, began: float) -> dict[str, float]:
+    def _ended(self, began: float) -> dict[str, float]:
+        """Warn of syncs without a change, and return the figures of the last one."""
         reports = self.reports.values()
+        unchanged = max(r.unchanged_in_a_row for r in reports)
+        if unchanged and unchanged == self._warns_after:
+            # Adapters under Megatron have the names of the base, and verl does not pass them on.
+            logger.warning(f"{UNCHANGED}. With LoRA, {_MERGE}", unchanged)
         pauses = [r.engine.get("timings_ms", {}).get("pause_ms", 0.0) for r in reports]
         return {
             "delta_http/version": max(r.version for r in reports),
@@ -216,32 +238,58 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._dtypes = {**stored}
             if (form := self._options.get("quantize")) is not None:
                 # Given in the trainer's own precision; the sender quantises them.
-                for name, scale in Quantizer(form, stored).scale_of.items():
+                self._scale_of = Quantizer(form, stored).scale_of
+                for name, scale in self._scale_of.items():
                     del self._dtypes[scale]
                     self._dtypes[name] = None
-            continues = None if "state" in self._options else self._run
+            continues = self._run if self._options.get("state") is None else None
             self._sender = MultiSender(self._urls, self._base, continues=continues, **self._options)
             self._opened = list(self._urls)
         return self._sender
 
     def _checkpoint_tensors(
-        self, source: Iterable[tuple[str, torch.Tensor]]
+        self, source: Iterable[tuple[str, torch.Tensor]], live: nn.Module | None
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield copies in the base's dtypes: verl frees a tensor when it yields the next.
 
-        Weights to quantise stay as verl gives them.
+        Weights to quantise stay as verl gives them. Buffers that it leaves out are those of `live`.
         """
         is_tied = json.loads((self._base / "config.json").read_bytes()).get("tie_word_embeddings")
+        absent = set(self._dtypes)
         for name, tensor in source:
             if name in self._dtypes:
-                dtype = self._dtypes[name]
-                if dtype is not None:
-                    count_rounded(name, tensor, dtype)
-                yield name, tensor.detach().to(dtype or tensor.dtype, copy=True)
+                absent.discard(name)
+                yield name, self._copied(name, tensor)
             elif _ADAPTER.search(name):
                 raise ValueError(f"{name}: {_MERGE}")
             elif not (is_tied and name == _TIED):
                 raise ValueError(f"{name}: not in {self._base}")
+        if not absent:
+            return
+        buffers = live_buffers(live) if isinstance(live, nn.Module) else {}
+        for name in absent & buffers.keys():
+            absent.discard(name)
+            yield name, self._copied(name, buffers[name])
+        left = sorted(absent & self._buffer_names())
+        refuse_left_out(left, left, self._frozen, live=_LIVE)
+        stored = dict(read_checkpoint(self._base))
+        for name in [name for name in absent if is_named(name, self._frozen)]:
+            yield name, stored[name]
+            if (scale := self._scale_of.get(name)) is not None:
+                yield scale, stored[scale]
+
+    def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self._dtypes[name]
+        if dtype is not None:
+            count_rounded(name, tensor, dtype)
+        return tensor.detach().to(dtype or tensor.dtype, copy=True)
+
+    def _buffer_names(self) -> set[str]:
+        """Return the names of the model's buffers; none if transformers has no such model."""
+        try:
+            return {name for name, _ in empty_model(self._base).named_buffers()}
+        except ValueError:
+            return set()
 
 
 def server_urls() -> list[str]:

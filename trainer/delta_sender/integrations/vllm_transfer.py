@@ -18,12 +18,12 @@ from torch import nn
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+from delta_sender.diff.refills import StableGenerator
 from delta_sender.integrations.transfer_destination import Channel, TransferDestination
-from delta_sender.model_sync import on_all_ranks
-from delta_sender.model_tensors import checkpoint_names
-from delta_sender.multi_sender import MultiSender
-from delta_sender.refills import StableGenerator
-from delta_sender.results import PartialSyncError, SyncReport
+from delta_sender.models import checkpoint_names
+from delta_sender.models.model_sync import on_all_ranks
+from delta_sender.publish.multi_sender import MultiSender
+from delta_sender.results import SyncReport, raising_as_one
 
 BACKEND = "delta_updates"
 
@@ -41,7 +41,7 @@ class DeltaTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
         frozen: Which tensors the source leaves out because they are not trained; they are then the
             base's. See `checkpoint_names`; needs `model`.
         channel: How parts travel; inline if None.
-        options: Of `DeltaSender`.
+        options: Keyword arguments of `DeltaSender`.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -125,7 +125,7 @@ class DeltaTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             if self.is_sender:
                 self.report = self._sync(source)
         finally:
-            for _ in source:  # other ranks may be gathering it
+            for _ in source:  # other ranks might be gathering it
                 pass
 
     def _sync(self, source: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
@@ -140,12 +140,8 @@ class DeltaTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             tensors = checkpoint_names(
                 source, info.model, info.base, frozen=info.frozen, quantize=form
             )
-        try:
-            with closing(tensors):
-                [report] = self._sender.sync(tensors).values()
-        except PartialSyncError as failed:
-            [error] = failed.failures.values()
-            raise error from None
+        with raising_as_one(1), closing(tensors):
+            [report] = self._sender.sync(tensors).values()
         return report
 
 

@@ -3,11 +3,11 @@
 Modules, in the order of the data's way:
 
 - `shards`, `conversion`: what a rank holds, in checkpoint coordinates.
-- `box`: where a shard lies in its tensor.
+- `box`: where a shard is in its tensor.
 - `ownership`, `owned`: which rank sends which elements; this rank's snapshot of its own.
-- `copies`, `digests`: whether ranks that hold the same shard hold the same bits.
+- `copies`: whether ranks that hold the same shard hold the same bits.
 - `ranks`: how ranks agree.
-- `session`, `parts`: one sync of all ranks, and one rank's parts of it.
+- `session`, `parts`: one sync of all ranks, and what one rank sends of it.
 - `sender`: the public interface.
 
 The rules of a sender hold for all ranks together: no snapshot advances before the engine has

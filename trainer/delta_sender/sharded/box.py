@@ -1,4 +1,4 @@
-"""Where a shard lies in its tensor: a box, and how its flat indices become the tensor's."""
+"""Where a shard is in its tensor: a box, its flat indices as the tensor's, and its digest."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from delta_sender.diff.compare import Bits
+from engine_ext.format import Digest, tensor_digest
+from engine_ext.resources import usable_cores
+
+_CHUNK: Final = 1 << 20  # elements whose indices are made at a time
 
 
 @dataclass(frozen=True, order=True)
@@ -31,7 +37,7 @@ class Box:
         """Return the box of slices, one per dimension.
 
         Raises:
-            ValueError: Their number is not that of dimensions, or one has a step or lies outside.
+            ValueError: Their number is not that of dimensions, or one has a step or is outside.
         """
         shape = tuple(shape)
         if len(slices) != len(shape):
@@ -82,7 +88,7 @@ class Box:
         return Box(self.shape, starts, sizes)
 
     def relative_to(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices of a box that it lies in."""
+        """Return its slices within a box that contains it."""
         starts = map(int.__sub__, self.offsets, outer.offsets)
         return tuple(slice(o, o + n) for o, n in zip(starts, self.sizes, strict=True))
 
@@ -128,3 +134,15 @@ class Box:
             elif length != 1:
                 merged.insert(0, (length, stride))
         return merged or [(1, 1)]
+
+
+def box_digest(name: str, values: Bits, box: Box) -> Digest:
+    """Return the digest of a part of a tensor, given its bits [n]."""
+    if box.is_run:
+        return tensor_digest(name, values, start=box.start, threads=usable_cores())
+    digest = Digest.ZERO
+    for first in range(0, values.size, _CHUNK):
+        chunk = values[first : first + _CHUNK]
+        where = box.to_global(np.arange(first, first + chunk.size))
+        digest += tensor_digest(name, chunk, where)
+    return digest

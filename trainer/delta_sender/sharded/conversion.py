@@ -1,8 +1,9 @@
 """Find, for tensors that transformers 5 fuses, which part of them each checkpoint tensor is.
 
 transformers converts whole tensors only. So its own conversion is run once on a small tensor with
-the same name and number of experts whose elements are numbered, and what comes out shows of which
-elements each checkpoint tensor is made. It must be a box of the fused tensor, in the same order.
+the same name and number of experts whose elements are numbered, and the numbers that come out show
+the elements that each checkpoint tensor is made from. It must be a box of the fused tensor, in the
+same order.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from delta_sender.model_tensors.plan import Group, Plan
+from delta_sender.models.plan import Group, Plan
 from delta_sender.sharded.box import Box
 
 _SMALL: Final = 4  # two halves of two elements: an interleaved order would show
@@ -73,7 +74,7 @@ def _within(common: Box, box: Box, shape: torch.Size) -> Box:
         for one, size in zip(common.relative_to(box), box.sizes, strict=True)
         if size != 1
     ]
-    # Dimensions of one element may have gone: that of the experts has.
+    # Dimensions of one element might have gone: that of the experts has.
     kept = iter(slices)
     found = [(0, 1) if size == 1 else next(kept) for size in shape]
     return Box(tuple(shape), tuple(o for o, _ in found), tuple(n for _, n in found))

@@ -1,4 +1,4 @@
-"""Compare what several ranks hold of a tensor, of which only one rank's copy is sent.
+"""Compare a tensor's copies on several ranks: only one rank's copy is sent.
 
 All copies are compared when the sender is made; at each sync as much as is read in little time, in
 turn, so that large replicated shards do not have to be read and digested on every rank each time.
@@ -11,17 +11,16 @@ from typing import Final
 
 import torch
 
-from delta_sender.sharded.box import Box
-from delta_sender.sharded.digests import box_digest
+from delta_sender.diff.snapshot import host_bits
+from delta_sender.sharded.box import Box, box_digest
 from delta_sender.sharded.ownership import Tensor
-from delta_sender.snapshot import host_bits
 from engine_ext.dtypes import TORCH_DTYPE
 
 _AT_A_SYNC: Final = 64 << 20  # bytes, or one tensor's
 
 
 class Copies:
-    """The tensors of which several ranks hold the same shard; the same on every rank.
+    """The tensors whose shards several ranks hold; the same on every rank.
 
     Args:
         tensors: Of the checkpoint, by name.

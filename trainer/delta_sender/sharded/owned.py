@@ -6,15 +6,14 @@ from collections.abc import Collection, Generator, Mapping
 
 import torch
 
-from delta_sender.acked_state import AckedState
-from delta_sender.rounding import count as count_rounded
-from delta_sender.sharded.box import Box
+from delta_sender.diff.observations import count as count_rounded
+from delta_sender.diff.snapshot import NamedTensors, Snapshot
+from delta_sender.encode.acked_state import AckedState
+from delta_sender.sharded.box import Box, box_digest
 from delta_sender.sharded.copies import Copies
-from delta_sender.sharded.digests import box_digest
 from delta_sender.sharded.ownership import Held, Ownership
 from delta_sender.sharded.ranks import Ranks
 from delta_sender.sharded.shards import Shard, Shards, checked
-from delta_sender.snapshot import NamedTensors, Snapshot
 from engine_ext.dtypes import NAME_OF_TORCH
 from engine_ext.format import Digest
 
@@ -122,7 +121,7 @@ def _held(shard: Shard, box: Box) -> Held:
 
 
 class ShardedState(AckedState):
-    """What the engine holds, of which this rank's snapshot has its share."""
+    """The weights that the engine holds; this rank's snapshot has its share of them."""
 
     resends_unproven = False
 

@@ -32,7 +32,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def box(self) -> Box:
-        """Where it lies in its tensor."""
+        """Where it is in its tensor."""
         return Box(self.shape, self.offsets, self.sizes)
 
 

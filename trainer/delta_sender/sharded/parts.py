@@ -1,24 +1,25 @@
-"""One rank's parts of a sync: which they are, known before the first is sent, and their bytes."""
+"""One rank's share of a sync: which params it sends, and what is sent of each."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from delta_sender.diff_host import Change
-from delta_sender.diff_loop import Bits
-from delta_sender.encoding_policy import EncodingChoice, ParamStats, escaped_share
-from delta_sender.part_sizes import most_bytes
+from delta_sender.diff.compare import Bits, Change
+from delta_sender.encode.encoding_policy import EncodingChoice, ParamStats, escaped_share
+from delta_sender.encode.part_builder import Bucket
+from delta_sender.encode.sync_round import Attempt, SyncRound
+from delta_sender.results import RankError
 from delta_sender.sharded.box import Box
 from delta_sender.sharded.owned import OwnedShards, ShardedState
 from delta_sender.sharded.ownership import Tensor
-from delta_sender.snapshot import Changes
-from delta_sender.sync_round import Attempt
-from engine_ext.dtypes import TORCH_DTYPE
+from delta_sender.sharded.ranks import Ranks
+from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.format import (
     DIFFERENCES,
     Digest,
@@ -28,16 +29,17 @@ from engine_ext.format import (
     tensor_digest,
 )
 
-_POSITION: int = 4  # bytes of a position, about
+_POSITION_BYTES: Final = 4  # about
 
 
-@dataclass(frozen=True, slots=True)
-class Param:
+@dataclass(slots=True)
+class ShardParam:
     """One tensor, or this rank's changes of it, in a part.
 
     Attributes:
-        change: Of this rank's box; None: the whole tensor is sent.
+        change: The changes of this rank's box; None: the whole tensor is sent.
         counts: Whether it counts in the part's digest.
+        values: The whole tensor's bits [numel] once they are assembled, in a full sync.
     """
 
     tensor: Tensor
@@ -45,6 +47,12 @@ class Param:
     change: Change | None
     choice: EncodingChoice
     counts: bool
+    values: Bits | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The tensor's manifest dtype."""
+        return self.tensor.dtype
 
     @property
     def nbytes(self) -> int:
@@ -52,16 +60,7 @@ class Param:
         if self.change is None or self.choice.dense:
             return self.tensor.nbytes
         width = TORCH_DTYPE[self.tensor.dtype].itemsize
-        return self.change.nnz * (width + _POSITION)
-
-
-@dataclass(slots=True)
-class Bucket:
-    """Params of one encoding and dtype that are one part."""
-
-    encoding: str
-    params: list[Param] = field(default_factory=list)
-    nbytes: int = 0
+        return self.change.nnz * (width + _POSITION_BYTES)
 
 
 @dataclass(slots=True)
@@ -72,70 +71,129 @@ class Sent:
     nnz: int = 0
     picked: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: Sent) -> None:
-        """Add what another part has."""
-        self.digest += other.digest
-        self.nnz += other.nnz
-        self.picked.update(other.picked)
 
-
-class PartPlan:
-    """The parts of one attempt that this rank sends.
+class OwnedChanges:
+    """What this rank sends in one attempt; a `ParamSource`. All is read by then.
 
     Args:
         state: What the engine holds.
-        read: Changes of this rank's boxes, from the snapshot.
-        bucket_bytes: Most bytes of positions and values in a part, before compression; of this
-            rank's first parts see `most_bytes`.
         speed: Of the link, in bytes/s.
 
     Attributes:
         names: Of the tensors that the engine gets, from all ranks.
-        buckets: This rank's parts.
+        sent: What has been encoded by now.
     """
 
     def __init__(
         self,
-        rank: int,
+        ranks: Ranks,
         owned: OwnedShards,
         state: ShardedState,
+        sync_round: SyncRound,
         attempt: Attempt,
-        read: Changes,
-        *,
-        bucket_bytes: int,
         speed: float,
     ) -> None:
-        self._rank, self._owned, self._snapshot = rank, owned, state.snapshot
+        self._ranks, self._owned, self._snapshot = ranks, owned, state.snapshot
         self._policy, self._full, self._speed = attempt.policy, attempt.full, speed
-        self._plan, self._read, self._held = state.plan, read, state.missed
+        self._plan, self._read, self._held = state.plan, sync_round.changes, state.missed
+        declares = state.digest is not None and not (attempt.full or attempt.policy.any_base)
+        self.digest_before = state.digest.hex() if declares and state.digest else None
         self.names = state.plan.names
-        self.buckets = self._buckets(bucket_bytes)
+        self.sent = Sent()
+        self._lock = threading.Lock()
 
-    def _buckets(self, bucket_bytes: int) -> list[Bucket]:
-        """Put params together, as many as a part may have or one param."""
-        full: list[Bucket] = []
-        filling: dict[tuple[str, str], Bucket] = {}
+    def params(self) -> Iterator[ShardParam]:
+        """Yield what this rank sends."""
         for name in self.names:
             param = self._param(name)
-            if param is None:
-                continue
-            kind = param.choice.encoding, param.tensor.dtype
-            bucket = filling.setdefault(kind, Bucket(param.choice.encoding))
-            if bucket.params and bucket.nbytes + param.nbytes > most_bytes(bucket_bytes, len(full)):
-                full.append(bucket)
-                bucket = filling[kind] = Bucket(param.choice.encoding)
-            bucket.params.append(param)
-            bucket.nbytes += param.nbytes
-        return [*full, *filling.values()]
+            if param is not None:
+                yield param
 
-    def _param(self, name: str) -> Param | None:
+    def metadata(self, params: Sequence[ShardParam], encoding: str, last: bool) -> dict[str, Any]:
+        """Return the digest that every part of the sync names; `encode` adds the part's own."""
+        return {} if self.digest_before is None else {"digest_before": self.digest_before}
+
+    def shares_bytes_by(self, params: Sequence[ShardParam]) -> Hashable:
+        """Return nothing: a rank's parts go to one destination."""
+        return None
+
+    def assembled(
+        self, buckets: Sequence[Bucket[ShardParam]]
+    ) -> Iterator[tuple[int, Bucket[ShardParam]]]:
+        """Yield buckets, and their numbers, as they can be encoded.
+
+        In a full sync, tensor after tensor is assembled on the rank that sends it, in step with the
+        other ranks: iterate to the end, whatever happens.
+
+        Raises:
+            RankError: Ranks have failed, and have left.
+        """
+        if not self._full:
+            yield from enumerate(buckets)
+            return
+        place = {p.tensor.name: (n, p) for n, one in enumerate(buckets) for p in one.params}
+        missing = [len(one.params) for one in buckets]
+        for name in self.names:
+            try:
+                values = self._assembled(name)
+            except RankError:
+                raise
+            except Exception as error:  # other ranks might be sending their parts of it
+                self._ranks.leave(f"{name} could not be assembled")
+                raise RankError(f"{name}: not assembled: {error}", [self._ranks.rank]) from error
+            if values is not None:
+                number, param = place[name]
+                param.values = values
+                missing[number] -= 1
+                if not missing[number]:
+                    yield number, buckets[number]
+
+    def encode(self, params: Sequence[ShardParam], *, encoding: str, **metadata: Any) -> bytes:
+        """Return a part's bytes, and count in `sent` what it has."""
+        deltas, digest = [], Digest.ZERO
+        for param in params:
+            delta, added = self._delta(param, encoding)
+            deltas.append(delta)
+            if param.counts:
+                digest += added
+        with self._lock:
+            self.sent.digest += digest
+            self.sent.nnz += sum(delta.nnz for delta in deltas)
+            self.sent.picked.update(str(param.choice) for param in params)
+        declares = "digest_before" in metadata or encoding == DIFFERENCES
+        digest_part = digest.hex() if declares else None
+        return encode_part(deltas, encoding=encoding, digest_part=digest_part, **metadata)
+
+    def _assembled(self, name: str) -> Bits | None:
+        """Return a whole tensor's new bits on the rank that sends it, None on the others."""
+        tensor, rank = self._owned.ownership[name], self._ranks.rank
+        if tensor.assembler != rank:
+            if name in self._owned.boxes:
+                self._ranks.send(self._new_values(name), tensor.assembler)
+            return None
+        dtype = bits_dtype(tensor.dtype)
+        found = np.empty(tensor.shape, dtype)
+        for box, owner in tensor.owners:
+            if owner == rank:
+                values = self._new_values(name)
+                if box.is_whole:
+                    return values
+            else:
+                values = np.empty(box.numel, dtype)
+                self._ranks.receive(values, owner)
+            found[box.slices] = values.reshape(box.sizes)
+        return found.reshape(-1)
+
+    def _param(self, name: str) -> ShardParam | None:
         """Return what this rank sends of a tensor; None for nothing."""
         tensor, box = self._owned.ownership[name], self._owned.boxes.get(name)
         counts = self._plan.counts(name)
         if self._full:
-            if tensor.assembler != self._rank:
+            if tensor.assembler != self._ranks.rank:
                 return None
-            return Param(tensor, Box.whole(tensor.shape), None, self._choose(tensor, None), counts)
+            return ShardParam(
+                tensor, Box.whole(tensor.shape), None, self._choose(tensor, None), counts
+            )
         if box is None:
             return None
         key = self._snapshot.key(name)
@@ -143,7 +201,7 @@ class PartPlan:
         if change is None:
             return None
         choice = self._choose(tensor, change, box, proven=counts)
-        return Param(tensor, box, change, choice, counts)
+        return ShardParam(tensor, box, change, choice, counts)
 
     def _choose(
         self, tensor: Tensor, change: Change | None, box: Box | None = None, proven: bool = False
@@ -162,49 +220,27 @@ class PartPlan:
         # Only whole tensors can travel dense.
         return self._policy.choose(stats, False, self._speed, sparse=not box.is_whole)
 
-    def new_values(self, name: str) -> Bits:
+    def _new_values(self, name: str) -> Bits:
         """Return the new bits of this rank's box of a tensor, [n]; read-only."""
         key = self._snapshot.key(name)
         return self._snapshot.image(key, self._read.get(key)).values
 
-    def encode(
-        self, bucket: Bucket, whole: Mapping[str, Bits], sent: Sent, metadata: Mapping[str, Any]
-    ) -> bytes:
-        """Return a part's bytes, and note in `sent` what it has.
-
-        Args:
-            whole: The tensors that are sent whole in a full sync, by name, bits [numel].
-            metadata: What `encode_part` takes; with "digest_before" the part declares its own.
-        """
-        deltas = []
-        for param in bucket.params:
-            delta, digest = self._delta(param, bucket.encoding, whole)
-            deltas.append(delta)
-            sent.nnz += delta.nnz
-            sent.picked[str(param.choice)] += 1
-            if param.counts:
-                sent.digest += digest
-        declares = "digest_before" in metadata or bucket.encoding == DIFFERENCES
-        digest_part = sent.digest.hex() if declares else None
-        return encode_part(deltas, encoding=bucket.encoding, digest_part=digest_part, **metadata)
-
-    def _delta(
-        self, param: Param, encoding: str, whole: Mapping[str, Bits]
-    ) -> tuple[ParamDelta, Digest]:
+    def _delta(self, param: ShardParam, encoding: str) -> tuple[ParamDelta, Digest]:
         """Return a param as it is sent, and what it adds to the digest."""
         tensor, change = param.tensor, param.change
         name, of_tensor = tensor.name, (tensor.name, tensor.dtype, tensor.shape)
         if change is None:
-            values = whole[name]
+            assert param.values is not None
+            values = param.values
             return ParamDelta(*of_tensor, None, values), tensor_digest(name, values)
         if param.choice.dense:
             key = self._snapshot.key(name)
-            new, old = self.new_values(name), self._snapshot.image(key, self._held.get(key)).values
+            new, old = self._new_values(name), self._snapshot.image(key, self._held.get(key)).values
             return ParamDelta(*of_tensor, None, new), change_digest(name, None, old, new)
         change = self._snapshot.sparse(change)
         assert change.indices is not None
         where = param.box.to_global(change.indices)
         digest = change_digest(name, where, change.old, change.new)
         differences = encoding == DIFFERENCES
-        values = change.new - change.old if differences else change.new
-        return ParamDelta(*of_tensor, where, np.asarray(values), differences), digest
+        sent = change.new - change.old if differences else change.new
+        return ParamDelta(*of_tensor, where, np.asarray(sent), differences), digest

@@ -64,11 +64,6 @@ class Ranks:
         """Whether this rank talks to the engine for all."""
         return self.rank == _LEADER
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the group is gone."""
-        return bool(self._lost)
-
     def leave(self, why: str = "this rank has left") -> None:
         """Close the connections to the other ranks, so that none waits for this one."""
         self._lost = self._lost or why
@@ -109,7 +104,7 @@ class Ranks:
         """Check that every rank has the same facts and copies, and that none has failed.
 
         Args:
-            copies: Digests of shards, of which other ranks may have others; see `Copies.digest`.
+            copies: Digests of shards that other ranks can hold too; see `Copies.digest`.
 
         Raises:
             RankError: They differ, or a rank has failed; the same on every rank.

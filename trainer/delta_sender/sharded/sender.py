@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx
 import msgspec
 
-from delta_sender.contact import release_all, release_at_exit
-from delta_sender.http_client import EngineClient
-from delta_sender.model_tensors import Checkpoint, read_base
-from delta_sender.observations import Observed, Watch
-from delta_sender.options import EngineOptions, check_values, takes_options, with_defaults
-from delta_sender.refills import StableGenerator
+from delta_sender.diff.observations import Observed, Watch
+from delta_sender.diff.refills import StableGenerator
+from delta_sender.diff.snapshot import Snapshot
+from delta_sender.encode.sync_round import SyncRound
+from delta_sender.encode.warm_up import warm_up
+from delta_sender.models import Checkpoint, read_base
+from delta_sender.options import SenderOptions
+from delta_sender.publish.contact import release_all, release_at_exit
+from delta_sender.publish.http_client import EngineClient
 from delta_sender.results import ShardedReport, SyncError
 from delta_sender.run import Run
 from delta_sender.sharded.owned import OwnedShards
 from delta_sender.sharded.ranks import Ranks
 from delta_sender.sharded.session import ShardedSession, SharedEngine
 from delta_sender.sharded.shards import Shards
-from delta_sender.snapshot import Snapshot
-from delta_sender.spill import Spill
-from delta_sender.sync_round import SyncRound
-from delta_sender.warm_up import warm_up
-from engine_ext.resources import no_full_collections
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from engine_ext.resources import RateLimit, no_full_collections
 
 
-@takes_options(EngineOptions)
 class ShardedSender(AbstractContextManager["ShardedSender"]):
     """Keep an engine's weights equal to those of a trainer whose ranks hold shards of them.
 
@@ -45,7 +41,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     tensor at a time.
 
     If a rank fails or disagrees with the others, all ranks raise the same `RankError`, and the
-    engine is unchanged; the next sync may succeed. If one dies, the others raise as soon as they
+    engine is unchanged; the next sync can succeed. If one dies, the others raise as soon as they
     notice, at the latest after `rank_timeout` seconds, and the sender cannot be used any more; make
     a new one.
 
@@ -53,18 +49,19 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     full sync, the parts that it is sending.
 
     Args:
-        url: The engine's root. Ranks may give those of different HTTP processes of one engine.
+        url: The engine's root. Ranks can give those of different HTTP processes of one engine.
         shards: What this rank holds, see `model_shards`; or (name, local tensor, global shape,
             slices). Without `base`, it is what the engine holds.
-        base: What the engine holds now: a checkpoint's folder, or its tensors by name, of which
-            each rank reads its part.
+        base: The weights that the engine holds now: a checkpoint's folder, or its tensors by name.
+            Each rank reads its part.
         group: The ranks, as a torch.distributed group; None: all.
         rank_timeout: Seconds after which a rank counts as dead that does not answer the others.
             Ranks wait for each other while they post, so it must exceed a sync, and a request's
             `timeout`.
         continues: `run` and `epoch` of an earlier sender, which must be closed, to open its run
             again; rank 0's counts.
-        **options: See `EngineOptions`.
+
+    The other keyword arguments are documented in `SenderOptions`.
 
     Raises:
         RankError: The shards do not make up the tensors, copies of one on several ranks differ, or
@@ -81,13 +78,48 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         group: Any = None,
         rank_timeout: float = 1800.0,
         continues: tuple[str, int] | None = None,
-        **options: Unpack[EngineOptions],
+        base_version: int = 0,
+        encoding: str = "deltas_zstd",
+        bucket_bytes: int = 64 << 20,
+        posts_in_flight: int = 4,
+        digest: bool = True,
+        api_key: str | None = None,
+        hmac_key: str | None = None,
+        pause_mode: str = "keep",
+        flush_cache: bool = True,
+        bandwidth_limit: float | RateLimit | None = None,
+        timeout: float = 600.0,
+        client: httpx.Client | None = None,
+        snapshot_on: str = "auto",
+        changes_in_memory: int | None = None,
+        refuse_nonfinite: bool = False,
+        unchanged_warning: int = 3,
+        takeover: bool = False,
+        full: str = "own",
     ) -> None:
-        self._options = with_defaults(options, EngineOptions)
-        check_values(self._options)
+        self._options = SenderOptions(
+            base_version=base_version,
+            encoding=encoding,
+            bucket_bytes=bucket_bytes,
+            posts_in_flight=posts_in_flight,
+            digest=digest,
+            api_key=api_key,
+            hmac_key=hmac_key,
+            pause_mode=pause_mode,
+            flush_cache=flush_cache,
+            bandwidth_limit=bandwidth_limit,
+            timeout=timeout,
+            client=client,
+            snapshot_on=snapshot_on,
+            changes_in_memory=changes_in_memory,
+            refuse_nonfinite=refuse_nonfinite,
+            unchanged_warning=unchanged_warning,
+            takeover=takeover,
+            full=full,
+        )
         shards = list(shards)
         self._count, self._is_released = 0, False
-        self._watch = Watch(self._options)
+        self._watch = Watch(refuses_nonfinite=refuse_nonfinite, warns_after=unchanged_warning)
         self._ranks = Ranks(group, rank_timeout)
         try:
             self._owned = OwnedShards(self._ranks, shards)
@@ -112,13 +144,11 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
                 self._owned.of(shards, (), {}) if tensors is None else self._owned.of_base(tensors)
             )
             # Sizes decide what is kept dense; gap streams would be those of local indices.
-            self._snapshot = Snapshot(held, "deltas", options["snapshot_on"])
-            warm_up(self._snapshot.dtypes.values(), options["encoding"])
+            self._snapshot = Snapshot(held, "deltas", options.snapshot_on)
+            warm_up(self._snapshot.dtypes.values(), options.encoding)
         except Exception as error:
             failure = error
-        self._ranks.agree(
-            {"encoding": options["encoding"], "version": options["base_version"]}, failure
-        )
+        self._ranks.agree({"encoding": options.encoding, "version": options.base_version}, failure)
         engine = SharedEngine(client, self._ranks)
         return ShardedSession(engine, self._snapshot, options, run, self._owned, self._ranks)
 
@@ -166,12 +196,12 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     def sync(self, shards: Shards, *, step: int | None = None) -> ShardedReport:
         """Send what changed since the last sync, from all ranks.
 
-        What follows a refusal is the same as with `DeltaSender`: values in place of differences, or
-        one full sync.
+        A refusal is followed by values in place of differences, or by one full sync, as with
+        `DeltaSender`.
 
         Args:
-            shards: The shards that the sender was made with, with their values now. None may change
-                before the sync ends.
+            shards: The shards that the sender was made with, with their values now. None must
+                change before the sync ends.
             step: The trainer's step, if ranks are to check that they are at the same one.
 
         Returns:
@@ -182,7 +212,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
                 every rank. See `SyncError` for its state then.
             RankError: A rank has failed, died, or disagrees about the step, the version, the
                 shards or the bits of one that several hold; on every rank that is alive. The engine
-                has not committed, unless the message says that it may have.
+                has not committed, unless the message says that it might have.
         """
         return self._sync(shards, step, full=False)
 
@@ -218,14 +248,12 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     ) -> SyncRound:
         """Compare this rank's shards with its snapshot; agree that every rank has."""
         state, failure = self._session.state, None
-        limit = self._options["changes_in_memory"]
-        spill = Spill(self._snapshot.nbytes // 4 if limit is None else limit)
         sync_round = SyncRound(
             max(state.highest_version, self._session.destination.highest_posted) + 1,
             self._session.run,
             full=full,
             destinations=1,
-            posts_in_flight=self._options["posts_in_flight"],
+            posts_in_flight=self._options.posts_in_flight,
             started=started,
             new_id=self._ranks.shared_id,
         )
@@ -233,7 +261,9 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         try:
             of_rank = self._owned.of(shards, self._owned.copies.following(), digests)
             tensors = StableGenerator(of_rank) if isinstance(shards, (list, tuple)) else of_rank
-            found = self._snapshot.read(tensors, digests=False, keep=spill.keep)
+            found = self._snapshot.read(
+                tensors, digests=False, changes_in_memory=self._options.changes_in_memory
+            )
             self._watch.read(sync_round, found, is_share=True)
         except Exception as error:
             failure = error

@@ -1,7 +1,7 @@
 """All ranks send one sync together: the parts of each, then one that commits.
 
-Every rank runs the same steps, with the same view of the engine: what the leader, rank 0, is told
-is told to all. So all ranks choose the same attempts, and end with the same report or error.
+Every rank runs the same steps, with the same view of the engine: all ranks get the answers that the
+leader, rank 0, gets. So all ranks choose the same attempts, and end with the same report or error.
 """
 
 from __future__ import annotations
@@ -11,20 +11,25 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from delta_sender.acked_state import PostedSync
-from delta_sender.bandwidth import LinkSpeed
-from delta_sender.destination import Destination
-from delta_sender.http_client import EngineClient
-from delta_sender.options import MultiOptions
+from delta_sender.diff.snapshot import Snapshot
+from delta_sender.encode.acked_state import PostedSync
+from delta_sender.encode.part_builder import Bucket, PartBuilder
+from delta_sender.encode.sync_round import Attempt, SyncRound
+from delta_sender.options import SenderOptions
+from delta_sender.publish.bandwidth import LinkSpeed
+from delta_sender.publish.destination import Destination
+from delta_sender.publish.http_client import EngineClient
+from delta_sender.publish.post_queue import PostQueue
+from delta_sender.publish.session import Committed, Session, base_version
 from delta_sender.results import RankError, ShardedReport, SyncError
 from delta_sender.run import Run
-from delta_sender.session import Committed, Session, base_version
 from delta_sender.sharded.owned import OwnedShards, ShardedState
-from delta_sender.sharded.posting import Posting
-from delta_sender.sharded.ranks import Ranks
-from delta_sender.snapshot import Snapshot
-from delta_sender.sync_round import Attempt, SyncRound
+from delta_sender.sharded.parts import OwnedChanges, ShardParam
+from delta_sender.sharded.ranks import Ranks, described, first_cause, raise_first
 from engine_ext.format import Digest, encode_part
+
+# What a rank has posted: "parts", "wire_bytes", "nnz", "digest", "picked"; and not: "lost".
+Report = dict[str, Any]
 
 
 class SharedEngine(Destination):
@@ -100,12 +105,12 @@ class ShardedSession(Session):
         self,
         engine: SharedEngine,
         snapshot: Snapshot,
-        options: MultiOptions,
+        options: SenderOptions,
         run: Run,
         owned: OwnedShards,
         ranks: Ranks,
     ) -> None:
-        version = options["base_version"]
+        version = options.base_version
         self._state = ShardedState(snapshot, version, owned, ranks)
         super().__init__(engine, snapshot, options, version, run, state=self._state)
         self._engine, self._owned, self._ranks = engine, owned, ranks
@@ -115,7 +120,7 @@ class ShardedSession(Session):
         state = self.state
         if attempt.full or not state.plan_is_current:
             plan = self._engine.plan()
-            state.read_plan(plan, keep_digest=self._options["digest"], full=attempt.full)
+            state.read_plan(plan, keep_digest=self._options.digest, full=attempt.full)
         self._engine.announce(attempt.reason)
         try:
             return self._commit(sync_round, attempt)
@@ -126,24 +131,23 @@ class ShardedSession(Session):
 
     def _commit(self, sync_round: SyncRound, attempt: Attempt) -> Committed:
         state, started = self._state, time.perf_counter()
-        metadata: dict[str, Any] = {
-            "sync_id": sync_round.sync_id(attempt),
-            "current_version": attempt.version,
-            "base_version": None if attempt.full else state.version,
-            "full": attempt.full,
-            **self.run.metadata,
-        }
-        if state.digest is not None and not (attempt.full or attempt.policy.any_base):
-            metadata["digest_before"] = state.digest.hex()
-        reports = Posting(
-            self._engine.client,
-            self._options,
-            self._owned,
+        source = OwnedChanges(
             self._ranks,
+            self._owned,
+            state,
             sync_round,
             attempt,
-            metadata,
-        ).all_parts(state)
+            self._engine.client.speed.bytes_per_s,
+        )
+        builder = PartBuilder(
+            sync_round,
+            attempt,
+            source,
+            base_version=state.version,
+            bucket_bytes=self._options.bucket_bytes,
+        )
+        metadata = builder.common_metadata | source.metadata([], "", last=True)
+        reports = self._post_share(sync_round, builder, source)
         digest = state.digest
         if digest is not None:
             digest = sum((Digest.parse(one["digest"]) for one in reports), start=digest)
@@ -153,12 +157,14 @@ class ShardedSession(Session):
         try:
             answer = self._engine.commit(body, attempt.version, number)
         except RankError as error:
-            raise RankError(f"the engine may have committed; {error}", error.ranks) from error
+            raise RankError(f"the engine might have committed; {error}", error.ranks) from error
         except SyncError as error:
             if error.is_refusal:
                 state.posted = None
             raise
         self._check_applied(answer)
+        lost = sorted({name for one in reports for name in one["lost"]})
+        self._warn_of_lost_changes(lost, logs=self._ranks.is_leader)
         tensors = [self._owned.ownership[name] for name in state.plan.names]
         wire = [one["wire_bytes"] for one in reports]
         wire[0] += len(body)
@@ -185,6 +191,83 @@ class ShardedSession(Session):
             rank_nnz=tuple(one["nnz"] for one in reports),
         )
         return Committed(report, digest, attempt.next_policy)
+
+    def _post_share(
+        self, sync_round: SyncRound, builder: PartBuilder[ShardParam], source: OwnedChanges
+    ) -> list[Report]:
+        """Post this rank's parts, and return what each rank has posted.
+
+        Raises:
+            SyncError: The engine has refused a part of some rank; the same on every rank.
+            RankError: A rank has failed; the same on every rank.
+        """
+        buckets, first = self._numbered(builder)
+        client, failure = self._engine.client, None
+        client.at_once = self._options.posts_in_flight
+        queue = PostQueue(client, sync_round, waits=False)
+        try:
+            with queue.encoding():
+                self._put_all(queue, builder, source, buckets, first)
+            queue.finish()
+        except RankError:
+            queue.abandon()
+            raise
+        except Exception as raised:
+            queue.abandon()
+            reason = queue.reason(raised)
+            failure = reason if isinstance(reason, Exception) else raised
+        sent = source.sent
+        report = {
+            "parts": len(buckets),
+            "wire_bytes": queue.wire_bytes,
+            "nnz": sent.nnz,
+            "digest": sent.digest.hex(),
+            "picked": sent.picked,
+            "lost": self._lost_changes(sync_round),
+            "failed": None if failure is None else described(failure),
+        }
+        reports: list[Report] = self._ranks.exchange(report)
+        failures = {n: one["failed"] for n, one in enumerate(reports) if one["failed"] is not None}
+        if failures:
+            # The engine might have dropped the sync, and begun it anew with a later part.
+            if self._ranks.rank == first_cause(failures):
+                queue.repeat_refused()
+            raise_first(failures, failure)
+        return reports
+
+    def _numbered(self, builder: PartBuilder[ShardParam]) -> tuple[list[Bucket[ShardParam]], int]:
+        """Return this rank's parts, and the number of the first of them."""
+        buckets, failure = list[Bucket[ShardParam]](), None
+        try:
+            buckets = builder.buckets()
+        except Exception as error:
+            failure = error
+        failed = None if failure is None else described(failure)
+        said = self._ranks.exchange([len(buckets), failed])
+        failures = {rank: failed for rank, (_, failed) in enumerate(said) if failed is not None}
+        if failures:
+            raise_first(failures, failure)
+        return buckets, sum(count for count, _ in said[: self._ranks.rank])
+
+    def _put_all(
+        self,
+        queue: PostQueue,
+        builder: PartBuilder[ShardParam],
+        source: OwnedChanges,
+        buckets: list[Bucket[ShardParam]],
+        first: int,
+    ) -> None:
+        failure: Exception | None = None
+        for number, bucket in source.assembled(buckets):
+            if failure is not None:  # other ranks take part in assembling what follows
+                bucket.params.clear()
+                continue
+            try:
+                queue.put(builder.part(bucket, first + number))
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
 
 def _last_part(

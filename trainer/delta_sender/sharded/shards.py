@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from delta_sender.model_tensors import Checkpoint, read_base
-from delta_sender.model_tensors.model_state import unwrapped
-from delta_sender.model_tensors.plan import Plan
-from delta_sender.model_tensors.ranks import is_sharded
+from delta_sender.models import Checkpoint, read_base
+from delta_sender.models.model_state import unwrapped
+from delta_sender.models.plan import Plan
+from delta_sender.models.ranks import is_sharded
 from delta_sender.sharded.box import Box
 from delta_sender.sharded.conversion import sources_of
 
@@ -23,7 +23,7 @@ class Shard(NamedTuple):
         name: The tensor's name in the checkpoint.
         tensor: The rank's part of it, on any device.
         shape: Of the whole tensor.
-        slices: Where the part lies in it: one slice per dimension, of step 1.
+        slices: Where the part is in it: one slice per dimension, of step 1.
         dtype: The dtype in the checkpoint, if `tensor` must be cast to it.
     """
 
@@ -52,7 +52,7 @@ def model_shards(
     """Return this rank's shards of a live model, under the names that `save_pretrained` writes.
 
     Nothing is gathered, copied or cast: the shards are views of the model's own tensors. DTensors
-    may be sharded in any dimension over a mesh of any number of dimensions, evenly or not (FSDP2,
+    can be sharded in any dimension over a mesh of any number of dimensions, evenly or not (FSDP2,
     HSDP, tensor parallelism). Of the fused experts of transformers 5, each rank has its part of
     each expert. Other tensors must be equal on all ranks.
 
@@ -112,7 +112,7 @@ def checked(shards: Shards) -> Iterator[tuple[Shard, Box]]:
 
 
 def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box | None]:
-    """Return what this rank holds of a tensor, and where it lies; None for nothing."""
+    """Return what this rank holds of a tensor, and where it is; None for nothing."""
     if tensor.device.type == "meta":
         raise ValueError(f"{name}: on the meta device, so it has no values")
     tensor = tensor.detach()

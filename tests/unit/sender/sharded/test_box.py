@@ -13,8 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from delta_sender.sharded.box import Box
-from delta_sender.sharded.digests import box_digest
+from delta_sender.sharded.box import Box, box_digest
 from delta_sender.sharded.ownership import Held, Ownership
 from engine_ext.format import tensor_digest
 

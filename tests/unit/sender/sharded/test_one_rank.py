@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import FullSyncRefused, RankError, Shard, ShardedSender, SyncError, part_sizes
+from delta_sender import FullSyncRefused, RankError, Shard, ShardedSender, SyncError
+from delta_sender.encode import part_builder
 from tests.support.fake_engine import (
     Engine,
     Model,
@@ -58,6 +59,21 @@ def test_what_ranks_give_is_watched(caplog: pytest.LogCaptureFixture) -> None:
         assert "6 of 6 tensors (2400 values) are rounded" not in caplog.text  # not a warning
 
 
+def test_changes_that_are_not_served_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model, ignored={"layers.1.weight"})
+    with sender_of(engine, model) as sender:
+        sender.sync(whole(model))
+        assert not [text for text in caplog.messages if "have changed" in text]
+        for step in range(2):
+            train(model, step)
+            sender.sync(whole(model))
+    [said] = [text for text in caplog.messages if "have changed" in text]
+    assert said.endswith(
+        "ignores tensors that have changed, as a fresh load of them would: layers.1.weight"
+    )
+
+
 @pytest.mark.parametrize("encoding", ["deltas", "gap8_ulp", "auto"])
 def test_syncs_of_sparse_dense_and_no_changes(encoding: str) -> None:
     model = model_of(torch.bfloat16, torch.float32)
@@ -74,7 +90,7 @@ def test_syncs_of_sparse_dense_and_no_changes(encoding: str) -> None:
 
 
 def test_the_first_parts_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_sizes, "_FIRST", 100)
+    monkeypatch.setattr(part_builder, "_FIRST", 100)
     model = model_of(tensors=70, numel=9)
     engine = Engine.of(model)
     options = {"bucket_bytes": 350, "encoding": "deltas", "posts_in_flight": 1}
@@ -166,7 +182,7 @@ def test_a_refusal_leaves_all_as_it_was(number: int) -> None:
 
 @pytest.mark.parametrize("fault", [loses, breaks])
 def test_an_unknown_outcome_is_found_out(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delta_sender.http_client import EngineClient
+    from delta_sender.publish.http_client import EngineClient
 
     monkeypatch.setattr(EngineClient._request.retry, "stop", lambda state: True)  # type: ignore[attr-defined]
     model = model_of()

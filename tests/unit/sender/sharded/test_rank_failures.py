@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from delta_sender import Shard, ShardedSender, SyncError
-from delta_sender.http_client import EngineClient
+from delta_sender.publish.http_client import EngineClient
 from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.support.gloo_ranks import run_ranks
 from tests.support.sharded_trainers import served
@@ -161,6 +162,27 @@ def test_full_sync_is_refused_on_all_ranks(tmp_path: Path) -> None:
         outcomes = run_ranks(run, RANKS, tmp_path, url, "nothing")
     assert all("FullSyncRefused" in outcome for outcome in outcomes)
     assert (engine.version, engine.requests) == (0, [])
+
+
+def train_what_is_ignored(rank: int, url: str) -> list[str]:
+    """Change what rank 1 has of a tensor that the engine ignores; return what is logged."""
+    model, said = model_of(), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("delta_sender").addHandler(handler)
+    with ShardedSender(url, rows(model, rank), rank_timeout=LIMIT_S) as sender:
+        for _ in range(2):
+            model["layers.2.weight"][2] += 1
+            sender.sync(rows(model, rank))
+    return [text for text in said if "have changed" in text]
+
+
+def test_leader_names_what_is_ignored_on_any_rank(tmp_path: Path) -> None:
+    with served(Engine.of(model_of(), ignored={"layers.2.weight"})) as url:
+        first, *others = run_ranks(train_what_is_ignored, RANKS, tmp_path, url)
+    assert others == [[]] * (RANKS - 1)
+    [said] = first
+    assert said.endswith("as a fresh load of them would: layers.2.weight")
 
 
 @pytest.mark.full

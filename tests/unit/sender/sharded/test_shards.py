@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from delta_sender import model_shards
-from delta_sender.model_tensors.model_state import unwrapped
-from delta_sender.model_tensors.plan import Plan
+from delta_sender.models.model_state import unwrapped
+from delta_sender.models.plan import Plan
 from delta_sender.sharded.box import Box
 from delta_sender.sharded.conversion import sources_of
 from delta_sender.sharded.shards import checked

@@ -80,9 +80,9 @@ def test_without_a_token_others_do_not(
     rig: Rig, denied: list[Exception], headers: dict[str, str]
 ) -> None:
     response = rig.run(rig.request("GET", PAGE, peer=("10.0.4.9", 9), headers=headers))
-    assert_error(response, 403, "LoopbackOnly")
+    assert_error(response, 403, "AccessDenied")
     forwarded = rig.get(PAGE, headers={**headers, "X-Forwarded-For": "10.0.4.9"})
-    assert_error(forwarded, 403, "LoopbackOnly")
+    assert_error(forwarded, 403, "AccessDenied")
     assert len(denied) == 2
 
 

@@ -1,0 +1,117 @@
+"""The delta log: every version as files in a folder or an object store, so that engines replay it.
+
+| file | what it has |
+| --- | --- |
+| `delta_log` | the log: list, fetch, write, delete; `open_log` opens one by its location |
+| `store` | the port below it, with two implementations: `folder_store`, `object_store` |
+| `objects` | the client of object stores; `claims` keeps the writers of a log in one apart |
+| `catalog` | what ``DONE`` says, and the routes from one version to another |
+| `writer` | a version that is being written |
+| `records` | what identifies a version by its content |
+| `fold` | one delta of several versions; `merged`, `spilled` and `values` add them up |
+| `heartbeats` | the engines that follow a log, and how far they are behind |
+
+To list and prune a folder takes a moment, as what reads and writes parts is imported later.
+
+Imports: `engine_ext.remote_parts`, `engine_ext.version_folders`, `engine_ext.format`,
+`engine_ext.store_urls`, `engine_ext.files`, `engine_ext.resources`, `engine_ext.errors`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+from engine_ext.log.catalog import (
+    DONE,
+    MAX_DONE_BYTES,
+    CannotFold,
+    Entry,
+    FileFacts,
+    Listing,
+    parse_done,
+    removable,
+    route,
+    version_of,
+    why_not_newer,
+)
+from engine_ext.log.delta_log import DeltaLog, open_log
+from engine_ext.log.folder_store import FolderStore
+from engine_ext.log.heartbeats import (
+    FollowerState,
+    Heartbeat,
+    Lag,
+    follower_lags,
+    live_heartbeats,
+    read_heartbeats,
+    remove_heartbeat,
+    write_heartbeat,
+)
+from engine_ext.log.objects import ObjectFacts, Objects
+from engine_ext.log.store import Store
+
+if TYPE_CHECKING:
+    from engine_ext.log.fold import digests_of, fold_versions, read_version, verify_version
+    from engine_ext.log.object_store import ObjectStore, fetch_object
+    from engine_ext.log.records import (
+        listed_record,
+        read_digests,
+        read_identities,
+        read_record,
+    )
+    from engine_ext.log.writer import Draft, LogWriter
+
+# What imports torch and all of `engine_ext.format`, by module.
+_LATER: Final = {
+    "fold": ("digests_of", "fold_versions", "read_version", "verify_version"),
+    "object_store": ("ObjectStore", "fetch_object"),
+    "records": ("listed_record", "read_digests", "read_identities", "read_record"),
+    "writer": ("Draft", "LogWriter"),
+}
+
+__all__ = [
+    "DONE",
+    "MAX_DONE_BYTES",
+    "CannotFold",
+    "DeltaLog",
+    "Draft",
+    "Entry",
+    "FileFacts",
+    "FolderStore",
+    "FollowerState",
+    "Heartbeat",
+    "Lag",
+    "Listing",
+    "LogWriter",
+    "ObjectFacts",
+    "ObjectStore",
+    "Objects",
+    "Store",
+    "digests_of",
+    "fetch_object",
+    "fold_versions",
+    "follower_lags",
+    "listed_record",
+    "live_heartbeats",
+    "open_log",
+    "parse_done",
+    "read_digests",
+    "read_heartbeats",
+    "read_identities",
+    "read_record",
+    "read_version",
+    "removable",
+    "remove_heartbeat",
+    "route",
+    "verify_version",
+    "version_of",
+    "why_not_newer",
+    "write_heartbeat",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,257 @@
+"""One delta log, wherever its files are: list, fetch, write, delete."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from engine_ext.errors import DeltaError, LogDamaged
+from engine_ext.files import INDEX
+from engine_ext.log.catalog import (
+    DONE,
+    MARKS,
+    MAX_DONE_BYTES,
+    MAX_VERSION,
+    PART_SUFFIX,
+    REFUSED,
+    Entry,
+    FileFacts,
+    Listing,
+    parse_done,
+    version_of,
+)
+from engine_ext.log.folder_store import FolderStore
+from engine_ext.log.objects import STREAMS, Objects
+from engine_ext.log.store import Files, Store
+from engine_ext.store_urls import is_store_url, store_url
+
+if TYPE_CHECKING:
+    from engine_ext.log.writer import Draft, LogWriter
+    from engine_ext.remote_parts import PartCache
+    from engine_ext.resources import RateLimit
+
+_UNFINISHED_S: Final = 86400.0
+
+
+def open_log(
+    location: str | Path,
+    *,
+    cache: PartCache | None = None,
+    scratch: str | None = None,
+    streams: int = STREAMS,
+    limit: RateLimit | None = None,
+) -> DeltaLog:
+    """Return the log in a folder, or below the URL of an object store.
+
+    Args:
+        cache: keeps what is fetched from a store, for all engines of this host.
+        scratch: folder for what is fetched from a store without a cache; the temporary folder if
+            None.
+        streams: requests at once for one object of a store.
+        limit: of the bytes that are fetched from a store.
+
+    Raises:
+        ValueError: it is a URL that is not valid.
+        OSError: the configuration of the store's client is not valid.
+    """
+    if not is_store_url(location):
+        return DeltaLog(FolderStore(Path(location)))
+    from engine_ext.log.object_store import ObjectStore
+
+    objects = Objects(store_url(str(location)), streams=streams, limit=limit)
+    return DeltaLog(ObjectStore(objects, cache, scratch))
+
+
+class DeltaLog:
+    """A delta log; `engine_ext.log.catalog` describes its files."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._texts: dict[str, tuple[str, bytes]] = {}  # by mark: its tag and content
+        self._listed: Mapping[str, Files] = {}  # by version's folder, as listed last
+
+    @property
+    def location(self) -> str:
+        """The folder's path, or the URL."""
+        return self.store.location
+
+    def listing(self, *, anew: bool = False) -> Listing:
+        """List the content, without reading the parts.
+
+        Args:
+            anew: also read what is known from before, as after a damage, which might be repaired.
+
+        Raises:
+            LogDamaged: it cannot be read.
+        """
+        if anew:
+            self._texts.clear()
+        listing = Listing()
+        try:
+            folders = _versions(self.store)
+            local = self.store.local
+            for name, found in zip(folders, self._read_all(folders), strict=True):
+                if isinstance(found, Entry):
+                    listing.entries.append(found)
+                elif isinstance(found, LogDamaged):
+                    listing.damaged[name] = found.message
+                elif found == REFUSED:
+                    listing.refused.append(local / name)
+        except OSError as error:
+            raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
+        self._listed = folders
+        known = self._texts.items()
+        self._texts = {mark: one for mark, one in known if mark.partition("/")[0] in folders}
+        return listing.sorted()
+
+    def _read_all(self, folders: Mapping[str, Files]) -> list[Entry | LogDamaged | str | None]:
+        if self.store.reads_at_once == 1:
+            return [self._read(*one) for one in folders.items()]
+        with ThreadPoolExecutor(self.store.reads_at_once, "delta-list") as pool:
+            return [*pool.map(self._read, folders.keys(), folders.values())]
+
+    def _read(self, name: str, files: Files) -> Entry | LogDamaged | str | None:
+        """Return a version's entry, its damage, `REFUSED`, or None if it is not to be seen."""
+        try:
+            names = files.names
+            if REFUSED in names:
+                return REFUSED
+            text = self._mark(name, DONE, files, MAX_DONE_BYTES) if DONE in names else None
+            if not text and INDEX in names:
+                return self._read_index(name, files)
+            if text is None:
+                why = f"it has no {DONE}: it was not written completely"
+                return LogDamaged(why) if self.store.drafts_are_hidden else None
+            return self._read_done(name, files, text)
+        except FileNotFoundError:
+            if not self.store.list(name):  # deleted meanwhile
+                return None
+            mark = DONE if DONE in files.names else INDEX
+            return LogDamaged(f"its {mark} is listed, and cannot be found")
+        except LogDamaged as damaged:
+            return damaged
+
+    def _mark(self, folder: str, name: str, files: Files, most: int) -> bytes:
+        """Return the content of a mark, stripped; where a tag shows changes, it is read once."""
+        path = f"{folder}/{name}"
+        tag = files.tag(name)
+        known = self._texts.get(path)
+        if known is not None and known[0] == tag:
+            return known[1]
+        try:
+            text = self.store.read(path, most).strip()
+        except FileNotFoundError:  # some stores do not find at first what they list
+            text = self.store.read(path, most).strip()
+        if tag is not None:
+            self._texts[path] = (tag, text)
+        return text
+
+    def _read_done(self, name: str, files: Files, text: bytes) -> Entry | str:
+        folder, version = self.store.local / name, version_of(name)
+        assert version is not None
+        written_at = files.published_at(DONE)
+        if not text:
+            parts = sorted(one for one in files.names if one.endswith(PART_SUFFIX))
+            facts: dict[str, FileFacts | None] = dict.fromkeys(parts)
+            nbytes = sum(files.size(one) for one in parts)
+            return Entry(folder, version, version - 1, facts, nbytes, written_at=written_at)
+        done = parse_done(text)
+        if done.refused:
+            return REFUSED
+        base = done.base_version
+        wrong = done.version != version or version > MAX_VERSION
+        if wrong or (base is not None and base >= version):
+            raise LogDamaged(f"its {DONE} declares that it leads from {base} to {done.version}")
+        if any(one in ("", "..") or "\0" in one or Path(one).name != one for one in done.files):
+            raise LogDamaged(f"its {DONE} names a file outside the folder")
+        nbytes = sum(one.bytes for one in done.files.values())
+        return Entry(folder, version, base, {**done.files}, nbytes, written_at=written_at)
+
+    def _read_index(self, name: str, files: Files) -> Entry:
+        """Read a folder with an index; its files are read when it is applied or verified."""
+        from engine_ext.format import Limits
+        from engine_ext.version_folders import check_version, parse_index
+
+        limits, version = Limits(), version_of(name)
+        assert version is not None
+        text = self._mark(name, INDEX, files, limits.max_header_bytes)
+        try:
+            found = check_version(name, files.names, parse_index(text, limits))
+        except DeltaError as error:
+            raise LogDamaged(error.message) from error
+        facts: dict[str, FileFacts | None] = dict.fromkeys(found.index.files)
+        nbytes = sum(files.size(one) for one in facts if one in files.names)
+        return Entry(
+            self.store.local / name,
+            version,
+            found.base_version,
+            facts,
+            nbytes,
+            foreign=True,
+            written_at=files.published_at(INDEX),
+        )
+
+    def fetched(self, entry: Entry) -> AbstractContextManager[None]:
+        """Have the files of a version in its `folder`.
+
+        Raises:
+            LogDamaged: one of them is missing, or is not what the writer stored.
+            PartUnavailable: they cannot be read now, or not be kept on this host.
+            SpoolFull: the host's cache has no room.
+        """
+        return self.store.fetched(entry, self._listed.get(entry.folder.name))
+
+    def writer(self) -> LogWriter:
+        """Become the only writer; the log is made if it is missing.
+
+        Raises:
+            BlockingIOError: another sender writes into the log.
+            OSError: it cannot be written.
+        """
+        from engine_ext.log.writer import LogWriter
+
+        return LogWriter(self.store)
+
+    def draft(self, name: str) -> Draft:
+        """Begin a folded version, whose folder gets this name; FileExistsError if it is there."""
+        from engine_ext.log.writer import begin
+
+        return begin(self.store, name)
+
+    def discard(self, *names: str) -> None:
+        """Delete versions by their folders' names; readers see all of each or none."""
+        self.store.delete(names)
+
+    def tidy(self, listing: Listing) -> None:
+        """Delete what no reader sees, of versions below the newest: refused ones, and remains.
+
+        Where drafts are not hidden, senders that were thought dead can still live. So the marks of
+        refused versions stay, lest their senders finish them, and what is unfinished stays for a
+        day.
+        """
+        refused = {folder.name for folder in listing.refused}
+        old = time.time() - _UNFINISHED_S
+        gone: list[str] = []
+        for folder, files in self._listed.items():
+            if (version_of(folder) or 0) >= (listing.newest or 0):
+                continue
+            if self.store.drafts_are_hidden:
+                gone += [folder] if folder in refused else []
+                continue
+            marks = {*MARKS, REFUSED} & {*files.names}
+            if folder in refused or not marks:
+                rest = [name for name in files.names if name not in marks]
+                gone += [
+                    f"{folder}/{name}" for name in rest if marks or files.written_at(name) < old
+                ]
+        self.store.delete(gone)
+
+
+def _versions(store: Store) -> dict[str, Files]:
+    """Return the files of each version, by its folder's name."""
+    found = store.list()
+    return {name: found[name] for name in sorted(found) if version_of(name) is not None}

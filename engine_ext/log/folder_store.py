@@ -1,0 +1,216 @@
+"""A delta log in a folder, local or shared.
+
+::
+
+    LOG/.weight_v000012.partial/                    being written; gets its name once all is on disk
+    LOG/weight_v000012/rank0_flush000.safetensors   a part
+    LOG/weight_v000012/DONE                         written last
+    LOG/.weight_v000011.gone/                       being deleted
+
+The writer has the lock of the folder, and a killed one loses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from engine_ext.errors import LogDamaged
+from engine_ext.files import FileLock, sync_folder, write_file
+from engine_ext.log.catalog import DONE, PART_SUFFIX, REFUSED, Entry
+from engine_ext.log.store import Files
+
+_GONE: Final = (errno.ENOENT, errno.ESTALE)  # deleted meanwhile, by another host too
+
+
+class FolderStore:
+    """The files of a log in a folder; see `engine_ext.log.store.Store`."""
+
+    drafts_are_hidden = True
+    reads_at_once = 1
+
+    def __init__(self, folder: Path) -> None:
+        self.local = folder
+
+    @property
+    def location(self) -> str:
+        """The folder's path."""
+        return str(self.local)
+
+    def list(self, folder: str | None = None) -> dict[str, Files]:
+        """Return the folders; each is read when its names are asked for."""
+        if folder is None:
+            return {name: FolderFiles(self.local, name) for name in os.listdir(self.local)}
+        found = FolderFiles(self.local, folder)
+        return {folder: found} if os.path.isdir(found.path) else {}
+
+    def read(self, name: str, most: int) -> bytes:
+        """Return the content of a regular file."""
+        path = self.local / name
+        with _damages(f"its {path.name} cannot be read"), open_regular(path) as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise LogDamaged(f"its {path.name} has over {most} bytes")
+        return data
+
+    def fetched(self, entry: Entry, files: Files | None) -> contextlib.AbstractContextManager[None]:
+        """Nothing is copied: the files are there."""
+        return contextlib.nullcontext()
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, and rename it to its name."""
+        path = self.local / name
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.tmp")  # another process can write it, too
+        draft.write_bytes(data)
+        draft.replace(path)
+
+    def draft(self, folder: str) -> FolderDraft:
+        """Begin a version in a hidden folder."""
+        return FolderDraft(self.local, folder)
+
+    def refuse(self, folder: str) -> None:
+        """Rename the mark, which needs no space, and delete the rest."""
+        path = self.local / folder
+        os.rename(path / DONE, path / REFUSED)
+        sync_folder(path)
+        for file in path.iterdir():
+            if file.name != REFUSED:
+                file.unlink()
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Hide folders and delete them, with one sync for all; delete files."""
+        names = [*names]
+        folders = [name for name in names if "/" not in name]
+        for name in names:
+            if "/" in name:
+                (self.local / name).unlink(missing_ok=True)
+        for name in folders:
+            hidden = self.local / f".{name}.gone"
+            shutil.rmtree(hidden, ignore_errors=True)
+            os.rename(self.local / name, hidden)
+        if folders:
+            sync_folder(self.local)
+        if folders or not names:
+            for hidden in self.local.glob(".weight_v*.gone"):
+                shutil.rmtree(hidden, ignore_errors=True)
+
+    def turn(self) -> FolderTurn:
+        """Lock the folder, which is made if it is missing."""
+        return FolderTurn(self.local)
+
+
+class FolderFiles:
+    """The files in a folder, read when they are asked for; see `engine_ext.log.store.Files`."""
+
+    def __init__(self, log: Path, name: str) -> None:
+        self._log, self._name = log, name
+
+    @property
+    def path(self) -> str:
+        """The folder's path."""
+        return os.path.join(self._log, self._name)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names in the folder."""
+        with _damages("it cannot be read"):
+            return frozenset(os.listdir(self.path))
+
+    def size(self, name: str) -> int:
+        """Return a file's length."""
+        return self._stat(name).st_size
+
+    def written_at(self, name: str) -> float:
+        """Return when a file was changed."""
+        return self._stat(name).st_mtime
+
+    def tag(self, name: str) -> None:
+        """Nothing shows a change for certain."""
+
+    def _stat(self, name: str) -> os.stat_result:
+        with _damages(f"its {name} cannot be read"):
+            return os.stat(os.path.join(self.path, name))
+
+    def published_at(self, mark: str) -> float:
+        """Return when the last file was added to the folder, or was replaced."""
+        with _damages("it cannot be read"):
+            return os.stat(self.path).st_mtime
+
+
+class FolderDraft:
+    """A version in a folder that readers ignore; see `engine_ext.log.store.StoreDraft`."""
+
+    def __init__(self, log: Path, name: str) -> None:
+        self._final, self._partial = log / name, log / f".{name}.partial"
+        shutil.rmtree(self._partial, ignore_errors=True)  # of a writer that was killed
+        self._partial.mkdir(parents=True)
+
+    @property
+    def may_be_visible(self) -> bool:
+        """Whether it has its name, and is seen."""
+        return self._final.exists()
+
+    def part_name(self, number: int, sync_id: str | None) -> str:
+        """Return the name that other tools know."""
+        return f"rank0_flush{number:03d}{PART_SUFFIX}"
+
+    def add(self, name: str, data: bytes) -> None:
+        """Write a file to disk."""
+        write_file(self._partial / name, data)
+
+    def publish(self, mark: str, data: bytes) -> None:
+        """Give the folder its name once all of it is on disk."""
+        write_file(self._partial / mark, data)
+        sync_folder(self._partial)
+        os.rename(self._partial, self._final)
+        sync_folder(self._final.parent)
+
+    def drop(self) -> None:
+        """Delete everything written so far; what is published has another name."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+class FolderTurn:
+    """The lock of a log's folder; see `engine_ext.log.store.Turn`."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        conflict = f"another sender writes into the log {folder}"
+        self._lock = FileLock(folder, os.O_RDONLY | os.O_DIRECTORY, conflict)
+
+    def claim(self, version: int, *, refuses: bool = False) -> None:
+        """Nobody else writes while the lock is held."""
+
+    def close(self) -> None:
+        """Release the lock, so that another sender can write."""
+        self._lock.close()
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file of a log, unbuffered; LogDamaged if it is another thing."""
+    # A FIFO that nobody writes to must not block the reader; links are not followed.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise LogDamaged(f"its {path.name} is not a regular file")
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+@contextlib.contextmanager
+def _damages(what: str) -> Iterator[None]:
+    """Raise what one file or folder of a readable log raises as LogDamaged, unless it is gone."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _GONE:
+            raise FileNotFoundError(error.errno, error.strerror, error.filename) from error
+        raise LogDamaged(f"{what}: {error.strerror}") from error

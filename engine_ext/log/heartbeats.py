@@ -1,0 +1,140 @@
+"""Heartbeats of the engines that follow a delta log, and how far these lag behind it.
+
+::
+
+    LOG/followers/host7-4711-9f2c.json    one engine: its version, what it waits for, its failures
+
+An engine replaces its file at every look, and a file that is older than it says counts no more. Age
+is measured by the clock of the log's file system or store alone: clocks of hosts differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from typing import Final, Literal
+
+import msgspec
+
+from engine_ext.errors import LogDamaged
+from engine_ext.log.delta_log import DeltaLog
+
+FOLDER: Final = "followers"
+_SUFFIX: Final = ".json"
+_MAX_BYTES: Final = 64 << 10
+
+FollowerState = Literal["following", "held", "pinned", "asleep", "failing", "diverged"]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine that follows a log writes about itself."""
+
+    name: str  # unique among the log's followers
+    engine: str  # its kind
+    version: int  # of its weights
+    newest: int | None  # version in the log that it has seen
+    behind: int  # versions in the log after its own
+    state: FollowerState
+    failures: int  # looks at the log that failed, since it started
+    error: str | None = None  # of the last look
+    at: float  # Unix time on its own clock
+    expires_s: float  # seconds after which it counts no more
+
+
+class Lag(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a log that one follower has not applied yet.
+
+    Attributes:
+        seen_s: age of the heartbeat in seconds.
+        expired: whether that is more than it allows; the engine is probably gone.
+        versions: of the log that are newer than the follower's.
+        nbytes: of these.
+        seconds: since the first of these was published; 0 without any.
+    """
+
+    heartbeat: Heartbeat
+    seen_s: float
+    expired: bool
+    versions: int
+    nbytes: int
+    seconds: float
+
+
+def write_heartbeat(log: DeltaLog, heartbeat: Heartbeat) -> None:
+    """Replace an engine's heartbeat.
+
+    Raises:
+        OSError: the log cannot be written.
+    """
+    log.store.put(_path(heartbeat.name), msgspec.json.encode(heartbeat))
+
+
+def remove_heartbeat(log: DeltaLog, name: str) -> None:
+    """Remove an engine's heartbeat, if it has one and the log can be written."""
+    with contextlib.suppress(OSError):
+        log.store.delete([_path(name)])
+
+
+def read_heartbeats(log: DeltaLog) -> list[tuple[Heartbeat, float]]:
+    """Return the heartbeats in a log and their ages in seconds, by name.
+
+    Files that are no heartbeats are left out. If the log cannot be written, ages are by this host's
+    clock.
+
+    Raises:
+        OSError: the log cannot be read.
+    """
+    store = log.store
+    if FOLDER not in store.list(FOLDER):
+        return []
+    probe = f".now-{uuid.uuid4().hex}"
+    with contextlib.suppress(OSError):
+        store.put(f"{FOLDER}/{probe}", b"")
+    files = store.list(FOLDER).get(FOLDER)
+    if files is None:  # the last one was removed
+        return []
+    now = files.written_at(probe) if probe in files.names else time.time()
+    with contextlib.suppress(OSError):
+        store.delete([f"{FOLDER}/{probe}"])
+    found = []
+    for name in sorted(name for name in files.names if name.endswith(_SUFFIX)):
+        # Such a file was removed since, or is no heartbeat.
+        with contextlib.suppress(FileNotFoundError, LogDamaged, msgspec.MsgspecError):
+            text = store.read(f"{FOLDER}/{name}", _MAX_BYTES)
+            age = max(0.0, now - files.written_at(name))
+            found.append((msgspec.json.decode(text, type=Heartbeat), age))
+    return found
+
+
+def live_heartbeats(log: DeltaLog) -> list[Heartbeat]:
+    """Return the heartbeats that still count; see `read_heartbeats`."""
+    return [beat for beat, age in read_heartbeats(log) if age <= beat.expires_s]
+
+
+def follower_lags(log: DeltaLog) -> list[Lag]:
+    """Return the lag of every follower of a log, by name.
+
+    Raises:
+        LogDamaged, OSError: the log cannot be read.
+    """
+    plain = [entry for entry in log.listing().entries if "_from_" not in entry.folder.name]
+    found = []
+    for heartbeat, age in read_heartbeats(log):
+        waiting = [entry for entry in plain if entry.version > heartbeat.version]
+        began = min((entry.written_at for entry in waiting), default=None)
+        found.append(
+            Lag(
+                heartbeat=heartbeat,
+                seen_s=age,
+                expired=age > heartbeat.expires_s,
+                versions=len(waiting),
+                nbytes=sum(entry.nbytes for entry in waiting),
+                seconds=0.0 if began is None else max(0.0, time.time() - began),
+            )
+        )
+    return found
+
+
+def _path(name: str) -> str:
+    return f"{FOLDER}/{name}{_SUFFIX}"

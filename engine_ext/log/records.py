@@ -1,0 +1,148 @@
+"""Read the record of a version in a delta log, and the digests that its parts declare.
+
+A record is a hash of the contents of all files, whatever these are called. So a number that was
+used twice, by two runs, has two records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
+
+import msgspec
+import xxhash
+
+from engine_ext.errors import DeltaError
+from engine_ext.format import FrameReader, Header, Limits, Manifest, PartGate, part_identity
+from engine_ext.log.catalog import Entry, FileFacts
+from engine_ext.log.folder_store import open_regular
+from engine_ext.version_folders import INDEX
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_Read = TypeVar("_Read")
+
+_CHUNK: Final = 1 << 16
+_READ_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Digests of the model at a version's base and at the version; None if no part has them."""
+
+    before: str | None
+    after: str | None
+
+
+def listed_record(entry: Entry) -> str | None:
+    """Return a version's record from its ``DONE`` alone; None if that has no hashes."""
+    facts = [one for one in entry.files.values() if one is not None]
+    if entry.foreign or len(facts) < len(entry.files):
+        return None
+    return _record(facts)
+
+
+def read_record(entry: Entry) -> str:
+    """Return a version's record from its files, which must be on this host.
+
+    Raises:
+        LogDamaged: a file is missing, or is not what ``DONE`` says.
+    """
+    entry.require_files()
+    found = []
+    for name in [*entry.files, *([INDEX] if entry.foreign else [])]:
+        try:
+            with open_regular(entry.folder / name) as file:
+                hashed = _hash(file)
+        except OSError as error:
+            raise entry.damaged(f"{name}: {error.strerror}", file=name) from error
+        if entry.files.get(name) not in (None, hashed):
+            why = "its bytes differ from those that were written"
+            raise entry.damaged(f"{name}: {why}", file=name)
+        found.append(hashed)
+    return _record(found)
+
+
+def read_digests(entry: Entry) -> Digests:
+    """Return the digests that a version's parts declare, from the beginnings of its files.
+
+    A folder with an index declares none.
+
+    Raises:
+        LogDamaged: a file is missing, or begins with no valid manifest.
+    """
+    parts = [] if entry.foreign else _read_parts(entry, read_header)
+    return declared_digests(part.manifest for part in parts)
+
+
+def declared_digests(manifests: Iterable[Manifest]) -> Digests:
+    """Return the digests of the whole model that the manifests of one version declare."""
+    before, after = None, None
+    for manifest in manifests:
+        before, after = manifest.digest_before or before, manifest.digest_after or after
+    return Digests(before, after)
+
+
+def read_identities(entry: Entry) -> list[str]:
+    """Return the identities of a version's parts, as ranks know them; none of a foreign one.
+
+    Raises:
+        LogDamaged: a file is missing, or is no part.
+    """
+    return [] if entry.foreign else _read_parts(entry, _read_identity)
+
+
+def read_header(pieces: Iterable[Buffer]) -> Header:
+    """Return the header of a part as it is sent, from its first bytes.
+
+    Raises:
+        MalformedPart: it has no valid one.
+    """
+    limits = Limits()
+    frame, gate = FrameReader(limits.max_part_bytes), PartGate(limits)
+    for sent in pieces:
+        for piece in frame.feed(memoryview(sent)):
+            gate.feed(piece)
+        if gate.header is not None:
+            return gate.header
+    return gate.finish()
+
+
+def _read_identity(pieces: Iterable[Buffer]) -> str:
+    frame = FrameReader(Limits().max_part_bytes)
+    container = b"".join(piece for sent in pieces for piece in frame.feed(memoryview(sent)))
+    frame.finish()
+    return part_identity(read_header([container]), container)
+
+
+def _read_parts(entry: Entry, read: Callable[[Iterable[Buffer]], _Read]) -> list[_Read]:
+    found = []
+    for path in entry.paths:
+        try:
+            with open_regular(path) as file:
+                found.append(read(_pieces(file, _CHUNK)))
+        except OSError as error:
+            raise entry.damaged(f"{path.name}: {error.strerror}", file=path.name) from error
+        except DeltaError as error:
+            raise entry.damaged(f"{path.name}: {error.message}", file=path.name) from error
+    return found
+
+
+def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
+    while piece := file.read(size):
+        yield piece
+
+
+def _hash(file: BinaryIO) -> FileFacts:
+    digest, nbytes = xxhash.xxh3_128(), 0
+    for chunk in _pieces(file, _READ_BYTES):
+        digest.update(chunk)
+        nbytes += len(chunk)
+    return FileFacts(nbytes, digest.hexdigest())
+
+
+def _record(facts: list[FileFacts]) -> str:
+    content = sorted((one.xxh3_128, one.bytes) for one in facts)
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(content))

@@ -1,0 +1,13 @@
+"""Learn what the engine's post-load processing moves.
+
+A parameter's elements are replaced by the digits of their index, the engine's processing runs on a
+copy of the module, and the result is a permutation or no repack (`load_hook`, `infer`).
+
+Imports: `engine_ext.placement` and the rooms below it.
+"""
+
+from engine_ext.startup.permuted.infer import compose
+from engine_ext.startup.permuted.learner import Processing, RepackLearner
+from engine_ext.startup.permuted.module_copy import ModuleCopy
+
+__all__ = ["ModuleCopy", "Processing", "RepackLearner", "compose"]

@@ -1,0 +1,126 @@
+"""Make the receiver of a loaded model.
+
+`engine_ext.startup` traces, certifies and plans it; what applies syncs by that plan is made here.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from engine_ext.format import gap_streams
+from engine_ext.kernels import warm_up
+from engine_ext.placement import Plan
+from engine_ext.ranks import cores_per_rank
+from engine_ext.settings import Settings
+from engine_ext.startup import (
+    LaterCopies,
+    LoadedModel,
+    Traced,
+    agree_on_plan,
+    certify_model,
+    check_repeatable,
+    load_checkpoint,
+    plan_model,
+    trace_again,
+    trace_model,
+    young_collections,
+)
+from engine_ext.sync.applier import Applier
+from engine_ext.sync.delta_applier import DeltaApplier, Writer
+from engine_ext.sync.initial_sync import InitialSyncApplier
+from engine_ext.sync.masked import MaskedWriter
+from engine_ext.sync.rebuild_plan import RebuildPlan
+from engine_ext.sync.receiver import Receiver
+from engine_ext.sync.scatter import ScatterWriter
+
+logger = logging.getLogger(__name__)
+
+
+@young_collections()
+def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
+    """Trace and certify a model and make its receiver. All ranks must call it.
+
+    No KV cache needs to be allocated yet.
+
+    Raises:
+        RuntimeError: nothing can be certified. The engine must not start.
+        TracingError: tracing changed the model. The engine must not start.
+    """
+    later = LaterCopies(loaded.model, loaded.constants)
+    if loaded.checkpoint is not None:
+        traced, plan = plan_model(loaded, later)
+        return wrap_applier(
+            loaded, settings, make_delta_applier(loaded, settings, traced, plan, later)
+        )
+    initial = _initial_sync_applier(loaded, later)
+    receiver = wrap_applier(loaded, settings, initial)
+
+    def on_initial_sync(traced: Traced) -> None:
+        plan = agree_on_plan(loaded, traced)
+        receiver.adopt(make_delta_applier(loaded, settings, traced, plan, later))
+
+    initial.on_initial_sync = on_initial_sync
+    return receiver
+
+
+def wrap_applier(loaded: LoadedModel, settings: Settings, applier: Applier) -> Receiver:
+    """Make the receiver that applies syncs by an applier; compiles what the first one needs."""
+    warm_up()
+    gap_streams.warm_up()
+    return Receiver(
+        applier,
+        loaded.ranks,
+        base_version=settings.base_version,
+        stage_timeout=settings.stage_timeout,
+        read_workers=settings.read_workers,
+        undo_bytes=settings.undo_bytes,
+        scrub_interval=settings.scrub_interval,
+        locate=loaded.locate,
+    )
+
+
+def make_delta_applier(
+    loaded: LoadedModel, settings: Settings, traced: Traced, plan: Plan, later: LaterCopies
+) -> DeltaApplier:
+    """Make the applier of a certified model by its plan. All ranks must call it."""
+    rebuilds = None
+    if loaded.reprocessing is not None:
+        own, placement = traced.rebuilds, traced.placement
+        rebuilds = RebuildPlan(loaded.model, traced.live, own, placement, loaded.ranks)
+    writer: Writer = ScatterWriter()
+    if settings.apply == "masked":
+        writer = MaskedWriter(traced.dry_run, plan.placement, chunk_bytes=settings.chunk_bytes)
+    return DeltaApplier(
+        traced.dry_run.model,
+        traced.dry_run.index,
+        plan,
+        writer,
+        undo_bytes=settings.undo_bytes,
+        threads=cores_per_rank(loaded.ranks),
+        recomputed=traced.recomputed,
+        rebuilds=rebuilds,
+        certified=traced.certified,
+        ranks=loaded.ranks,
+        checks_first=any(loaded.ranks.all_gather(bool(traced.recomputed))),
+        trace_again=functools.partial(trace_again, loaded, traced),
+        later=later,
+    )
+
+
+def _initial_sync_applier(loaded: LoadedModel, later: LaterCopies) -> InitialSyncApplier:
+    """Make the applier of a model without a checkpoint.
+
+    Raises:
+        RuntimeError: the engine processes weights in a way that cannot be repeated.
+    """
+    check_repeatable(loaded)
+    logger.warning(
+        "delta updates: the load format %s reads no checkpoint to certify against; the first sync "
+        "must be full, and others are refused until then",
+        loaded.load_format,
+    )
+    trace = functools.partial(trace_model, loaded, later)
+    load = functools.partial(load_checkpoint, loaded)
+    certify = functools.partial(certify_model, loaded)
+    return InitialSyncApplier(trace, load, certify, loaded.constants, loaded.ranks)

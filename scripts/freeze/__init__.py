@@ -1,0 +1,1 @@
+"""Record what a redesign must not change: staged writes and posted bodies."""

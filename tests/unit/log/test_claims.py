@@ -1,0 +1,188 @@
+"""Senders that write one log in a store side by side, or die: never two, never half a version."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from obstore.store import MemoryStore
+
+from engine_ext.log import DeltaLog, LogWriter, ObjectFacts, Objects, ObjectStore, read_version
+from tests.support.served_models import PROPERTY
+from tests.unit.log.places import part
+
+PARTS = 2
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class StepObjects(Objects):
+    """Objects in memory; `step` is called before each operation, and after it if it writes."""
+
+    def __init__(self, memory: MemoryStore, step: Callable[[], None]) -> None:
+        super().__init__("s3://test/log", store=memory, sleep=lambda seconds: None)
+        self.step = step
+
+    def list(self, prefix: str = "") -> list[ObjectFacts]:
+        self.step()
+        return super().list(prefix)
+
+    def read(self, name: str, most: int) -> bytes:
+        self.step()
+        return super().read(name, most)
+
+    def put(self, name: str, data: bytes) -> None:
+        self.step()
+        super().put(name, data)
+        self.step()
+
+    def create(self, name: str, data: bytes) -> None:
+        self.step()
+        super().create(name, data)
+        self.step()
+
+    def delete(self, names: Any) -> None:
+        for name in names:
+            self.step()
+            super().delete([name])
+
+
+def store_of(
+    memory: MemoryStore, step: Callable[[], None] = lambda: None, scratch: Path | None = None
+) -> ObjectStore:
+    """Return a log's store that calls `step`."""
+    return ObjectStore(StepObjects(memory, step), scratch=None if scratch is None else str(scratch))
+
+
+def write_version(writer: LogWriter, owner: str) -> int:
+    """Write the next version as a sender does, and return its number."""
+    version = max(writer.last_number, 0) + 1
+    draft = writer.begin(version)
+    sync_id = f"{owner}-{version}"
+    for k in range(PARTS):
+        draft.add(part(version, version - 1, part=k, num_parts=PARTS, sync_id=sync_id))
+    draft.finish()
+    return version
+
+
+def owners(memory: MemoryStore, folder: Path) -> dict[int, str]:
+    """Return who wrote each version that a reader sees; all are sound."""
+    log = DeltaLog(store_of(memory, scratch=folder))
+    listing = log.listing()
+    assert listing.damaged == {}
+    found = {}
+    for entry in listing.entries:
+        with log.fetched(entry):
+            [sync_id] = {one.manifest.sync_id for one in read_version(entry)}
+        assert sync_id is not None
+        found[entry.version] = sync_id.rpartition("-")[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reader")
+
+
+def test_a_sender_is_killed_at_every_step(folder: Path) -> None:
+    """Visible versions are whole, and the next sender continues."""
+    for steps in range(1000):
+        memory = MemoryStore()
+        count = iter(range(steps))
+
+        def step(count: Iterator[int] = count) -> None:
+            if next(count, None) is None:
+                raise Killed
+
+        finished = []
+        try:
+            writer = LogWriter(store_of(memory, step))
+            finished = [write_version(writer, "first") for _ in range(2)]
+        except Killed:
+            pass
+        before = owners(memory, folder)
+        assert set(finished) <= before.keys() <= {1, 2}
+        later = LogWriter(store_of(memory))
+        number = write_version(later, "second")
+        assert owners(memory, folder) == {**before, number: "second"}
+        assert number > max(before, default=0)
+        if finished:
+            return
+    raise AssertionError("it is never done")
+
+
+class Schedule:
+    """Lets one of several threads run at a time, in a given order and then in turn."""
+
+    def __init__(self, order: Sequence[int], threads: int) -> None:
+        self._order, self._living = list(order), set(range(threads))
+        self._changed = threading.Condition()
+        self._next = 0
+        self._choose()
+
+    def _choose(self) -> None:
+        while self._order and (chosen := self._order.pop(0)) is not None:
+            if chosen in self._living:
+                self._next = chosen
+                return
+        if self._living:
+            after = [one for one in sorted(self._living) if one > self._next]
+            self._next = (after or sorted(self._living))[0]
+
+    def step(self, thread: int) -> None:
+        """Wait for the turn of a thread, and pass it on."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._next == thread, timeout=60)
+            self._choose()
+            self._changed.notify_all()
+
+    def leave(self, thread: int) -> None:
+        """A thread is done."""
+        with self._changed:
+            self._living.discard(thread)
+            if self._next == thread:
+                self._choose()
+            self._changed.notify_all()
+
+
+@PROPERTY
+@example(order=[0, 0, 0, 1, 0, 1], versions=1)  # a claim that is gone when it is compared
+@given(order=st.lists(st.integers(0, 1), max_size=80), versions=st.integers(1, 2))
+def test_two_senders_never_both_win(order: list[int], versions: int, folder: Path) -> None:
+    """In whatever order their requests reach the store: one of them continues from the other."""
+    memory, schedule = MemoryStore(), Schedule(order, 2)
+    finished: dict[int, str] = {}
+    out: set[str] = set()
+
+    def send(thread: int) -> None:
+        owner = f"sender{thread}"
+        try:
+            store = store_of(memory, lambda: schedule.step(thread))
+            with contextlib.suppress(BlockingIOError, FileExistsError):
+                writer = LogWriter(store)
+                for _ in range(versions):
+                    finished[write_version(writer, owner)] = owner
+                return
+            out.add(owner)
+        finally:
+            schedule.leave(thread)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(send, range(2)))
+    visible = owners(memory, folder)
+    assert finished.items() <= visible.items()
+    # A version whose DONE was written, and whose sender found out afterwards that it is out.
+    assert set(visible.values()) <= {*finished.values(), *out}
+    by_number = [visible[version] for version in sorted(visible)]
+    changes = sum(one != other for one, other in itertools.pairwise(by_number))
+    assert changes <= 1

@@ -1,0 +1,180 @@
+"""A delta log in a folder: what is on disk, in which order, and what else can be there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_ext.errors import LogDamaged, MalformedPart
+from engine_ext.log import Heartbeat, live_heartbeats, open_log, write_heartbeat
+from engine_ext.log.catalog import DONE, REFUSED
+from engine_ext.log.heartbeats import FOLDER
+from engine_ext.log.writer import manifest_of
+from tests.unit.log.places import part, versions, write
+from tests.unit.log.test_log import heartbeat
+
+FIRST = "weight_v000001"
+
+
+def test_killed_writer_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    with open_log(tmp_path).writer() as writer:
+        writer.begin(1).add(part(1, 0))
+    assert os.listdir(tmp_path) == [f".{FIRST}.partial"]
+    write(open_log(tmp_path), 1)
+    assert os.listdir(tmp_path) == [FIRST]
+
+
+def test_everything_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def record_sync(descriptor: int) -> None:
+        steps.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def record_rename(source: Path, target: Path) -> None:
+        steps.append(f"-> {target.name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    log = open_log(tmp_path)
+    write(log, 3)
+    assert steps == [
+        "rank0_flush000.safetensors", DONE, ".weight_v000003.partial", "-> weight_v000003",
+        tmp_path.name,
+    ]  # fmt: skip
+    steps.clear()
+    with log.writer() as writer:
+        writer.refuse(3)
+    assert steps == ["-> REFUSED", "weight_v000003"]
+    steps.clear()
+    write(log, 4)
+    steps.clear()
+    log.discard("weight_v000003", "weight_v000004")
+    hidden = [f"-> .weight_v00000{version}.gone" for version in (3, 4)]
+    assert steps == [*hidden, tmp_path.name]
+
+
+def test_refusal_needs_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark is the renamed ``DONE``, so a full disk does not keep a version in the log."""
+    log = open_log(tmp_path)
+    write(log, 1)
+    done = (tmp_path / FIRST / DONE).read_bytes()
+
+    def full(*arguments: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with log.writer() as writer, monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        patched.setattr("builtins.open", full)
+        writer.refuse(1)
+    assert (tmp_path / FIRST / REFUSED).read_bytes() == done
+
+
+def test_lock_ends_with_its_writer(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "new" / "log")
+    with log.writer(), pytest.raises(BlockingIOError, match="another sender"):
+        log.writer()
+    log.writer().close()
+
+
+def test_interrupted_deletion_is_finished(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    write(log, 1)
+    (tmp_path / ".weight_v000009.gone" / "part").mkdir(parents=True)
+    log.tidy(log.listing())
+    assert os.listdir(tmp_path) == [FIRST]
+
+
+@pytest.mark.parametrize(
+    ("thing", "why"),
+    [
+        ("fifo", "its DONE is not a regular file"),
+        ("link", "its DONE cannot be read: Too many levels"),
+        ("none", "it has no DONE: it was not written completely"),
+    ],
+)
+def test_done_that_is_no_file_is_damage(tmp_path: Path, thing: str, why: str) -> None:
+    log = open_log(tmp_path)
+    done = write(log, 1) / DONE
+    done.rename(tmp_path / "elsewhere")
+    if thing == "fifo":
+        os.mkfifo(done)
+    elif thing == "link":
+        done.symlink_to(tmp_path / "elsewhere")
+    assert log.listing().damaged[FIRST].startswith(why)
+
+
+def test_file_in_place_of_a_version_is_damage(tmp_path: Path) -> None:
+    (tmp_path / FIRST).touch()
+    assert "cannot be read" in open_log(tmp_path).listing().damaged[FIRST]
+
+
+def test_version_that_is_deleted_meanwhile_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = open_log(tmp_path)
+    write(log, 1)
+    write(log, 2)
+    listdir = os.listdir
+
+    def listed(path: Any) -> list[str]:
+        names = listdir(path)
+        if Path(path) == tmp_path:
+            open_log(tmp_path).discard(FIRST)
+        return names
+
+    monkeypatch.setattr(os, "listdir", listed)
+    listing = log.listing()
+    assert ([entry.version for entry in listing.entries], listing.damaged) == ([2], {})
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_files_are_compared_with_done(tmp_path: Path, damage: str) -> None:
+    log = open_log(tmp_path)
+    write(log, 1)
+    [path] = log.listing().entries[0].paths
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(LogDamaged) as caught:
+        log.listing().entries[0].require_files()
+    assert caught.value.operands["version"] == 1
+
+
+@pytest.mark.parametrize("encoding", ["deltas", "deltas_zstd", "gap8_exp"])
+def test_part_needs_a_manifest(tmp_path: Path, encoding: str) -> None:
+    body = part(5, 4, sync_id="x", encoding=encoding)
+    assert manifest_of(body).sync_id == "x"
+    log = open_log(tmp_path)
+    with log.writer() as writer:
+        draft = writer.begin(5)
+        with pytest.raises(MalformedPart):
+            draft.add(body[:20])
+        draft.drop()
+    assert versions(log) == []
+
+
+def test_age_of_a_heartbeat_is_that_of_its_file(tmp_path: Path) -> None:
+    """The clock of the host that wrote it does not count."""
+    log = open_log(tmp_path)
+    beats: list[Heartbeat] = [
+        heartbeat("old", at=time.time() + 1e6),
+        heartbeat("new", at=0.0),
+        heartbeat("of the future"),
+    ]
+    for beat in beats:
+        write_heartbeat(log, beat)
+    now = time.time()
+    os.utime(tmp_path / FOLDER / "old.json", (now - 61, now - 61))
+    os.utime(tmp_path / FOLDER / "of the future.json", (now + 1e6, now + 1e6))
+    assert [one.name for one in live_heartbeats(log)] == ["new", "of the future"]

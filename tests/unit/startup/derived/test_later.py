@@ -1,0 +1,173 @@
+"""Copies and numbers that an engine makes of weights at a forward pass, after start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests.support.quantised_engine import Serving, refusal
+from tests.support.rank_engine import errors_of
+from tests.support.toy_quantised import Int8, Layer, Method, Model, linear_shapes
+from tests.unit.sync.test_rebuild_plan import target_of
+
+pytestmark = pytest.mark.host_memory
+
+
+class CacheConfig:
+    """Settings that modules share, and that the engine completes once it has warmed up."""
+
+    def __init__(self) -> None:
+        self.concurrency: float | None = None
+
+
+class LRUCache:
+    """Keeps its items in an attribute, as cachetools' classes do."""
+
+    def __init__(self, items: dict[Any, Any]) -> None:
+        self._Cache__data = items
+
+
+class Generating(Model):
+    """Two blocks; what a forward pass of the first leaves is the test's."""
+
+    shapes: ClassVar = linear_shapes("first", "second", "int8")
+
+    def build(self, rank: int, ranks: int) -> None:
+        self.first = Layer(Method(), rank=rank, ranks=ranks)
+        self.second = Layer(Method(), rank=rank, ranks=ranks)
+        self.int8 = Layer(Int8(), rank=rank, ranks=ranks)
+        self.first.wide = None
+        self.first.table = torch.zeros(2, 3, dtype=torch.int32)
+        self.first.backend = SimpleNamespace(scale=1.0, softcap=30.0)
+        self.first.config = CacheConfig()
+        self.first.register_buffer("room", torch.full((4,), 7.0))
+        self.first.register_buffer("sized", torch.full((1, 1), 7.0), persistent=False)
+        self.first.register_buffer("places", places(2, 3), persistent=False)
+
+
+def places(height: int, width: int) -> torch.Tensor:
+    """A table of position embeddings, which an engine makes anew for a larger image."""
+    return torch.sin(torch.outer(torch.arange(1.0, height + 1), torch.arange(1.0, width + 1)))
+
+
+def single(first: Any) -> None:
+    first.wide = first.weight.float()
+
+
+def merged(first: Any) -> None:
+    first.merged = torch.cat([first.weight.view(-1), first.bias])
+
+
+def in_a_dict(first: Any) -> None:
+    first.backend.cache = {"wide": [first.weight.float()]}
+
+
+def in_other_room(first: Any) -> None:
+    """In the place of a buffer that was a constant."""
+    first.room = first.bias[:4].float()
+
+
+def in_a_table(first: Any) -> None:
+    first.places = first.weight.float()
+
+
+def in_a_placeholder(first: Any) -> None:
+    first.sized = first.weight.float()
+
+
+def number(first: Any) -> None:
+    first.largest = float(first.weight.abs().max())
+
+
+def number_inside(first: Any) -> None:
+    first.backend.scale = float(first.bias[0])
+
+
+MADE = {
+    "first.wide": single,
+    "first.merged": merged,
+    "first.backend.cache['wide'][0]": in_a_dict,
+    "first.room": in_other_room,
+    "first.places": in_a_table,
+    "first.sized": in_a_placeholder,
+    "first.largest": number,
+    "first.backend.scale": number_inside,
+}
+
+
+@pytest.mark.parametrize("when", ["before the first status", "before any sync", "later"])
+@pytest.mark.parametrize("path", MADE)
+def test_copy_of_first_forward_refuses_its_module(tmp_path: Path, path: str, when: str) -> None:
+    """The other modules are updated as before; a full sync would have to update this one, too."""
+    serving = Serving(Generating, tmp_path, ranks=2)
+    make: Callable[[Any], None] = MADE[path]
+
+    def generate() -> None:
+        for model in serving.models:
+            make(model.first)
+
+    if when == "later":
+        errors_of(serving.sync(target_of(serving)), none=True)
+    elif when == "before any sync":
+        serving.engine.status()
+    generate()
+    if when == "before the first status":
+        assert {"first.weight", "first.bias"} == serving.engine.status()[0]["uncertified"].keys()
+    before = serving.served()
+    for full, names in ((False, ["first.weight"]), (True, list(serving.current))):
+        message = refusal(serving.sync(target_of(serving, *names), full=full))
+        assert message.startswith("first.")
+        assert f"the engine keeps {path} since it has generated" in message
+    assert serving.served() == before
+    others = ["norm", "second.weight", "int8.weight", "int8.bias"]
+    errors_of(serving.sync(target_of(serving, *others)), none=True)
+    assert serving.reasons().keys() == {"first.weight", "first.bias"}
+
+
+def what_is_no_copy(model: Any) -> None:
+    """What engines attach while they generate that is not computed from weights."""
+    first = model.first
+    first.kv_cache = [torch.rand(2, 3)]
+    first.backend._k_scale_cache = torch.rand(3)
+    first.cos_cached_total = torch.rand(4, 2)
+    first.cos_sin_cache = torch.rand(4, 2)
+    first._cos_sin_cache_cast = (first.cos_sin_cache, torch.rand(4, 2))
+    first.long_inv_freq = torch.rand(4)
+    first._freqs_cis = torch.rand(4, 2).to(torch.complex64)
+    first._rope_by_thw_cache = LRUCache({(1, 2, 3): (torch.rand(4, 2), torch.rand(4, 2))})
+    first._rot_pos_ids_cache = LRUCache({(2, 3): torch.tensor([[0, 1], [1, 0]])})
+    first.visual_token_mask = torch.tensor([[True], [False]])
+    first.view = first.weight.view(-1)
+    first.table += 3
+    first.room.copy_(torch.rand(4))
+    first.register_buffer("places", places(4, 5), persistent=False)
+    first.positions = torch.arange(4)
+    first.steps = 12
+    first.config.concurrency = 3.7
+    first.backend.name = "flash"
+    first.backend.seconds = 0.1234567
+    first.backend.enabled = 1.0
+
+
+@pytest.mark.parametrize("syncs", [0, 1])
+def test_other_traces_of_a_forward_refuse_nothing(tmp_path: Path, syncs: int) -> None:
+    serving = Serving(Generating, tmp_path)
+    for _ in range(syncs):
+        errors_of(serving.sync(target_of(serving)), none=True)
+    what_is_no_copy(serving.models[0])
+    for seed in range(3):
+        errors_of(serving.sync(target_of(serving, seed=seed)), none=True)
+    assert serving.reasons() == {}
+
+
+def test_dummy_engine_is_searched_after_its_first_sync(tmp_path: Path) -> None:
+    serving = Serving(Generating, tmp_path, dummy=True)
+    errors_of(serving.sync(serving.base, full=True), none=True)
+    number(serving.models[0].first)
+    message = refusal(serving.sync(target_of(serving, "first.bias")))
+    assert "first.largest since it has generated" in message

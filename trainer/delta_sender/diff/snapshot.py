@@ -1,0 +1,480 @@
+"""Keep the weights that engines hold, and find how new ones differ.
+
+Tensors in host memory are compared with `diff_host`, those on an accelerator with `diff_device`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from delta_sender.diff.compare import Bits, Change, Comparisons, Difference, compare
+from delta_sender.diff.device import DeviceSide, is_on_device
+from delta_sender.diff.refills import Stable, Unchanged, Yielded
+from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
+from engine_ext.format import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes, tensor_digest
+from engine_ext.kernels import gather_scatter
+from engine_ext.kernels.triton import runs_kernels
+from engine_ext.resources import usable_cores
+
+_WINDOW: Final = 64 << 20  # bytes of a file; many small changes share one
+
+
+class Spill:
+    """The changes of one sync; their memory and files are freed with them.
+
+    At most `limit` bytes of them stay in memory. Beyond that, all but what the snapshot holds is
+    written to an unnamed temporary file below ``TMPDIR`` and mapped from there; unless that is a
+    tmpfs, the system can drop it from memory when memory is short.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.spilled = 0  # bytes that were written
+        self._left = limit
+        self._window: Any = b""
+        self._at = 0
+
+    def keep(self, change: Change) -> Change:
+        """Return the same change, in memory or in a file.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        size = change.own_nbytes
+        fits = size <= self._left
+        if fits:
+            self._left -= size
+            if not self.spilled:
+                return change
+        own: dict[str, Any] = {"new": change.new}
+        if change.indices is not None:
+            own |= {"indices": change.indices, "old": change.old}
+        if change.stream is not None:
+            own["stream"] = change.stream
+        if fits:
+            # Small tensors that were compared together have common arrays, which one of them would
+            # keep in memory when the others are in a file. Only those of the first spill are.
+            return replace(change, **{name: array.copy() for name, array in own.items()})
+        mapped: dict[str, Any] = dict(zip(own, self._mapped([*own.values()]), strict=True))
+        return replace(change, **mapped)
+
+    def _mapped(self, arrays: list[Bits]) -> list[Bits]:
+        """Return the same arrays in a file, which is freed with the last change in it."""
+        size = sum(_padded(array.nbytes) for array in arrays)
+        if self._at + size > len(self._window):
+            self._window, self._at = _new_window(max(size, _WINDOW)), 0
+        mapped = []
+        for array in arrays:
+            copy = np.frombuffer(self._window, array.dtype, array.size, self._at)
+            copy[:] = array
+            mapped.append(copy)
+            self._at += _padded(array.nbytes)
+        self.spilled += size
+        return mapped
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 8) * 8
+
+
+def _new_window(size: int) -> mmap.mmap:
+    """Return a mapped, unnamed temporary file; it holds a file descriptor until it is freed."""
+    folder = tempfile.gettempdir()
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix="delta-changes-") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # fails now if there is no room
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: the changes of a sync exceed `changes_in_memory`, and the rest "
+            f"cannot be written to {folder} (TMPDIR)",
+        ) from error
+
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Changes = dict[str, Change]  # by name in the snapshot
+Keep = Callable[[Change], Change]
+_Given: TypeAlias = tuple[str, torch.Tensor, str]  # name, tensor, key
+
+# Collections that keep their tensors.
+_HOLDING: Final[tuple[type, ...]] = (list, tuple, type({}.items()))
+# Types whose tensors have memory of their own.
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+# Most bytes of tensors that are being compared while an earlier one is waited for.
+_AHEAD: Final = 128 << 20
+# Elements that a thread writes at a time, at least.
+_WRITTEN: Final = 1 << 16
+
+
+class Snapshot:
+    """A model, kept as bit patterns in host memory, and for CUDA tensors maybe on their device.
+
+    Args:
+        base: Tensors in checkpoint coordinates; copied. Tied ones (one storage, several names) are
+            kept once, under the first name, their key.
+        encoding: One of `engine_ext.format.positions.ENCODINGS`; a change that would take more
+            bytes with its indices, before compression, than the whole tensor is kept dense.
+        snapshot_on: One of `diff_device.SNAPSHOT_ON`.
+    """
+
+    def __init__(self, base: NamedTensors, encoding: str, snapshot_on: str = "auto") -> None:
+        self._encoding, self._streams = encoding, encoding in PACKED_ENCODINGS
+        self._devices = DeviceSide(snapshot_on)
+        self._dense: dict[str, ParamDelta] = {}
+        self._memory: dict[str, torch.Tensor] = {}  # of their values
+        self._threads = usable_cores()
+        self.tied: dict[str, str] = {}  # keys by the further names of tied tensors
+        refilled: set[str] = set()  # names under which a buffer's memory first came
+        for name, tensor, first in _with_ties(base):
+            if is_on_device(tensor):
+                runs_kernels(tensor.device)  # compiles them now, not in the first sync
+            if first is None:
+                self._set(name, self._keep(_to_bits(name, tensor)))
+            elif isinstance(base, _HOLDING):
+                self.tied[name] = first
+            else:
+                self._add_tied(name, _to_bits(name, tensor), first, refilled)
+
+    def _add_tied(self, name: str, dense: ParamDelta, first: str, refilled: set[str]) -> None:
+        """Take in a tensor that is in the memory of an earlier one, unless that was refilled."""
+        if first not in refilled:
+            if np.array_equal(dense.values, self._dense[first].values):
+                self.tied[name] = first
+                return
+            refilled.add(first)
+            for other in [other for other, key in self.tied.items() if key == first]:
+                del self.tied[other]
+                self._set(other, self._keep(replace(self._dense[first], name=other)))
+        self._set(name, self._keep(dense))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._dense)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._dense
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The manifest dtype of every tensor, by each of its names."""
+        return {name: self._dense[self.key(name)].dtype for name in (*self._dense, *self.tied)}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(dense.values.nbytes for dense in self._dense.values())
+
+    def key(self, name: str) -> str:
+        """Return the key of the tensor that is sent under `name`."""
+        return self.tied.get(name, name)
+
+    def read(
+        self,
+        tensors: NamedTensors,
+        *,
+        digests: bool = True,
+        changes_in_memory: int | None = None,
+    ) -> Iterator[tuple[str, Change | None]]:
+        """Compare tensors with the snapshot, in threads, some tensors ahead.
+
+        Args:
+            tensors: Iterated in the caller's thread. Those of a collection and of a `Stable`
+                iterator must not change until the end; what comes from any other can be refilled
+                when the next is taken, see `refills`.
+            changes_in_memory: Most bytes of changes that stay in memory, see `Spill`; None: a
+                quarter of the snapshot.
+
+        Yields:
+            For every tensor of the snapshot its key, and its change, if any.
+
+        Raises:
+            ValueError: Names, shapes or dtypes are not the base's, or tied tensors differ. If
+                `tensors` is a collection, names, shapes and dtypes are checked first. Or a tensor
+                has changed while it was compared.
+        """
+        limit = self.nbytes // 4 if changes_in_memory is None else changes_in_memory
+        keep = Spill(limit).keep
+        yielded = None if isinstance(tensors, (*_HOLDING, Stable)) else Yielded()
+        given: Iterable[_Given] = self._given(tensors)
+        if isinstance(tensors, Collection):
+            # A collection that makes its tensors has only one alive at a time.
+            known = [*given] if isinstance(tensors, _HOLDING) else None
+            self._refuse_missing({key for _, _, key in known or given})
+            given = known or self._given(tensors)
+        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-compare")
+        try:
+            yield from self._read(given, pool, digests, keep, yielded)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _given(self, tensors: NamedTensors) -> Iterator[_Given]:
+        named: Iterable[tuple[str, torch.Tensor, str | None]]
+        if isinstance(tensors, _HOLDING) and all(self._is_known(name) for name, _ in tensors):
+            named = ((name, tensor, None) for name, tensor in tensors)  # their ties do not matter
+        else:
+            named = _with_ties(tensors)
+        for name, tensor, first in named:
+            yield name, tensor, self._key_of(name, tensor, first)
+
+    def _read(
+        self,
+        tensors: Iterable[_Given],
+        pool: Executor,
+        digests: bool,
+        keep: Keep,
+        yielded: Yielded | None,
+    ) -> Iterator[tuple[str, Change | None]]:
+        comparisons = Comparisons(pool, streams=self._streams)
+        changes: dict[str, Change | None] = {}
+        begun: deque[tuple[str, int, Callable[[], Difference], Unchanged | None]] = deque()
+        seen: set[str] = set()
+        ahead = 0  # bytes of what is begun
+
+        def finish() -> tuple[str, Change | None]:
+            nonlocal ahead
+            key, nbytes, wait, is_unchanged = begun.popleft()
+            ahead -= nbytes
+            change = self._change(self._dense[key], wait())
+            if is_unchanged is not None and not is_unchanged():
+                raise ValueError(
+                    f"{key}: has changed since it was yielded. It must keep its values until the "
+                    "sync ends: yield copies of a buffer that is refilled or freed"
+                )
+            changes[key] = None if change is None else keep(change)
+            return key, changes[key]
+
+        for name, tensor, key in tensors:
+            if key in seen:
+                while key not in changes:
+                    yield finish()
+                new = _to_bits(name, tensor)
+                if not np.array_equal(new.values, self.image(key, changes[key]).values):
+                    raise ValueError(f"{name}: differs from {key}, which it is tied to or repeats")
+                continue
+            seen.add(key)
+            digested = key if digests else None
+            if is_on_device(tensor):
+                # A larger one is compared before the next is taken. Copying is cheap on a device.
+                is_copied = yielded is not None and tensor.nbytes <= _AHEAD
+                kept = tensor.clone() if is_copied else tensor
+                wait, unchanged, at_once = self._begin_on_device(key, kept, digested), None, False
+            else:
+                bits, unchanged, at_once = _in_host_memory(name, tensor), None, False
+                if yielded is not None:
+                    bits, unchanged, at_once = yielded.take(bits)
+                wait = comparisons.begin(self._memory[key], bits, digested)
+            nbytes = tensor.nbytes
+            begun.append((key, nbytes, wait, unchanged))
+            ahead += nbytes
+            while ahead > _AHEAD or (at_once and begun):
+                yield finish()
+        while begun:
+            yield finish()
+        self._refuse_missing(seen)
+
+    def _begin_on_device(
+        self, key: str, tensor: torch.Tensor, digested: str | None
+    ) -> Callable[[], Difference]:
+        """Begin to compare a tensor on the device that it is on."""
+        old = self._dense[key]
+        bits = self._devices.prepare(key, old.values, tensor.device, self.nbytes)
+        if bits is not old.values:
+            self._set(key, replace(old, values=bits))
+        return self._devices.begin(key, bits, _flat_bits(tensor), digested)
+
+    def _is_known(self, name: str) -> bool:
+        return name in self._dense or name in self.tied
+
+    def _key_of(self, name: str, tensor: torch.Tensor, first: str | None) -> str:
+        """Return the key of a tensor, which must have the dtype and shape of the base's.
+
+        Args:
+            first: An earlier name of the same tensor, if any, in case that this one is new.
+        """
+        key = self.key(name if first is None or self._is_known(name) else first)
+        old = self._dense.get(key)
+        if old is None:
+            raise ValueError(f"{name}: not in the base")
+        dtype, shape = _dtype_name(name, tensor), tensor.shape
+        if dtype != old.dtype or shape != old.shape:
+            given = f"{dtype} {tuple(shape)}"
+            raise ValueError(f"{name}: {given}, but {old.dtype} {old.shape} in the base")
+        return key
+
+    def _refuse_missing(self, seen: set[str]) -> None:
+        if missing := self._dense.keys() - seen:
+            raise ValueError(f"missing, but in the base: {', '.join(sorted(missing))}")
+
+    def image(self, key: str, change: Change | None = None) -> ParamDelta:
+        """Return a tensor of the snapshot with a change made, dense; read-only, maybe no copy."""
+        old = self._dense[key]
+        if change is None:
+            return old
+        if change.indices is None:
+            return replace(old, values=change.new)
+        values = old.values.copy()
+        gather_scatter.write(values, change.indices, change.new)
+        return replace(old, values=values)
+
+    def change_between(
+        self, key: str, before: Change | None, after: Change | None
+    ) -> Change | None:
+        """Return the change from a tensor with `before` made to that tensor with `after` made."""
+        if before is None:
+            return after
+        old, new = self.image(key, before), self.image(key, after)
+        return self._change(old, compare(old.values, new.values, key, streams=self._streams))
+
+    def sparse(self, change: Change) -> Change:
+        """Return the change with indices, even if it is kept dense."""
+        if change.indices is not None:
+            return change
+        found = compare(change.old, change.new, threads=self._threads, streams=self._streams)
+        return replace(
+            change, indices=found.indices, old=found.old, new=found.new, stream=found.stream
+        )
+
+    def digest(self) -> Digest:
+        """Return the digest of every tensor, under its key."""
+        threads, dense = self._threads, self._dense.items()
+        digests = (tensor_digest(name, one.values, threads=threads) for name, one in dense)
+        return Digest.total(digests)
+
+    def advance(self, changes: Changes) -> None:
+        """Apply the committed `changes`."""
+        with self._devices.following(changes), ThreadPoolExecutor(self._threads) as pool:
+            for _ in pool.map(self._apply, _batches(changes)):
+                pass
+
+    def _apply(self, changes: Sequence[tuple[str, Change]]) -> None:
+        """Apply one dense change, or several sparse ones of one element size."""
+        (key, first), *more = changes
+        if first.indices is None:
+            assert not more
+            self._dense[key].values[:] = first.new
+        elif not more:
+            gather_scatter.write(self._dense[key].values, first.indices, first.new)
+        else:
+            gather_scatter.write_many(
+                [self._memory[key] for key, _ in changes],
+                [change.indices for _, change in changes if change.indices is not None],
+                [change.new for _, change in changes],
+            )
+
+    def _keep(self, dense: ParamDelta) -> ParamDelta:
+        return replace(dense, values=dense.values.copy())
+
+    def _set(self, key: str, dense: ParamDelta) -> None:
+        self._dense[key], self._memory[key] = dense, gather_scatter.signed(dense.values)
+
+    def _change(self, old: ParamDelta, found: Difference) -> Change | None:
+        """Return a difference as a change of `old`; None if nothing differs."""
+        if not found.indices.size:
+            return None
+        nbytes = position_bytes(self._encoding, found.indices) + found.new.nbytes
+        if nbytes < old.values.nbytes:
+            indices, was, new, stream = found.indices, found.old, found.new, found.stream
+        else:
+            indices, was, new, stream = None, old.values, old.values.copy(), None
+            gather_scatter.write(new, found.indices, found.new)
+        nnz = found.indices.size
+        return Change(old.dtype, old.shape, indices, was, new, nnz, found.change, stream)
+
+
+class MappedSnapshot(Snapshot):
+    """A snapshot of mapped files for one sync: it is neither copied nor advanced."""
+
+    def advance(self, changes: Changes) -> None:
+        pass
+
+    def _keep(self, dense: ParamDelta) -> ParamDelta:
+        return dense
+
+
+def _batches(changes: Changes) -> Iterator[list[tuple[str, Change]]]:
+    """Yield what `Snapshot._apply` takes, so much that a thread works for longer than it is woken.
+
+    A change that is large enough is alone in its batch.
+    """
+    batches: dict[int, list[tuple[str, Change]]] = {}
+    elements = dict.fromkeys((1, 2, 4, 8), 0)
+    for item in changes.items():
+        change = item[1]
+        size, width = change.new.size, change.new.itemsize
+        if change.indices is None or size >= _WRITTEN:
+            yield [item]
+            continue
+        batches.setdefault(width, []).append(item)
+        elements[width] += size
+        if elements[width] >= _WRITTEN:
+            yield batches.pop(width)
+            elements[width] = 0
+    yield from batches.values()
+
+
+def _with_ties(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor, str | None]]:
+    """Yield (name, tensor, earlier name of the same storage and view, if any).
+
+    A weak reference keeps a freed storage's identity, not its memory, from being reused.
+    """
+    names: dict[tuple[object, ...], str] = {}
+    for name, tensor in tensors:
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        view = (tensor.storage_offset(), tensor.dtype, *tensor.shape, *tensor.stride())
+        first = names.setdefault((storage, *view), name)
+        yield name, tensor, first if first != name and tensor.numel() else None
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    dtype = NAME_OF_TORCH.get(tensor.dtype)
+    if dtype is None:
+        raise ValueError(f"{name}: deltas do not carry {tensor.dtype}")
+    return dtype
+
+
+def _to_bits(name: str, tensor: torch.Tensor) -> ParamDelta:
+    """Return the tensor as a dense param: unsigned ints of its dtype's width, [numel], row-major.
+
+    A contiguous CPU tensor is not copied.
+    """
+    return ParamDelta(
+        name, _dtype_name(name, tensor), tuple(tensor.shape), None, host_bits(name, tensor)
+    )
+
+
+def host_bits(name: str, tensor: torch.Tensor) -> Bits:
+    """Return a tensor's bits in host memory, [numel], row-major; maybe no copy.
+
+    Raises:
+        ValueError: Deltas do not carry its dtype.
+    """
+    dtype = _dtype_name(name, tensor)
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    bits: Bits = _flat_bits(tensor).numpy().view(bits_dtype(dtype))
+    return bits
+
+
+def _in_host_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or its bits, contiguous in host memory; maybe no copy.
+
+    It has memory of its own, which a tensor of a subclass might lack, and keeps it even if other
+    memory is put into `tensor`. A tensor with the negative bit has other bits than its memory.
+    """
+    if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor.data  # `detach` would give up the interpreter lock
+    return gather_scatter.signed(host_bits(name, tensor))
+
+
+def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as integers of its width, [numel], row-major; maybe no copy."""
+    return tensor.detach().contiguous().view(-1).view(torch_bits_dtype(tensor.dtype))

@@ -1,0 +1,1 @@
+"""Turn what has changed into the parts of a sync, while more is being compared."""

@@ -1,0 +1,144 @@
+"""Sync a live model on all ranks of a training job: `sync_model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from typing import TypeVar, overload
+
+import torch
+from torch import nn
+
+from delta_sender.diff.snapshot import NamedTensors
+from delta_sender.models import Checkpoint, checkpoint_names, named_tensors, world_failure
+from delta_sender.publish.multi_sender import MultiSender
+from delta_sender.publish.sender import DeltaSender
+from delta_sender.results import SyncReport
+
+_Result = TypeVar("_Result")
+
+
+@overload
+def sync_model(
+    sender: DeltaSender,
+    model: nn.Module,
+    base: Checkpoint | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    quantize: str | None = None,
+) -> SyncReport: ...
+
+
+@overload
+def sync_model(
+    sender: MultiSender,
+    model: nn.Module,
+    base: Checkpoint | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    quantize: str | None = None,
+) -> dict[str, SyncReport]: ...
+
+
+@overload
+def sync_model(
+    sender: None,
+    model: nn.Module,
+    base: Checkpoint | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    quantize: str | None = None,
+) -> None: ...
+
+
+def sync_model(
+    sender: DeltaSender | MultiSender | None,
+    model: nn.Module,
+    base: Checkpoint | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    quantize: str | None = None,
+) -> SyncReport | dict[str, SyncReport] | None:
+    """Send what changed in a live model; to be called on every rank, at the same step.
+
+    One rank gives the sender, the others None; they take part in gathering sharded parameters.
+    If one rank fails, all raise. Only if gathering itself fails on a rank, or a rank dies, do the
+    others wait until torch.distributed notices.
+
+    Args:
+        sender: The sender, on the rank that has it.
+        model: See `named_tensors`.
+        base: See `named_tensors`.
+        dtype: See `named_tensors`.
+        quantize: See `named_tensors`; ranks without a sender need no base for it.
+
+    Returns:
+        What the sender's `sync` returns; None without a sender.
+
+    Raises:
+        SyncError: On the sender's rank, see `DeltaSender.sync`.
+        ValueError: The model cannot be read, or is not the base's.
+        RuntimeError: Another rank has failed.
+    """
+    form = quantize if sender is not None or base is not None else None
+    tensors = on_all_ranks(lambda: named_tensors(model, base, dtype=dtype, quantize=form))
+
+    def run() -> SyncReport | dict[str, SyncReport] | None:
+        if sender is None:
+            tensors.take_part()
+            return None
+        try:
+            return sender.sync(tensors)
+        finally:
+            tensors.close()
+
+    return on_all_ranks(run, lambda: not tensors.is_broken)
+
+
+def sync_stream(
+    sender: DeltaSender,
+    tensors: NamedTensors,
+    model: nn.Module,
+    base: Checkpoint,
+    *,
+    frozen: bool | Iterable[str],
+    live: nn.Module | None,
+    quantize: str | None,
+) -> SyncReport:
+    """Send tensors that a framework gathers itself; see `checkpoint_names`.
+
+    However it ends, all of `tensors` is read: other ranks might be gathering them.
+
+    Raises:
+        SyncError: See `DeltaSender.sync`.
+        ValueError: Names or shapes are not the model's or the base's.
+    """
+    source = iter(tensors)
+    try:
+        names = checkpoint_names(source, model, base, frozen=frozen, live=live, quantize=quantize)
+        with closing(names) as given:
+            return sender.sync(given)
+    finally:
+        for _ in source:
+            pass
+
+
+def on_all_ranks(
+    action: Callable[[], _Result], can_agree: Callable[[], bool] = lambda: True
+) -> _Result:
+    """Run `action` on every rank; raise on every rank if it raises on one.
+
+    Args:
+        action: What to run.
+        can_agree: Asked after an error: whether the other ranks wait for no other collective.
+    """
+    try:
+        result = action()
+    except Exception:
+        if can_agree():
+            world_failure(failed=True)
+        raise
+    rank = world_failure(failed=False)
+    if rank is not None:
+        raise RuntimeError(f"the sync failed on rank {rank}; see the error there")
+    return result

@@ -1,0 +1,129 @@
+"""Decide whether the whole model can be sent over what an engine holds, and say so first."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from delta_sender.encode.acked_state import AckedState
+from delta_sender.publish.destination import Destination
+from delta_sender.results import FullSyncRefused, SyncError
+from delta_sender.run import Run
+
+logger = logging.getLogger(__name__)
+
+REQUESTED: Final = "requested"
+_WAYS_OUT: Final = (
+    "give the checkpoint that the engine holds as base; or, to replace its weights, pass "
+    'full="allow" (--allow-full), or call sync_full() (--full)'
+)
+
+
+class FullSyncGuard:
+    """Keeps a sender from replacing weights that are not its own.
+
+    A full sync that nobody asked for replaces only weights that this run has sent, the base that a
+    digest has proven, what an engine was started with if this run had sent it something before, and
+    what is there if the engine has no weights to lose.
+
+    Args:
+        allow: Whether anything can be replaced.
+    """
+
+    def __init__(
+        self, destination: Destination, state: AckedState, run: Run, *, allow: bool
+    ) -> None:
+        self._destination, self._state, self._run, self._allow = destination, state, run, allow
+
+    def pass_requested(self) -> tuple[str, int | None]:
+        """Say what a full sync that was asked for replaces.
+
+        Returns:
+            Its reason, and the engine's version, if it says it.
+
+        Raises:
+            SyncError: As `status`.
+        """
+        return self._warn(REQUESTED, self.status())
+
+    def status(self) -> dict[str, Any]:
+        """Claim the engine, and return its status, which only this run can change from then on.
+
+        An engine that was restarted has no owner: without the claim others could come in after the
+        status, and be replaced unseen.
+
+        Raises:
+            RunConflict: Another run owns it.
+            SyncError: It could not be asked.
+        """
+        self._destination.claim(self._run, takeover=False)
+        return self._destination.status()
+
+    def check(
+        self, reason: str, status: Mapping[str, Any], cause: SyncError | None = None
+    ) -> tuple[str, int | None]:
+        """Check that the model can be sent whole, and say what it replaces.
+
+        Args:
+            reason: Why no delta fits.
+            status: The engine's, of `status`.
+            cause: The refusal that led here.
+
+        Returns:
+            As `pass_requested`.
+
+        Raises:
+            FullSyncRefused: It must not be; the engine is unchanged.
+        """
+        if not self._state.plan.is_known and status.get("loaded") is not False:
+            return self._warn("first: the engine was started without weights", status)
+        if not (self._allow or self._is_own(status)):
+            raise self._refused(reason, status) from cause
+        return self._warn(reason, status)
+
+    def _is_own(self, status: Mapping[str, Any]) -> bool:
+        """Return whether what the engine holds is this sender's to replace."""
+        run, state = status.get("run"), self._state
+        if run == self._run.name:
+            return True
+        if "run" not in status:  # it knows no runs
+            return state.is_known
+        digest = status.get("digest")
+        is_base = digest is not None and digest == state.base_digest
+        return state.is_known and bool(status.get("loaded") or is_base)
+
+    def _warn(self, reason: str, status: Mapping[str, Any]) -> tuple[str, int | None]:
+        if status:
+            name, held = self._destination.name, described(status)
+            logger.warning("%s: sending the whole model over %s; %s", name, held, reason)
+        version = status.get("version")
+        return reason, version if isinstance(version, int) else None
+
+    def _refused(self, reason: str, status: Mapping[str, Any]) -> FullSyncRefused:
+        digest = self._state.digest
+        _, _, why = reason.partition(": ")
+        message = (
+            f"{self._destination.name} holds {described(status)}, which this sender has not sent, "
+            f"and no delta leads from there ({why}). The engine is unchanged. What can be done: "
+            f"{_WAYS_OUT}"
+        )
+        facts = {key: status.get(key) for key in ("version", "run", "owner", "digest")}
+        base = None if digest is None else digest.hex()
+        kind = {"type": "FullSyncRefused", "message": message, "engine_state": "unchanged"}
+        return FullSyncRefused(message, 409, {**kind, **facts, "base_digest": base})
+
+
+def described(status: Mapping[str, Any]) -> str:
+    """Return what an engine holds, in words, given its status."""
+    version = f"version {status.get('version')}"
+    held, notes = ("the weights that it was started with", [version])
+    if not status.get("loaded"):
+        held, notes = version, []
+    if status.get("run") is not None:
+        notes.append(f"of run {status['run']}")
+    if status.get("digest") is not None:
+        notes.append(f"digest {status['digest']}")
+    if status.get("foreign") is not None:
+        notes.append(f"changed by {status['foreign']}")
+    return f"{held} ({', '.join(notes)})" if notes else held

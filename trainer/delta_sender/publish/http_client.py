@@ -1,0 +1,331 @@
+"""Call the delta endpoints of one engine, and turn its answers into results and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar, cast
+
+import httpx
+from tenacity import RetryCallState, retry, retry_if_exception_type
+from tenacity.stop import stop_after_attempt, stop_before_delay
+from tenacity.wait import wait_random_exponential
+
+from delta_sender.arguments import engine_root
+from delta_sender.options import SenderOptions
+from delta_sender.publish.bandwidth import LinkSpeed
+from delta_sender.publish.destination import Destination
+from delta_sender.results import SyncError
+from delta_sender.run import Run, clock, owner_in_words
+from engine_ext.format import SIGNATURE_HEADER, sign
+from engine_ext.resources import RateLimit
+
+logger = logging.getLogger(__name__)
+
+_Send = TypeVar("_Send", bound=Callable[..., Any])
+
+_CONNECT_S: Final = 10.0
+_RELEASE_S: Final = 2.0
+_TRIES: Final = 8
+_PART: Final = "application/octet-stream"
+# httpx copies the rest of a body whenever the socket has taken some of it.
+_CHUNK: Final = 1 << 18
+
+
+class _Unreachable(SyncError):
+    """No answer, or only a proxy's. Parts are idempotent, so the request can be repeated."""
+
+
+class _Busy(SyncError):
+    """Another sync has parts staged, or too many arrive; ``error["retry_after"]`` is in seconds."""
+
+
+def _log_retry(state: RetryCallState) -> None:
+    """Say that a request is sent again, and why."""
+    failed = state.outcome.exception() if state.outcome else None
+    sleep = 0.0 if state.next_action is None else state.next_action.sleep
+    message = "no answer (try %d of %d), again in %.1f s: %s"
+    logger.warning(message, state.attempt_number, _TRIES, sleep, failed)
+
+
+class EngineClient(Destination):
+    """The delta endpoints of one engine; `client` is the HTTP client."""
+
+    def __init__(self, url: str, options: SenderOptions) -> None:
+        self.name = self._url = engine_root(url)
+        self._timeout = options.timeout
+        flush_cache = "true" if options.flush_cache else "false"
+        self._adapter = options.adapter
+        self._named = {} if self._adapter is None else {"adapter": self._adapter}
+        self._query = {
+            "pause_mode": options.pause_mode,
+            "flush_cache": flush_cache,
+            **self._named,
+        }
+        key = options.api_key
+        self._authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._headers = {"Content-Type": _PART, **self._authorization}
+        self._hmac_key = options.hmac_key
+        self.reason: str | None = None  # of the parts that follow, see `announce`
+        self._is_stopped = False
+        self.speed = LinkSpeed()
+        self._limit = options.bandwidth_limit
+        self.highest_posted = 0
+        self.at_once = self._most_at_once = options.posts_in_flight
+        self._owns_client = options.client is None
+        # A connection to a host that is gone never opens; it is not given the time of a request.
+        timeout = httpx.Timeout(options.timeout, connect=min(options.timeout, _CONNECT_S))
+        self.client = options.client or httpx.Client(timeout=timeout)
+
+    def close(self) -> None:
+        """Close the HTTP client, unless it was given."""
+        if self._owns_client:
+            self.client.close()
+
+    def stop(self) -> None:
+        """See `Destination.stop`; a request that has begun ends."""
+        self._is_stopped = True
+
+    def check_open(self) -> None:
+        """Raise `SyncError` after `stop`."""
+        if self._is_stopped:
+            raise SyncError("the sender is closed")
+
+    def announce(self, reason: str | None) -> None:
+        """See `Destination.announce`."""
+        self.reason = None if reason is None else _header_safe(reason)
+
+    def claim(self, run: Run, *, takeover: bool) -> dict[str, Any]:
+        """Make a run the engine's owner; {} if the engine knows no runs.
+
+        Waits while a sender without a run has parts staged.
+
+        Raises:
+            RunConflict: Another run owns it, or has fenced this one.
+            SyncError: It refused or could not be reached.
+        """
+        body = {"action": "claim", **run.request, "takeover": takeover}
+        try:
+            post = self._patient()(self._request)
+            return post("POST", "/delta_run", self._named, fields=body)
+        except SyncError as failed:
+            if failed.status == 404 and not failed.error:
+                return {}
+            raise
+
+    def release(self, run: Run) -> None:
+        """Drop what is staged of a run, and give the engine up; takes 2 seconds, raises nothing."""
+        with contextlib.suppress(Exception):
+            self.client.post(
+                f"{self._url}/delta_run",
+                params=self._named,
+                headers=self._authorization,
+                json={"action": "release", **run.request},
+                timeout=_RELEASE_S,
+            )
+
+    def plan(self) -> Any:
+        """Return for each rank a list of rows, one per checkpoint tensor; None without a plan."""
+        self.status()  # a request without a body shows the overhead of the link
+        return self.status(plan="true").get("plan")
+
+    def status(self, **query: str) -> dict[str, Any]:
+        """Return the engine's ``/delta_status``; {} if it has none.
+
+        Raises:
+            SyncError: It failed, or the engine does not know that an adapter can be meant.
+        """
+        try:
+            status = self._request("GET", "/delta_status", {**query, **self._named})
+        except SyncError as failed:
+            if failed.status != 404:
+                raise
+            status = {}
+        if self._adapter is not None and status.get("adapter") != self._adapter:
+            raise SyncError(f"{self._url} takes no updates of adapters", 200)
+        return status
+
+    def catch_up(self) -> int | None:
+        """Let the engine replay the delta log that it was started with; return its version then.
+
+        Raises:
+            SyncError: It has no log, or does not reach the newest version.
+        """
+        version = self._request("POST", "/delta_catch_up", self._query).get("version")
+        return version if isinstance(version, int) else None
+
+    def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
+        """Post one part until it is taken or refused, and return the engine's answer.
+
+        Raises:
+            SyncError: The engine refused it or could not be reached; see `SyncError.unanswered`.
+        """
+        if part == 0:
+            self.at_once = self._most_at_once
+        if last:
+            self.highest_posted = max(self.highest_posted, version)
+        signed = {} if self._hmac_key is None else {SIGNATURE_HEADER: sign(self._hmac_key, body)}
+        unanswered: list[SyncError] = []
+        try:
+            post = self._patient()(self._request)
+            query = self._query | ({} if self.reason is None else {"reason": self.reason})
+            answer = post("POST", "/update_weights_delta", query, body, signed, unanswered)
+        except SyncError as failed:
+            failed.unanswered = bool(unanswered)
+            raise
+        # The part can belong to an earlier sync whose answer was lost.
+        expected = ("committed" if last else "staged", "already_applied")
+        if answer.get("status") not in expected or (last and answer.get("version") != version):
+            raise SyncError(f"part {part} of version {version} was answered {answer}", 200)
+        return answer
+
+    @retry(
+        retry=retry_if_exception_type(_Unreachable),
+        wait=wait_random_exponential(multiplier=0.5, max=4.0),
+        stop=stop_after_attempt(_TRIES),
+        before_sleep=_log_retry,
+        reraise=True,
+    )
+    def _request(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, str],
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        unanswered: list[SyncError] | None = None,
+        fields: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Send a request, again if no answer comes; tries without one are added to `unanswered`.
+
+        Args:
+            fields: A body in JSON, in place of `body`.
+        """
+        self.check_open()
+        if fields is not None:
+            body, headers = json.dumps(fields).encode(), {"Content-Type": "application/json"}
+        url, headers = self._url + path, {**self._headers, **(headers or {})}
+        content = None
+        if body is not None:
+            is_part = headers["Content-Type"] == _PART
+            content = _Chunks(body, self._limit if is_part else None)
+            headers["Content-Length"] = str(len(body))
+        with self.speed.crossing() as start:
+            try:
+                answer = self.client.request(
+                    method, url, params=query, headers=headers, content=content
+                )
+            except httpx.TransportError as error:
+                kind = SyncError if _stays(error) else _Unreachable
+                lost = kind(f"{url}: {type(error).__name__}: {error}")
+                if unanswered is not None and kind is _Unreachable:
+                    unanswered.append(lost)
+                raise lost from error
+            if answer.status_code != 200:
+                refusal = _refusal(answer)
+                if refusal.error.get("type") == "TooManyUploads":
+                    self.at_once = max(1, self.at_once - 1)
+                if unanswered is not None and isinstance(refusal, _Unreachable):
+                    unanswered.append(refusal)
+                raise refusal
+            said = _json_object(answer)
+            ended = time.perf_counter()
+            self.speed.note(len(body or b""), ended - start, said, ended)
+        return said
+
+    def _patient(self) -> Callable[[_Send], _Send]:
+        """Return what makes a function that sends wait while the engine is busy."""
+        is_busy, stop = retry_if_exception_type(_Busy), stop_before_delay(self._timeout)
+        patient = retry(
+            retry=is_busy, wait=_retry_after_s, stop=stop, before_sleep=self._waits, reraise=True
+        )
+        return cast("Callable[[_Send], _Send]", patient)
+
+    def _waits(self, state: RetryCallState) -> None:
+        """Say what a post waits for, and until when."""
+        failed = state.outcome.exception() if state.outcome else None
+        if isinstance(failed, _Busy):
+            left = self._timeout - (state.seconds_since_start or 0.0)
+            self.log_wait(failed.error, failed.error["retry_after"], left)
+
+    def log_wait(self, error: dict[str, Any], seconds: float, left: float) -> None:
+        """Say what a part waits for.
+
+        Args:
+            error: The engine's refusal, which says that a later try can be taken.
+            seconds: Until the next try.
+            left: Seconds until there is no other one.
+        """
+        if error.get("type") == "TooManyUploads":
+            what = "takes no more uploads at once"
+        else:
+            version, until = error.get("staged_version"), error.get("until")
+            of = owner_in_words(error.get("owner"))
+            what = f"is busy with a sync to version {version} of {of}"
+            if isinstance(until, (int, float)):
+                what += f", whose parts are dropped at {clock(until)} unless more of them come"
+        message = "%s %s: trying again in %.0f s, for %.0f s at most"
+        logger.warning(message, self.name, what, seconds, max(0.0, left))
+
+
+class _Chunks:
+    """A body in chunks; each iteration starts from the beginning."""
+
+    def __init__(self, body: bytes, limit: RateLimit | float | None) -> None:
+        self._body, self._limit = body, limit
+
+    def __iter__(self) -> Iterator[bytes]:
+        for start in range(0, len(self._body), _CHUNK):
+            chunk = self._body[start : start + _CHUNK]
+            if isinstance(self._limit, RateLimit):
+                self._limit.wait(len(chunk))
+            yield chunk
+
+
+def _stays(error: httpx.TransportError) -> bool:
+    """Whether a request would fail again: https to a server that speaks http, or another's name."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return True
+        if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return isinstance(error, (httpx.LocalProtocolError, httpx.UnsupportedProtocol))
+
+
+def _json_object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        answer = response.json()
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _refusal(response: httpx.Response) -> SyncError:
+    """Return the exception for a status other than 200; its class says whether a retry can help."""
+    status, error = response.status_code, _json_object(response).get("error")
+    if not isinstance(error, dict):
+        kind = _Unreachable if status in (502, 503, 504) else SyncError
+        return kind(f"HTTP {status}: {response.text[:200]}", status)
+    message = f"HTTP {status}: {error.get('type')}: {error.get('message')}"
+    if error.get("type") not in ("SyncInProgress", "TooManyUploads"):
+        return SyncError.of(message, status, error)
+    header = response.headers.get("Retry-After", "")
+    seconds = max(0.1, float(header)) if header.isdecimal() else 1.0
+    return _Busy(message, status, {**error, "retry_after": seconds})
+
+
+def _retry_after_s(state: RetryCallState) -> float:
+    failed = state.outcome.exception() if state.outcome else None
+    return float(failed.error["retry_after"]) if isinstance(failed, _Busy) else 0.0
+
+
+def _header_safe(reason: str) -> str:
+    """Return a reason as 200 printable ASCII characters at most."""
+    text = " ".join(reason.split()).encode("ascii", "replace").decode()
+    return text[:200]

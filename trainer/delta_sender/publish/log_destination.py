@@ -1,0 +1,120 @@
+"""Write every version into a delta log, as one more destination."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Final
+
+from delta_sender.publish.bandwidth import LinkSpeed
+from delta_sender.publish.destination import Destination
+from delta_sender.results import SyncError
+from engine_ext.format import sign
+from engine_ext.log import DeltaLog, Draft
+
+_PLAN_S: Final = 30.0  # to wait for a plan
+_NEXT_S: Final = 2.0  # until one more engine is asked for it
+
+
+class LogDestination(Destination):
+    """Take parts like an engine, and write them into a delta log.
+
+    Its parts should apply to any engine, so it gets differences only with ``log_differences``.
+
+    Args:
+        log: The log; created if it is missing.
+        engines: Asked for their plan, until one answers; without any there is no plan.
+        hmac_key: Signs the parts.
+
+    Raises:
+        BlockingIOError: Another sender writes into the log.
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, log: DeltaLog, engines: Sequence[Destination], hmac_key: str | None) -> None:
+        self.speed = LinkSpeed()
+        self.highest_posted = 0
+        self.log, self.writer = log, log.writer()
+        self._engines, self._hmac_key = engines, hmac_key
+        self._plans: list[Any] = []  # the last one; an engine can answer that it has none
+        self._draft: Draft | None = None
+
+    @property
+    def last_number(self) -> int:  # type: ignore[override]
+        """The highest version number in use, refused ones included; -1 in an empty log."""
+        return self.writer.last_number
+
+    def may_hold(self, version: int) -> bool:
+        """Return whether readers can see a version that could not be finished."""
+        is_unsure = self._draft is not None and self._draft.may_be_visible
+        return is_unsure or self.writer.last_number >= version
+
+    def continues_from(self, version: int) -> bool:
+        """Return whether a delta from a version continues the log, or begins it."""
+        entries = self.log.listing().entries
+        return not entries or any(version in (e.version, e.base_version) for e in entries)
+
+    def close(self) -> None:
+        """Drop what is not complete, and let another sender write."""
+        if self._draft is not None:
+            self._draft.drop()
+        self.writer.close()
+
+    def plan(self) -> Any:
+        """Return the plan of an engine: the first one's, or another's if it does not answer soon.
+
+        If none does, it is the plan that an engine had before: the log needs none of them.
+
+        Raises:
+            SyncError: None does, and none has before.
+        """
+        answers: SimpleQueue[Any] = SimpleQueue()
+        failure = SyncError(f"no engine that is to be notified has answered in {_PLAN_S:.0f} s")
+        end = time.monotonic() + _PLAN_S
+        left, todo, asked = _PLAN_S, deque(self._engines), 0
+        while (todo or asked) and left > 0:
+            if todo:
+                engine = todo.popleft()
+                Thread(target=_ask, args=(engine, answers), name="delta-plan", daemon=True).start()
+                asked += 1
+            with contextlib.suppress(Empty):
+                answer = answers.get(timeout=min(left, _NEXT_S) if todo else left)
+                if not isinstance(answer, SyncError):
+                    self._plans = [answer]
+                    return answer
+                asked, failure = asked - 1, answer
+            left = end - time.monotonic()
+        if self._engines and not self._plans:
+            raise failure
+        return self._plans[0] if self._plans else None
+
+    def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
+        """Write one part; the last one makes the version visible.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if part == 0:
+            if self._draft is not None:
+                self._draft.drop()
+                self._draft = None
+            self._draft = self.writer.begin(version)
+        assert self._draft is not None
+        self._draft.add(body, None if self._hmac_key is None else sign(self._hmac_key, body))
+        if not last:
+            return {"status": "staged"}
+        folder, self._draft = self._draft.finish(), None
+        self.highest_posted = version
+        return {"status": f"saved in {self.log.location}/{folder.name}"}
+
+
+def _ask(engine: Destination, answers: SimpleQueue[Any]) -> None:
+    try:
+        answers.put(engine.plan())
+    except Exception as error:
+        failed = error if isinstance(error, SyncError) else SyncError(str(error))
+        answers.put(failed)

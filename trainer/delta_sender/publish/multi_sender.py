@@ -1,0 +1,222 @@
+"""Send to several engines at once: the class `MultiSender`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import httpx
+
+from delta_sender.arguments import Base, check_urls, engine_root, log_location
+from delta_sender.diff.snapshot import NamedTensors, Snapshot
+from delta_sender.options import SenderOptions
+from delta_sender.publish.http_client import EngineClient
+from delta_sender.publish.publisher import Connect, Publisher
+from delta_sender.results import SyncReport
+from engine_ext.resources import RateLimit
+
+
+class MultiSender(AbstractContextManager["MultiSender"]):
+    """Keep the weights of several engines equal to a trainer's. Not thread-safe.
+
+    The tensors are read and compared once, while parts with earlier ones are encoded and posted.
+    Each engine gets the parts on its own connection, at the same time as the others, and the very
+    same bytes if it holds and wants the same. After a sync, every engine that committed is at the
+    same version. See `DeltaSender` for the tensors.
+
+    The snapshot advances once some engine has committed. For an engine that has not, the changes
+    that it missed are kept; its next sync includes them, or is a full one if that is more than
+    half of the model or the engine holds something else by then.
+
+    A sync returns when every engine is done or has failed, at the latest `lag_limit` seconds after
+    the first commit. Engines that are not done by then continue on their own with the parts that
+    they are being sent. They have no report, are in `lagging`, are left out of later syncs until
+    they are done, and then get what they missed; `late_outcomes` has how they ended.
+
+    Host memory: see `DeltaSender`; plus, for an engine that failed, the changes that it missed;
+    for one that lags, twice those and the parts that it has yet to get.
+
+    Example:
+        >>> import torch
+        >>> from delta_sender import MultiSender, PartialSyncError
+        >>> weights = {"lm_head.weight": torch.zeros(16, 4, dtype=torch.bfloat16)}
+        >>> urls = ["http://engine-0:8000", "http://engine-1:8000"]
+        >>> with MultiSender(urls, weights.items(), lag_limit=30) as sender:
+        ...     weights["lm_head.weight"][3] += 0.5
+        ...     reports = sender.sync(weights.items())
+        >>> [(url, report.version, report.nnz) for url, report in sorted(reports.items())]
+        [('http://engine-0:8000', 1, 4), ('http://engine-1:8000', 1, 4)]
+        >>> sender.versions
+        {'http://engine-0:8000': 1, 'http://engine-1:8000': 1}
+
+        If some engines refuse, the others are at the new version:
+
+        >>> urls[1] = "http://broken:8000"
+        >>> sender = MultiSender(urls, weights.items(), base_version=1)
+        >>> weights["lm_head.weight"][5] += 0.5
+        >>> try:
+        ...     reports = sender.sync(weights.items())
+        ... except PartialSyncError as error:
+        ...     reports, failures = error.reports, error.failures
+        >>> {url: report.version for url, report in reports.items()}
+        {'http://engine-0:8000': 2}
+        >>> {url: error.status for url, error in failures.items()}
+        {'http://broken:8000': 507}
+
+    Args:
+        urls: The engines' roots, ``http://host:port``, each once.
+        base: What every engine holds now, as (name, tensor), or the folder of a checkpoint; copied.
+        connect: Makes the destination of a url, given the options.
+        snapshot_type: Makes the snapshot.
+        continues: `run` and `epoch` of an earlier sender, which must be closed, to open its run
+            again; not with `state`, which has them.
+
+    The other keyword arguments are documented in `SenderOptions`.
+
+    Raises:
+        ValueError: An option has an unknown value, no url is given or one twice, or the state file
+            is not one.
+        BlockingIOError: Another sender writes into the log, or uses the state file.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        base: Base,
+        *,
+        connect: Connect = EngineClient,
+        snapshot_type: type[Snapshot] = Snapshot,
+        continues: tuple[str, int] | None = None,
+        base_version: int = 0,
+        encoding: str = "deltas_zstd",
+        bucket_bytes: int = 64 << 20,
+        posts_in_flight: int = 4,
+        digest: bool = True,
+        api_key: str | None = None,
+        hmac_key: str | None = None,
+        pause_mode: str = "keep",
+        flush_cache: bool = True,
+        bandwidth_limit: float | RateLimit | None = None,
+        timeout: float = 600.0,
+        client: httpx.Client | None = None,
+        snapshot_on: str = "auto",
+        changes_in_memory: int | None = None,
+        refuse_nonfinite: bool = False,
+        unchanged_warning: int = 3,
+        takeover: bool = False,
+        full: str = "own",
+        adapter: str | None = None,
+        delta_log: str | Path | None = None,
+        log_differences: bool = False,
+        state: str | Path | None = None,
+        quantize: str | None = None,
+        lag_limit: float | None = 60.0,
+    ) -> None:
+        options = SenderOptions(
+            base_version=base_version,
+            encoding=encoding,
+            bucket_bytes=bucket_bytes,
+            posts_in_flight=posts_in_flight,
+            digest=digest,
+            api_key=api_key,
+            hmac_key=hmac_key,
+            pause_mode=pause_mode,
+            flush_cache=flush_cache,
+            bandwidth_limit=bandwidth_limit,
+            timeout=timeout,
+            client=client,
+            snapshot_on=snapshot_on,
+            changes_in_memory=changes_in_memory,
+            refuse_nonfinite=refuse_nonfinite,
+            unchanged_warning=unchanged_warning,
+            takeover=takeover,
+            full=full,
+            adapter=adapter,
+            delta_log=delta_log,
+            log_differences=log_differences,
+            state=state,
+            quantize=quantize,
+            lag_limit=lag_limit,
+        )
+        check_urls(urls)
+        if connect is EngineClient:  # which does so as well, but only once the base is read
+            for url in urls:
+                if log_location(url) is not None:
+                    raise ValueError(
+                        "a delta log is no engine; LogSender(log, base) publishes in it"
+                    )
+                engine_root(url)
+        self._publisher = Publisher(
+            urls,
+            base,
+            options,
+            connect=connect,
+            snapshot_type=snapshot_type,
+            continues=continues,
+        )
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def run(self) -> str:
+        """The run that the sender has opened, or opened again: an id of its lineage of weights."""
+        return self._publisher.run
+
+    @property
+    def epoch(self) -> int:
+        """Which opening of the run this sender is, from 1."""
+        return self._publisher.epoch
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version that each engine acknowledged last, by url."""
+        return self._publisher.versions
+
+    @property
+    def lagging(self) -> list[str]:
+        """Urls of engines that are still being sent a sync that has returned without them."""
+        return self._publisher.lagging
+
+    @property
+    def late_outcomes(self) -> dict[str, SyncReport | Exception]:
+        """How engines that lagged ended, by url: a report or an error.
+
+        The next sync and `close` note them; an engine's entry is dropped when a later sync of it
+        has ended.
+        """
+        return self._publisher.late_outcomes
+
+    def close(self) -> None:
+        """Release the engines, and close own HTTP clients, the log and the state file.
+
+        Engines that lag are waited for, `lag_limit` seconds each at most. The engines drop
+        what they have staged of this sender, and other runs can claim them.
+        """
+        self._publisher.close()
+
+    def sync(self, tensors: NamedTensors) -> dict[str, SyncReport]:
+        """Send what changed since the last sync to every engine.
+
+        Args:
+            tensors: The base's tensors, with their values now. None must change before the sync
+                ends.
+
+        Returns:
+            The reports by url, without engines that lag.
+
+        Raises:
+            PartialSyncError: Some engines did not commit. Those in its `reports` did.
+            ValueError: Names, shapes or dtypes are not the base's, or a weight to quantise is not
+                finite. No engine commits anything. Nothing was sent if `tensors` is a collection
+                and not an iterator, and `quantize` is not set.
+        """
+        return self._publisher.sync(tensors, full=False)
+
+    def sync_full(self, tensors: NamedTensors) -> dict[str, SyncReport]:
+        """Send every tensor dense, whatever the engines hold; a warning says what that is.
+
+        Raises what `sync` raises.
+        """
+        return self._publisher.sync(tensors, full=True)

@@ -1,0 +1,451 @@
+"""Publish versions of one trainer's weights to some destinations: the class `Publisher`.
+
+All senders that compare whole tensors are one: `DeltaSender` with one engine, `MultiSender` with
+several and maybe a delta log, `LogSender` with a log that engines follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from threading import Condition
+
+from delta_sender.arguments import Base, named_pairs, tensors_of
+from delta_sender.diff.observations import Watch
+from delta_sender.diff.quantize import Quantizer
+from delta_sender.diff.snapshot import NamedTensors, Snapshot
+from delta_sender.encode.acked_state import without_old
+from delta_sender.encode.encoding_policy import EncodingPolicy, sparse_encoding
+from delta_sender.encode.sync_round import SyncRound
+from delta_sender.encode.warm_up import warm_up
+from delta_sender.options import SenderOptions
+from delta_sender.publish.contact import meet_all, release_all, release_at_exit
+from delta_sender.publish.destination import Destination
+from delta_sender.publish.log_destination import LogDestination
+from delta_sender.publish.notify import Notifier, Told
+from delta_sender.publish.session import Committed, Session
+from delta_sender.publish.session_thread import (
+    SessionThread,
+    acknowledge_all,
+    latest_sync,
+    wait_for,
+)
+from delta_sender.publish.state_file import Known, StateFile, StateTracker
+from delta_sender.results import PartialSyncError, SyncReport
+from delta_sender.run import Run
+from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.log import open_log
+from engine_ext.resources import no_full_collections
+
+logger = logging.getLogger(__name__)
+
+Connect = Callable[[str, SenderOptions], Destination]
+
+
+class Publisher:
+    """Bring destinations to the versions of one trainer. Not thread-safe.
+
+    The weights are read and compared once; each destination has a session, which gets the parts in
+    a thread of its own. The snapshot advances once one destination has committed.
+
+    Args:
+        urls: Names of the destinations in reports, each once.
+        base: What every destination holds now, as (name, tensor), or the folder of a checkpoint;
+            copied.
+        connect: Makes the destination of a url.
+        is_log: The destination is a delta log that engines follow.
+        snapshot_type: Makes the snapshot.
+        continues: `run` and `epoch` of an earlier sender, which must be closed, to open its run
+            again; not with the option `state`, which has them.
+        notifier: Asks engines to look at the log after each version; closed with the publisher.
+
+    Attributes:
+        snapshot: The weights that destinations hold, but for what some of them have missed.
+        sessions: One for each url.
+        lag_limit: Seconds, as in the options; counts from the next sync on.
+
+    Raises:
+        ValueError: No url is given or one twice, or the state file is not one.
+        BlockingIOError: Another sender writes into the log, or uses the state file.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        base: Base,
+        options: SenderOptions,
+        *,
+        connect: Connect,
+        is_log: bool = False,
+        snapshot_type: type[Snapshot] = Snapshot,
+        continues: tuple[str, int] | None = None,
+        notifier: Notifier | None = None,
+    ) -> None:
+        self.options, self.notifier, self._is_log = options, notifier, is_log
+        self.lag_limit = options.lag_limit
+        if options.adapter is not None and options.delta_log is not None:
+            raise ValueError("a delta log has versions of the model's weights, not of adapters")
+        if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
+            raise ValueError("give every engine's url, each once")
+        self._urls = list(urls)
+        file = None if options.state is None else StateFile.locked(Path(options.state))
+        sends_differences = EncodingPolicy(options.encoding).may_send_differences
+        self._digests = options.digest or sends_differences or file is not None
+        self.snapshot = snapshot_type(
+            tensors_of(base), sparse_encoding(options.encoding), options.snapshot_on
+        )
+        dtypes = self.snapshot.dtypes
+        self._watch = Watch(
+            refuses_nonfinite=options.refuse_nonfinite, warns_after=options.unchanged_warning
+        )
+        self._quantizer: Quantizer | None = None
+        if options.quantize is not None:
+            stored = {name: TORCH_DTYPE[dtype] for name, dtype in dtypes.items()}
+            self._quantizer = Quantizer(options.quantize, stored)
+        warm_up(dtypes.values(), options.encoding)
+        self._tracker = StateTracker(file, self.snapshot)
+        if file is not None:
+            self._has_sent_before = frozenset(file.state.engines if file.state.run else ())
+            self._run = file.open_run()
+        else:
+            self._has_sent_before = frozenset()
+            self._run = Run.opened(*(continues or ()))
+        has_log = options.delta_log is not None
+        self.sessions = [
+            self._session(connect(url, options), url, is_log=is_log, has_log=has_log)
+            for url in urls
+        ]
+        self._log: Session | None = None
+        if options.delta_log is not None:
+            engines = [session.destination for session in self.sessions]
+            self._log_destination = LogDestination(
+                open_log(options.delta_log), engines, options.hmac_key
+            )
+            self._log = self._session(self._log_destination, None, is_log=True)
+            continues_log = self._log_destination.continues_from(self._log.state.version)
+            if not continues_log:
+                self._log.state.full_reason = "restarted: the log does not lead to the base"
+        self._unfinished: tuple[SyncRound, list[SessionThread]] | None = None
+        # Set while the snapshot and the sessions advance; still set if that was interrupted.
+        self._is_inconsistent = False
+        self._is_released = False
+        self._lagging: dict[Session, SessionThread] = {}
+        self._late_outcomes: dict[str, SyncReport | Exception] = {}
+        self._ended = Condition()
+        release_at_exit(self)
+
+    def _session(
+        self,
+        destination: Destination,
+        url: str | None,
+        *,
+        is_log: bool = False,
+        has_log: bool = False,
+    ) -> Session:
+        version, needs_full = self.options.base_version, False
+        if self._tracker.file is not None:
+            base = self._tracker.digest.hex()
+            key = None if url is None else self._state_key(url)
+            version, needs_full = self._tracker.file.state.version_of(key, base, version)
+        session = Session(
+            destination,
+            self.snapshot,
+            self.options,
+            version,
+            self._run,
+            is_log=is_log,
+            has_log=has_log,
+        )
+        if needs_full:
+            session.state.full_reason = "restarted: the base is not what the engine took last"
+        session.state.is_known = url is not None and self._state_key(url) in self._has_sent_before
+        return session
+
+    @property
+    def run(self) -> str:
+        """The run that is open: an id of its lineage of weights."""
+        return self._run.name
+
+    @property
+    def epoch(self) -> int:
+        """Which opening of the run this is, from 1."""
+        return self._run.epoch
+
+    def open_run(self, name: str, epoch: int) -> None:
+        """Open a run again, before the first sync, after `epoch` earlier openings of it."""
+        self._run = Run.opened(name, epoch)
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version that each destination acknowledged last, by url."""
+        return {self._url_of(session): session.state.version for session in self.sessions}
+
+    @property
+    def version(self) -> int:
+        """The version that the only destination acknowledged last."""
+        return self.sessions[0].state.version
+
+    @property
+    def told(self) -> Mapping[str, Told]:
+        """By url of an engine that is asked to look at the log, what it answered last."""
+        return {} if self.notifier is None else self.notifier.told
+
+    def wait(self, timeout: float | None) -> Mapping[str, Told]:
+        """Wait until every engine has answered that was asked, or some seconds; return `told`."""
+        return {} if self.notifier is None else self.notifier.wait(timeout)
+
+    @property
+    def lagging(self) -> list[str]:
+        """Urls that are still being sent a sync that has returned without them."""
+        return [self._url_of(s) for s, thread in self._lagging.items() if thread.outcome is None]
+
+    @property
+    def late_outcomes(self) -> dict[str, SyncReport | Exception]:
+        """How destinations that lagged ended, by url; see `MultiSender.late_outcomes`."""
+        return dict(self._late_outcomes)
+
+    def close(self) -> None:
+        """Release the destinations, and close their connections, the log and the state file.
+
+        Those that lag are waited for, `lag_limit` seconds each at most.
+        """
+        for thread in self._lagging.values():
+            thread.join(self.lag_limit)
+        for thread in self._unfinished[1] if self._unfinished is not None else ():
+            if thread.session.is_log:  # it can still be writing
+                thread.join()
+        self.release()
+        self._end_lagging(wait=False)
+        self._write_state([], "")
+        if self.notifier is not None:
+            self.notifier.close()
+        for session in self._all:
+            session.destination.close()
+        if self._tracker.file is not None:
+            self._tracker.file.close()
+
+    def release(self) -> None:
+        """Stop sending, drop what is staged, and let other runs claim the destinations.
+
+        Takes a few seconds at most, and raises nothing; part of `close`, and done for senders that
+        are still open when the interpreter ends. No sync is possible afterwards.
+        """
+        if self._is_released:
+            return
+        self._is_released = True
+        for session in self.sessions:
+            session.destination.stop()
+        threads = [] if self._unfinished is None else [*self._unfinished[1]]
+        release_all(
+            [session.destination for session in self.sessions if session.is_claimed],
+            self._run,
+            [thread.thread for thread in (*threads, *self._lagging.values())],
+        )
+
+    @property
+    def _all(self) -> list[Session]:
+        return self.sessions if self._log is None else [*self.sessions, self._log]
+
+    @no_full_collections()
+    def sync(self, tensors: NamedTensors, *, full: bool) -> dict[str, SyncReport]:
+        """Bring every destination to the weights' next version; return the reports by url.
+
+        Those that lag have no report.
+
+        Raises:
+            PartialSyncError: Some did not commit. Those in its `reports` did.
+            ValueError: Names, shapes or dtypes are not the base's. Nothing is committed.
+            OSError: A log cannot be written.
+        """
+        self._end_unfinished()
+        started = time.perf_counter()
+        self._end_lagging()
+        sessions = [session for session in self._all if session not in self._lagging]
+        meet_all([s for s in sessions if s is not self._log], self.lag_limit)
+        version, count = self._next_version(full=full), len(sessions)
+        writers = (self._log is not None) + (self._tracker.file is not None)
+        tensors = named_pairs(tensors)
+        if self._quantizer is not None:
+            tensors = self._quantizer(tensors)
+        sync_round = SyncRound(
+            version,
+            self._run,
+            full=full,
+            destinations=count,
+            posts_in_flight=self.options.posts_in_flight,
+            started=started,
+            writers=writers,
+        )
+        threads = [
+            SessionThread(session, sync_round, self._ended, is_writer=session is self._log)
+            for session in sessions
+        ]
+        self._unfinished = sync_round, threads
+        try:
+            for thread in threads:
+                thread.thread.start()
+            found = self.snapshot.read(
+                tensors,
+                digests=self._digests,
+                changes_in_memory=self.options.changes_in_memory,
+            )
+            self._watch.read(sync_round, found)
+            self._tracker.begin(sync_round)
+            wait_for(threads, self._ended, self.lag_limit)
+            sync_round.release()
+        except BaseException as error:
+            sync_round.fail(error)
+            if isinstance(error, Exception):  # an interruption does not wait for answers
+                self._end_unfinished()
+            raise
+        return self._finish(sync_round, threads)
+
+    def _end_unfinished(self) -> None:
+        """Take in what came of a sync that was interrupted; wait for its last answers."""
+        if self._unfinished is not None:
+            sync_round, threads = self._unfinished
+            for thread in threads:
+                thread.join()
+                self._lagging.pop(thread.session, None)
+            unknown = [self._note_failed(thread.session, sync_round) for thread in threads]
+            logged = _logged(threads)
+            if logged is not None and not self._is_inconsistent:
+                self._drop_from_log(logged, sync_round, is_unknown=any(unknown))
+            self._unfinished = None
+        if self._is_inconsistent:
+            # The missed changes of an engine are relative to a snapshot that did not come.
+            for session in self._all:
+                session.state.lose_track()
+            self._tracker.recompute_digest()
+            self._is_inconsistent = False
+
+    def _next_version(self, *, full: bool) -> int:
+        """Return a version above all that some engine can be at: a number has one content.
+
+        If no digest proves what a sync led to, it is above all that were posted.
+        """
+        version = max(session.state.highest_version for session in self._all)
+        for session in self._all:
+            if full or session.state.needs_full or not session.state.is_proven:
+                version = max(version, session.destination.highest_posted)
+            if session.is_log:
+                version = max(version, session.destination.last_number)
+        if self._tracker.file is not None:
+            version = max(version, self._tracker.file.state.highest)
+        return version + 1
+
+    def _end_lagging(self, *, wait: bool = True) -> None:
+        """Take in how lagging engines have ended; if all engines lag, wait for one."""
+        with self._ended:
+            while wait and len(self.lagging) == len(self.sessions):
+                self._ended.wait()
+            ended = {s: thread for s, thread in self._lagging.items() if thread.outcome is not None}
+        for session, thread in ended.items():
+            url = self._url_of(session)
+            try:
+                assert thread.outcome is not None
+                self._late_outcomes[url] = session.end_lagging(thread.outcome)
+                logger.info("%s has committed version %d", url, session.state.version)
+            except Exception as failed:
+                self._late_outcomes[url] = failed
+                logger.warning("%s: the sync that it lagged with has failed: %s", url, failed)
+                thread.content = ""  # of a version that is committed nevertheless
+            if thread.has_committed:
+                known = Known(session.state.version, thread.content)
+                self._tracker.known[self._state_key(url)] = known
+            del self._lagging[session]
+        if ended:
+            self._write_state([], "")
+
+    def _finish(
+        self, sync_round: SyncRound, threads: Sequence[SessionThread]
+    ) -> dict[str, SyncReport]:
+        """Let the snapshot and the sessions advance, as far as the engines have."""
+        digest = self._tracker.digest_after(sync_round)
+        late = [thread for thread in threads if thread.outcome is None]
+        done = [thread for thread in threads if thread not in late]
+        advances = any(thread.has_committed for thread in done)
+        # An interruption in here makes the next sync full. No session gets ahead of its engine.
+        self._is_inconsistent = advances
+        for thread in late:
+            thread.content = digest.hex()
+            thread.session.state.note_lagging(sync_round.changes)
+            self._lagging[thread.session] = thread
+            logger.warning("%s lags behind; the others continue", self._url_of(thread.session))
+        failed = [thread for thread in done if not isinstance(thread.outcome, Committed)]
+        unknown = [self._note_failed(thread.session, sync_round) for thread in failed]
+        logged = _logged(done)
+        if advances:
+            for session in set(self._all) - {t.session for t in done if t not in failed}:
+                session.state.note_missed(sync_round.changes)
+            self.snapshot.advance(sync_round.changes)
+            self._tracker.digest = digest
+            for session in self.sessions:
+                session.state.latest = latest_sync(sync_round, done)
+            if self._log is not None and logged is not None:
+                self._log.acknowledge(logged)
+        elif logged is not None:
+            self._drop_from_log(logged, sync_round, is_unknown=any(unknown))
+        engines = {self._url_of(thread.session): thread for thread in done if not thread.is_writer}
+        for url in engines:
+            self._late_outcomes.pop(url, None)
+        reports, failures, others = acknowledge_all(engines)
+        self._unfinished = None
+        self._is_inconsistent = False
+        self._write_state(done, digest.hex())
+        if others:
+            raise others[0]
+        if failures:
+            raise PartialSyncError(failures, reports)
+        if self.notifier is not None:
+            self.notifier.poke(max(report.version for report in reports.values()))
+        return reports
+
+    def _note_failed(self, session: Session, sync_round: SyncRound) -> bool:
+        """Note that a round has failed; return whether an engine can have committed it."""
+        if not self._is_log:
+            return session.state.note_failed(sync_round.changes)
+        can_be_there = True
+        with contextlib.suppress(OSError):
+            can_be_there = session.destination.may_hold(sync_round.version)
+        if can_be_there:  # and the snapshot has not advanced
+            session.state.lose_track()
+        return False
+
+    def _drop_from_log(self, logged: Committed, sync_round: SyncRound, *, is_unknown: bool) -> None:
+        """Take back a version of the log that no engine has acknowledged, if none can have it."""
+        assert self._log is not None
+        self._unfinished = None
+        if is_unknown:  # an engine that has it must find it there when it restarts
+            self._is_inconsistent = True  # until both are noted
+            self._log.acknowledge(logged)
+            self._log.state.missed = without_old(sync_round.changes)
+            self._is_inconsistent = False
+        else:
+            self._log_destination.writer.refuse(sync_round.version)
+
+    def _write_state(self, threads: Sequence[SessionThread], content: str) -> None:
+        for thread in threads:
+            state = thread.session.state
+            if thread.has_committed:
+                known = Known(state.version, "" if state.needs_full else content)
+                self._tracker.known[self._state_key(self._url_of(thread.session))] = known
+        unknown = any(session.state.unknown_outcome for session in self.sessions)
+        self._tracker.write(is_unknown=self._unfinished is not None or unknown)
+
+    def _state_key(self, url: str) -> str:
+        """Return what the state file calls an engine, or an adapter in it."""
+        adapter = self.options.adapter
+        return url if adapter is None else f"{url}?adapter={adapter}"
+
+    def _url_of(self, session: Session) -> str:
+        return self._urls[self.sessions.index(session)]
+
+
+def _logged(threads: Sequence[SessionThread]) -> Committed | None:
+    """Return what the delta log's thread has ended with, if it has the version."""
+    outcome = next((thread.outcome for thread in threads if thread.is_writer), None)
+    return outcome if isinstance(outcome, Committed) else None

@@ -1,0 +1,110 @@
+"""Run one session's share of one sync in a thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from threading import Condition, Thread
+
+from delta_sender.encode.acked_state import PostedSync
+from delta_sender.encode.sync_round import SyncRound
+from delta_sender.publish.session import Committed, Session
+from delta_sender.results import SyncError, SyncReport
+
+
+class SessionThread:
+    """A thread in which a session sends one round, to be started by the caller.
+
+    It notifies `ended` at its end. If it `is_writer`, engines wait for it before they commit.
+    """
+
+    def __init__(
+        self, session: Session, sync_round: SyncRound, ended: Condition, *, is_writer: bool
+    ) -> None:
+        self.session, self.is_writer = session, is_writer
+        session.state.posted = None
+        self.outcome: Committed | BaseException | None = None  # None until it has ended
+        self.content = ""  # hex digest of what the round leads to, if that is remembered
+        self.thread = Thread(target=self._run, name="delta-sync", daemon=True)
+        self._round, self._ended = sync_round, ended
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether it has ended with a commit that the snapshot follows."""
+        return isinstance(self.outcome, Committed) and not self.is_writer
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until it has ended, if it was started."""
+        if self.thread.ident is not None:
+            self.thread.join(seconds)
+
+    def _run(self) -> None:
+        outcome: Committed | BaseException
+        try:
+            outcome = self.session.sync(self._round)
+            if self.is_writer:
+                self._round.note_written()
+        except BaseException as error:
+            outcome = error
+            if self.is_writer:
+                # The error of the engines' sessions, which do not get the version either.
+                not_logged = SyncError(f"not sent, as writing the delta log failed: {error}")
+                self._round.fail(error if isinstance(error, SyncError) else not_logged)
+        self._round.leave()
+        with self._ended:
+            self.outcome = outcome
+            self._ended.notify_all()
+
+
+def wait_for(threads: Sequence[SessionThread], ended: Condition, lag_limit: float | None) -> None:
+    """Wait until every thread has ended, or `lag_limit` seconds (None: no limit) after a commit.
+
+    The delta log's thread is waited for in any case.
+    """
+    deadline: float | None = None
+    with ended:
+        while late := [thread for thread in threads if thread.outcome is None]:
+            if deadline is None and any(thread.has_committed for thread in threads):
+                deadline = None if lag_limit is None else time.monotonic() + lag_limit
+            left = None if deadline is None else deadline - time.monotonic()
+            is_writing = any(thread.is_writer for thread in late)
+            if left is not None and left <= 0 and not is_writing:
+                return
+            ended.wait(None if is_writing else left)
+
+
+def acknowledge_all(
+    threads: Mapping[str, SessionThread],
+) -> tuple[dict[str, SyncReport], dict[str, SyncError], list[BaseException]]:
+    """Move the sessions on whose engines have committed, given threads that have ended, by url.
+
+    Return the reports by url, the failures by url, and errors that are not a `SyncError`.
+    """
+    reports: dict[str, SyncReport] = {}
+    failures: dict[str, SyncError] = {}
+    others: list[BaseException] = []
+    for url, thread in threads.items():
+        try:
+            if isinstance(thread.outcome, Committed):
+                reports[url] = thread.session.acknowledge(thread.outcome)
+            elif thread.outcome is not None:
+                raise thread.outcome
+        except SyncError as failed:
+            failures[url] = failed
+        except BaseException as error:
+            others.append(error)
+    return reports, failures, others
+
+
+def latest_sync(sync_round: SyncRound, threads: Iterable[SessionThread]) -> PostedSync:
+    """Return the sync, of ended threads, that leads to the snapshot once it has advanced."""
+    committed = [
+        (thread.outcome.digest, thread.session.state.is_proven)
+        for thread in threads
+        if isinstance(thread.outcome, Committed)
+        and thread.outcome.report.version == sync_round.version
+    ]
+    digests = {digest for digest, _ in committed}  # several, if engines leave tensors out
+    digest = digests.pop() if len(digests) == 1 else None
+    is_complete = all(proven for _, proven in committed)
+    return PostedSync(sync_round.version, sync_round.sync_ids(), digest, is_complete)

@@ -1,0 +1,163 @@
+"""Remember over a restart of the sender what engines hold: a small file, written atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from delta_sender.diff.snapshot import Snapshot
+from delta_sender.encode.sync_round import SyncRound
+from delta_sender.run import Run
+from engine_ext.files import FileLock, sync_folder, write_file
+from engine_ext.format import Digest
+
+
+class Known(msgspec.Struct, frozen=True):
+    """A version, and the digest of every tensor at it, as 32 hex digits.
+
+    The digest is "" if an engine has committed the version and holds other bytes; its next sync is
+    a full one then.
+    """
+
+    version: int
+    digest: str
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """The sender's run, and what is known of the engines."""
+
+    run: str = ""
+    epoch: int = 0  # openings of the run so far
+    engines: dict[str, Known] = {}  # what each acknowledged last, by url
+    in_flight: Known | None = (
+        None  # about to be committed when this was written, or might have been
+    )
+    highest: int = 0  # the highest version that was ever sent
+
+    def version_of(self, url: str | None, digest: str, otherwise: int) -> tuple[int, bool]:
+        """Return the version of an engine (None: not recorded) whose weights have a digest.
+
+        It is `otherwise` if they are not known here. Also return whether an engine at it can hold
+        something else: engines are known, but nothing known has the digest; or something else has
+        the same number. An engine at another version answers with a conflict.
+        """
+        own = self.engines.get(url) if url is not None else None
+        if own is not None and own.digest == digest:
+            return own.version, False
+        known = [each for each in (self.in_flight, *self.engines.values()) if each is not None]
+        for each in known:
+            if each.digest == digest:
+                others = [one for one in known if one.version == each.version]
+                return each.version, any(one.digest != digest for one in others)
+        version = otherwise if own is None else own.version
+        return version, bool(self.engines) or any(each.version == version for each in known)
+
+
+class StateFile:
+    """The file; `state` is its content.
+
+    Raises:
+        ValueError: It exists, and is not a sender's state.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._has_begun = False
+        self._lock: FileLock | None = None
+        self.state = State()
+        try:
+            self.state = msgspec.json.decode(path.read_bytes(), type=State)
+        except FileNotFoundError:
+            pass
+        except msgspec.MsgspecError as error:
+            raise ValueError(
+                f"{path} is not a sender's state: {error}; without it the sender opens a new run"
+            ) from error
+
+    @classmethod
+    def locked(cls, path: Path) -> StateFile:
+        """Read the file, and lock it against other senders until `close`.
+
+        Raises:
+            BlockingIOError: Another sender has locked it.
+        """
+        beside = path.with_name(f".{path.name}.lock")
+        conflict = f"another sender uses the state {path}"
+        with contextlib.ExitStack() as stack:
+            lock = stack.enter_context(FileLock(beside, os.O_RDWR | os.O_CREAT, conflict))
+            file = cls(path)
+            file._lock = lock
+            stack.pop_all()
+        return file
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def open_run(self) -> Run:
+        """Open the file's run again, or a new one; that is on disk when this returns."""
+        run = Run.opened(self.state.run, self.state.epoch)
+        self._write(msgspec.structs.replace(self.state, run=run.name, epoch=run.epoch))
+        return run
+
+    def begin(self, version: int, digest: str) -> None:
+        """Write what is about to be committed; it is on disk when this returns."""
+        self._has_begun = True
+        highest, in_flight = max(self.state.highest, version), Known(version, digest)
+        self._write(msgspec.structs.replace(self.state, in_flight=in_flight, highest=highest))
+
+    def end(self, engines: Mapping[str, Known], *, is_unknown: bool) -> None:
+        """Write what the engines have acknowledged, by url.
+
+        If `is_unknown`, another engine might have committed what was in flight.
+        """
+        known = {**self.state.engines, **engines}
+        highest = max([self.state.highest, *(each.version for each in engines.values())])
+        # The outcome of an earlier sender's sync is still unknown.
+        in_flight = self.state.in_flight if is_unknown or not self._has_begun else None
+        changed = {"engines": known, "in_flight": in_flight, "highest": highest}
+        self._write(msgspec.structs.replace(self.state, **changed))
+
+    def _write(self, state: State) -> None:
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        write_file(partial, msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+        os.replace(partial, self._path)
+        sync_folder(self._path.parent)
+        self.state = state
+
+
+class StateTracker:
+    """Keep a sender's state file up to date; without a file, do nothing."""
+
+    def __init__(self, file: StateFile | None, snapshot: Snapshot) -> None:
+        self.file, self._snapshot = file, snapshot
+        # What each engine has acknowledged, by url; `write` writes it.
+        self.known = {} if file is None else dict(file.state.engines)
+        self.recompute_digest()
+
+    def recompute_digest(self) -> None:
+        """Compute the digest of every tensor of the snapshot."""
+        self.digest = Digest.ZERO if self.file is None else self._snapshot.digest()
+
+    def begin(self, sync_round: SyncRound) -> None:
+        """Write what is about to be committed, and let the engines commit."""
+        if self.file is not None:
+            self.file.begin(sync_round.version, self.digest_after(sync_round).hex())
+            sync_round.note_written()
+
+    def digest_after(self, sync_round: SyncRound) -> Digest:
+        """Return the digest of the snapshot once it has advanced; zero without a file."""
+        if self.file is None:
+            return Digest.ZERO
+        changes = (change.digest or Digest.ZERO for change in sync_round.changes.values())
+        return sum(changes, start=self.digest)
+
+    def write(self, *, is_unknown: bool) -> None:
+        """Write what the engines have acknowledged; see `StateFile.end`."""
+        if self.file is not None:
+            self.file.end(self.known, is_unknown=is_unknown)
