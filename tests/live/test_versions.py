@@ -67,7 +67,7 @@ def test_another_version_is_refused_with_the_list(engine: str) -> None:
     assert f"{refusal}versions are {' and '.join(known.supported)}" in run.stderr
 
 
-# What start-up says of two replicas, by the installed version of vLLM; None is no refusal.
+# Why start-up refuses two replicas, by the installed version of vLLM; None is no refusal.
 REPLICAS = {
     "0.31": "it returns the answers of the first replica alone",
     "0.32": None,

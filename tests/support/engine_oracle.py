@@ -371,7 +371,7 @@ class Known:
             return frozenset({"CommitFailed"})
         self.published = str(first.version)
         self.paused = fault == "unpublished"
-        return frozenset({"PublishFailed"}) if fault == "unpublished" else "committed"
+        return frozenset({"CommittedNotResumed"}) if fault == "unpublished" else "committed"
 
     def run_of(self, first: Part, continued: bool) -> str:
         run = self.named_run(first)

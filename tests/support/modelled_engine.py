@@ -205,7 +205,7 @@ class ModelledEngine(RuleBasedStateMachine):
         else:
             error = answer.get("error", {})
             assert error.get("type") in expected, (answer, expected)
-            kinds = {"PublishFailed": "committed", **dict.fromkeys(UNCERTAIN, "uncertain")}
+            kinds = {"CommittedNotResumed": "committed", **dict.fromkeys(UNCERTAIN, "uncertain")}
             assert error["engine_state"] == kinds.get(error["type"], "unchanged")
         self.hold(possible)
 

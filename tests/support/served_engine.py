@@ -136,7 +136,7 @@ class ServedRig(Rig):
         return ServedEngine(self.serving, self.settings)
 
     def close(self) -> None:
-        self.services[1].spool.close()
+        self.services[1].intake.close()
         super().close()
 
     # By one of the two processes ---------------------------------------------------------------
@@ -167,7 +167,7 @@ class ServedRig(Rig):
     def replay(self, process: int, body: bytes) -> dict[str, Any]:
         """Apply a part as one of the delta log; its answer, or the error as JSON."""
         service = self.services[process]
-        spooled = service.spool.read(io.BytesIO(body))
+        spooled = service.intake.read(io.BytesIO(body))
         record = RequestRecord(origin="log")
         try:
             return self.run(service.apply_body(spooled, Options(), record))

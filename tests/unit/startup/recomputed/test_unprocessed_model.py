@@ -99,7 +99,7 @@ def test_aliased_module_uses_kept_copy() -> None:
     assert unprocessed.plain.weight.weight_loader.__self__ is unprocessed.plain
 
 
-def test_a_live_view_of_what_was_loaded_is_its_unprocessed_weight() -> None:
+def test_live_view_of_loaded_weight_is_unprocessed_weight() -> None:
     """Also one that begins within its storage, where other elements have the same bits."""
     root: Any = nn.Module()
     root.layer = layer = Layer(Int8())
