@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,8 @@ CALLS = {"eval", "exec", "compile", "__import__"}
 METHODS = {("torch", "load"), ("torch", "package"), ("jit", "load"), ("np", "load"),
            ("numpy", "load"), ("np", "fromfile"), ("np", "lib")}  # fmt: skip
 # The engine's own processes among themselves: what a rank says to the others (docs/security.md).
+# `torch.distributed.all_gather_object` and the like, and SGLang's `send_pyobj`.
+PICKLING = re.compile(r"pickle|pyobj|(gather|broadcast|scatter|send|recv)_object")
 BETWEEN_RANKS = {"engine_ext/ranks/group.py"}
 
 
@@ -40,9 +43,7 @@ def suspicious(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.Attribute):
             owner = node.value
             name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
-            if (name, node.attr) in METHODS or any(
-                word in node.attr for word in ("pickle", "object", "pyobj")
-            ):
+            if (name, node.attr) in METHODS or PICKLING.search(node.attr):
                 yield f"{name}.{node.attr}"
         elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "weights_only"):
             yield node.arg
