@@ -58,7 +58,10 @@ def harness(request: pytest.FixtureRequest, launched: Callable[[str], Harness]) 
     params=[pytest.param(k, marks=pytest.mark.full) for k in ("vllm-replicas", "sglang-replicas")],
 )
 def replicas(request: pytest.FixtureRequest, launched: Callable[[str], Harness]) -> Harness:
-    return launched(request.param)
+    harness = launched(request.param)
+    if not harness.run:
+        harness.next_sync()  # the sender owns the engine from here on
+    return harness
 
 
 @pytest.fixture(scope="module")
