@@ -59,8 +59,7 @@ def harness(request: pytest.FixtureRequest, launched: Callable[[str], Harness]) 
 )
 def replicas(request: pytest.FixtureRequest, launched: Callable[[str], Harness]) -> Harness:
     harness = launched(request.param)
-    if not harness.run:
-        harness.next_sync()  # the sender owns the engine from here on
+    harness.next_sync()  # the sender owns the engine from here on
     return harness
 
 
