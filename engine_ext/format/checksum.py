@@ -63,7 +63,7 @@ def verify_checksum(
     Args:
         declared: ``xxh3_128:<hex>``, or slime's decimal integer.
         positions: uint8 [bytes].
-        values: The bytes of the values tensor, any dtype; may be read-only.
+        values: The bytes of the values tensor, any dtype; can be read-only.
         values_dtype: Manifest name of the dtype that the file declares for it.
 
     Raises:

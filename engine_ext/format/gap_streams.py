@@ -5,7 +5,7 @@ The gap stream of a param with flat indices idx[0] < idx[1] < ... holds each gap
 
     symbol          meaning
     0 .. M - 1      adds its value to the gap and ends it
-    M               adds M to the gap, which goes on     (M = 255, or 65535 with 2 bytes)
+    M               adds M to the gap, which continues   (M = 255, or 65535 with 2 bytes)
 
 A stream of 2-byte symbols is split into two planes, all low bytes, then all high bytes. The
 ``__positions__`` tensor is one zstd frame of the 1-byte streams and low planes of all params, then
@@ -64,7 +64,7 @@ def byte_stream(indices: NDArray[np.int64], start: int) -> NDArray[np.uint8]:
 def join_streams(
     pieces: Sequence[tuple[NDArray[Any], NDArray[np.uint8]]],
 ) -> NDArray[np.uint8] | None:
-    """Return the same as `encode_gaps` of all pieces; None if that may choose 2-byte symbols.
+    """Return the same as `encode_gaps` of all pieces; None if that might choose 2-byte symbols.
 
     Args:
         pieces: The indices [n] of each, ascending over all, and the `byte_stream` of all but its

@@ -2,9 +2,9 @@
 
 The identity is equal for two parts only if they write the same; repeated parts are recognised by
 it. The container's own checksum would not do: it covers positions and values but not which tensors
-they are for, and slime's form of it ignores order. What a sender may change when it sends a part
-again (its sync id, its number) is not included. Differences write the same only on the same old
-values, so the digest of these is included.
+they are for, and slime's form of it ignores order. The identity leaves out what a sender can change
+when it sends a part again (its sync id, its number). Differences write the same only on the same
+old values, so the digest of these is included.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ Origin = Literal["sender", "log", "engine"]
 
 
 class Unproven(msgspec.Struct, frozen=True, kw_only=True):
-    """That nothing shows whether a version is complete: parts that arrive later may be its rest.
+    """That nothing shows whether a version is complete: parts that arrive later might be its rest.
 
     Only a part that names no run is taken as the rest of the engine's version.
     """
 
     folder: str | None = None  # of the version, that the part is from
     file: str | None = None  # the part's name there
-    apart: bool = False  # it is a rest only of tensors not sent before, and if parts may be missing
+    apart: bool = False  # a rest only of tensors not sent before, and if parts might be missing
 
 
 class PartId(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,7 +54,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Upper bounds on what a part may declare; checked before such memory is allocated."""
+    """Upper bounds on what a part can declare; checked before such memory is allocated."""
 
     max_header_bytes: int = 64 << 20  # length of the safetensors header JSON
     max_params: int = 1 << 20
@@ -203,7 +203,7 @@ def parse_manifest(metadata: dict[str, str], limits: Limits) -> Manifest:
 
 
 def check_run(run: str) -> str:
-    """Return a run's name; MalformedPart if no sender may use it."""
+    """Return a run's name; MalformedPart if no sender can use it."""
     if _RUN.fullmatch(run) is None or run.startswith(ANONYMOUS):
         raise MalformedPart(
             f"run is not 1 to 64 of A-Z a-z 0-9 _ . - or begins with {ANONYMOUS!r}: {run[:80]!r}"
@@ -386,9 +386,9 @@ def _check_entry(entry: ParamEntry, encoding: str, limits: Limits) -> None:
 
 
 def _is_stream(size: int, width: int, nnz: int, numel: int) -> bool:
-    """Return whether the gap stream of some elements may have so many bytes.
+    """Return whether the gap stream of some elements can have so many bytes.
 
-    Every element ends one symbol; the others are skips, of which only so many fit the tensor.
+    Every element ends one symbol; the others are skips, and only so many of them fit the tensor.
     """
     symbols, rest = divmod(size, width)
     if symbols == nnz:

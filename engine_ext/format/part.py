@@ -84,7 +84,7 @@ class UnpackedPart:
 def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> DecodedPart:
     """Verify a decompressed container and decode all its params.
 
-    The deltas may keep views of `buffer`, so it must stay unchanged as long as they live.
+    The deltas can keep views of `buffer`, so it must stay unchanged as long as they live.
 
     Raises:
         MalformedPart: It is truncated, contradicts itself, is not what the sender hashed
@@ -110,7 +110,8 @@ def unpack_part(
     """Decompress what a verified container holds, with threads if it is large.
 
     Args:
-        positions, values: The bytes of both tensors. What is not compressed stays a view of them.
+        positions, values: The bytes of both tensors. Data that is not compressed stays a view of
+            them.
 
     Raises:
         MalformedPart: A frame is corrupt, or a size is not that of the manifest.
@@ -146,7 +147,7 @@ def _packed_values(
 def expand_part(part: UnpackedPart) -> DecodedPart:
     """Make the indices and values of each param, with threads if there are many positions.
 
-    The deltas may keep views of the arrays.
+    The deltas can keep views of the arrays.
 
     Raises:
         MalformedPart: The positions are not as many as the values, or a value does not narrow to
@@ -243,7 +244,7 @@ def encode_part(
     """Encode one part; `decode_part` of the (unwrapped) result returns `deltas` again.
 
     Args:
-        deltas: One dtype for all; may be empty. Differences with ``gap8_ulp``, and with it only;
+        deltas: One dtype for all; can be empty. Differences with ``gap8_ulp``, and with it only;
             `cleared` with ``gap8_xor`` likewise.
         encoding: One of `positions.ENCODINGS`. ``deltas_zstd`` gives the wrapped frame.
         current_version, base_version: Where the sync leads to, and where it starts. These and what
@@ -252,7 +253,7 @@ def encode_part(
         part, num_parts: This part's number, from 0, and the number of parts of the sync.
         full: Whether the sync's params are dense and together cover the model.
         digest_part: Of the new values minus that of the old ones, 32 hex digits.
-        digest_before, digest_after: Of all covered tensors at the base and the target version.
+        digest_before, digest_after: Digests of all covered tensors at the base and target version.
         run, run_epoch, run_owner: The sender's run, which opening of it this is, from 1, and its
             HOST:PID.
 

@@ -49,8 +49,8 @@ class VerifiedContents:
     """What the file of a part must hold for the ranks.
 
     Attributes:
-        replaces: whether `pieces` are all of it; else they follow the container. They may be views
-            of the container only if not.
+        replaces: whether `pieces` are all of it; else they follow the container. They can be views
+            of the container only if they follow it.
     """
 
     identity: str

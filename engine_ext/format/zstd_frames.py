@@ -71,7 +71,7 @@ def decompress_planes(
 
     Args:
         frame: uint8 [bytes].
-        least, most: Bounds of the decompressed length; so much memory may be allocated.
+        least, most: Bounds of the decompressed length; so much memory can be allocated.
         what: What the frame holds, for the messages.
 
     Raises:
@@ -96,7 +96,7 @@ def decompress_planes(
 
 
 def inflate(frame: NDArray[np.uint8], least: int, most: int, what: str) -> NDArray[np.uint8]:
-    """Decompress one frame of another writer, which may not declare its size: uint8 [bytes].
+    """Decompress one frame of another writer, which might not declare its size: uint8 [bytes].
 
     Arguments and errors as for `decompress_planes`; but there must be a frame.
     """
@@ -118,7 +118,7 @@ def inflate(frame: NDArray[np.uint8], least: int, most: int, what: str) -> NDArr
 
 
 class FrameReader:
-    """Unwraps a stream that may be one zstd frame; sans-I/O.
+    """Unwraps a stream that might be one zstd frame; sans-I/O.
 
     A stream that starts with the zstd magic is decompressed, any other passes through unchanged.
     `max_bytes` limits the unwrapped length.
@@ -159,7 +159,7 @@ class FrameReader:
                 yield self._count(piece)
 
     def finish(self) -> None:
-        """Check that the stream may end here; MalformedPart if it or its frame is not whole."""
+        """Check that the stream can end here; MalformedPart if it or its frame is not whole."""
         if self._frame is not None:
             self._frame.finish(self._produced)
         elif not self._plain:

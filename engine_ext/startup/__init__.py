@@ -3,7 +3,7 @@
 `order` is the way from top to bottom. It begins with a `LoadedModel` (`loaded_model`), runs the
 engine's loader dry (`trace`), and deals with what the engine did to weights after loading in one of
 two ways: elements that were only moved are followed (`permuted`), and what was computed is computed
-again by the engine's own code (`recomputed`, `derived`). What is neither is refused by name.
+again by the engine's own code (`recomputed`, `derived`). All other elements are refused by name.
 
 Nothing here writes a sync's values. A failed proof leaves the model as it was; if that cannot be
 shown, `TracingError` or `LearningError` keeps the engine from starting.

@@ -8,8 +8,8 @@ describes what it has seen as a `LoadedModel`. Then, the same for every engine:
 2. `certify_model`: compare live memory with the checkpoint, and prove the rebuilds;
 3. `agree_on_plan`: let all ranks agree on who holds and counts what.
 
-If any of it shows that the model was changed, the engine must not start. What cannot be proven is
-refused by name, and the engine starts without it. An engine without a checkpoint's weights does the
+If any of it shows that the model was changed, the engine must not start. The engine refuses by name
+what cannot be proven, and starts without it. An engine without a checkpoint's weights does the
 same in its first full sync (`check_repeatable`, `load_checkpoint`). `trace_again` follows tensors
 that something has moved since.
 """
@@ -141,7 +141,7 @@ def trace_model(
     later.remember(derived, outputs)
     recomputed, failed = prove(loaded.model, placement, derived, loaded.recomputations)
     if model is not loaded.model:
-        # What the loader has computed is the old in a rebuild, too.
+        # In a rebuild, too, the values that the loader has computed are the old ones.
         before = find_derived(model, placement, loaded.constants)
         found = (d for d in before if d.path not in refusals)
         derived += [d for d in found if any(r.contains(d.path) for r in rebuilds)]
@@ -206,7 +206,7 @@ def certify_model(loaded: LoadedModel, traced: Traced, checkpoint: CheckpointRea
                 "values of the two differ; for a head of its own set tie_word_embeddings to false "
                 "in the checkpoint's config"
             )
-    # Other pipeline stages may have some where this one has none.
+    # Other pipeline stages might have some where this one has none.
     anywhere = any(loaded.ranks.all_gather(bool(traced.rebuilds)))
     if loaded.reprocessing is not None and anywhere:
         guard = ModelStateGuard(loaded.model, bits=bool(traced.rebuilds))

@@ -1,8 +1,8 @@
 """The receivers of LoRA adapters' own tensors, next to the receiver of the model.
 
-What an engine makes of an adapter (merged layers, folded scaling, slices per rank) is not what its
-folder has. So every rank keeps the folder's tensors of each adapter in a store. A sync writes into
-the store, and before the ranks vote the engine makes its adapter from the store with its own
+An engine makes other tensors of an adapter (merged layers, folded scaling, slices per rank) than
+its folder has. So every rank keeps the folder's tensors of each adapter in a store. A sync writes
+into the store, and before the ranks vote the engine makes its adapter from the store with its own
 functions, again after an undo. Each adapter has a version, a digest and staged parts of its own.
 """
 
@@ -65,7 +65,7 @@ class AdapterStores(Protocol):
         """Return the store of every adapter that is loaded."""
 
     def unload(self, name: str) -> None:
-        """Find an adapter no more. Requests that are running may still need its store."""
+        """Find an adapter no more. Requests that are running might still need its store."""
 
 
 class AdapterReceivers:

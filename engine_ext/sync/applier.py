@@ -25,8 +25,8 @@ class Applier(Protocol):
     Attributes:
         name: the apply mode in answers and metrics.
         digests: the digest of the elements that this rank counts, by checkpoint tensor.
-        copies: that of the elements that it holds and another rank counts, of the tensors of which
-            it is known: scrubbing adds it.
+        copies: that of the elements that it holds and another rank counts, for the tensors
+            where it is known: scrubbing adds it.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Applier(Protocol):
         """The sum of `digests`."""
 
     def stage(self, part: DecodedPart) -> StagedPart:
-        """Check a part and prepare its writes; may run in several threads at once."""
+        """Check a part and prepare its writes; can run in several threads at once."""
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
         """Check what only all parts of a sync together show on this rank."""
@@ -62,7 +62,7 @@ class Applier(Protocol):
     def search_again(self) -> bool:
         """Refuse weights that the engine has copied since start-up.
 
-        An engine may make some when it first generates. Return whether it could be searched.
+        An engine can make some when it first generates. Return whether it could be searched.
         """
 
     def moved(self) -> list[str]:
@@ -94,10 +94,10 @@ class Applier(Protocol):
         """Check a sync by the briefs of all ranks; every rank reaches the same result."""
 
     def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
-        """Write a sync. If it raises, some elements may have been written.
+        """Write a sync. If it raises, some elements might have been written.
 
         Args:
-            given_up: undo logs that are of no use any more; it may keep old values in their memory.
+            given_up: undo logs that are of no use any more; it can keep old values in their memory.
 
         Raises:
             BaseMismatch: an old value read while staging is not in live memory any more.

@@ -1,4 +1,4 @@
-"""Stage parts in background threads, while the engine's main loop goes on serving."""
+"""Stage parts in background threads, while the engine's main loop continues to serve."""
 
 from __future__ import annotations
 

@@ -50,10 +50,10 @@ def check_param(
 
 
 def is_ignored(delta: ParamDelta, plan: Plan) -> bool:
-    """Return whether a param may be skipped: no rank would have made anything of it.
+    """Return whether a param can be skipped: no rank would have made anything of it.
 
     Raises:
-        NotUpdatable: it may, but has another shape or dtype than the tensor it is of.
+        NotUpdatable: it can, but has another shape or dtype than the tensor it is of.
     """
     spec = plan.ignores(delta.name)
     if spec is not None:

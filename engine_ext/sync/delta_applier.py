@@ -63,7 +63,7 @@ class Writer(Protocol):
         """Raise NotUpdatable if this mode cannot write the sync as a whole."""
 
     def write(self, staged: Sequence[StagedPart], threads: ThreadPool, *, compares: bool) -> None:
-        """Write the new values. If it raises, some elements may have been written.
+        """Write the new values. If it raises, some elements might have been written.
 
         Args:
             compares: whether old values are compared that are known, if it can.
@@ -78,7 +78,7 @@ class DeltaApplier:
 
     Args:
         index: the model's storage index, made before the certification.
-        undo_bytes: host memory that the old values of one sync may take.
+        undo_bytes: host memory that the old values of one sync can take.
         threads: how many pieces of live tensors are staged or written at once.
         recomputed: derived tensors that are proven to be recomputed correctly.
         rebuilds: the modules that are computed from unprocessed weights, if `model` has some.
@@ -278,8 +278,8 @@ class DeltaApplier:
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Check that the old values read while staging are still in live memory.
 
-        Of those that `write` compares, in the pass that overwrites them, only a sample is: whatever
-        else updates the weights changes more than a few elements.
+        Only a sample is checked of those that `write` compares, in the pass that overwrites them:
+        whatever else updates the weights changes more than a few elements.
 
         Raises:
             BaseMismatch: one of them is not. Nothing was written.
@@ -307,7 +307,7 @@ class DeltaApplier:
 
         Raises:
             BaseMismatch: an old value read while staging is not in live memory any more.
-            Exception: some elements may have been written; after each error `undo` restores them.
+            Exception: some elements might have been written; after each error `undo` restores them.
         """
         memory = {
             id(elements.segment): old
@@ -325,9 +325,9 @@ class DeltaApplier:
     def _compares_while_writing(self, staged: Sequence[StagedPart]) -> bool:
         """Return whether the pass that writes compares the old values, and not `check_base`.
 
-        Not in a full sync, whose old values another rank may not keep for an undo. Not with rebuilt
-        modules: what the engine's processing computes may be a view of a weight, which is written
-        twice then, and the second pass would not find the old values.
+        Not in a full sync, whose old values another rank might not keep for an undo. Not with
+        rebuilt modules: what the engine's processing computes can be a view of a weight, which is
+        written twice then, and the second pass would not find the old values.
         """
         plain = not any(part.manifest.full or part.rebuilt.modules for part in staged)
         return self._checks_while_writing and plain
@@ -381,7 +381,7 @@ class DeltaApplier:
         """Restore the weights, derived tensors and digests from before a committed sync.
 
         Raises:
-            Exception: some elements may have been restored.
+            Exception: some elements might have been restored.
         """
         restore(log.writes, self._threads)
         self._after_write(log.live_names)
@@ -392,7 +392,7 @@ class DeltaApplier:
             self._rebuilds.restored(log.rebuilt)
 
     def forget(self) -> None:
-        """Rely no more on what the weights were computed to: something else may change them."""
+        """Rely no more on what the weights were computed to: something else might change them."""
         if self._rebuilds is not None:
             self._rebuilds.forget()
 

@@ -93,7 +93,7 @@ class _Found:
 
     def fill(self, offsets: NDArray[Any]) -> None:
         """Write the offsets, [count]."""
-        # Computed in the wider dtype: the shift, an index and an offset may need it.
+        # Computed in the wider dtype: the shift, an index and an offset might need it.
         dtype = np.result_type(self.offsets, offsets)
         np.subtract(self.offsets, self.shift, out=offsets, dtype=dtype, casting="same_kind")
 

@@ -33,7 +33,7 @@ class SharedFollowing:
         return grant
 
     def share(self, request: ShareFollowing) -> Following:
-        """Record what a process has to tell, and return what is known."""
+        """Record what a process reports, and return what is known."""
         known = self._known
         changed: dict[str, object] = {"name": known.name or request.follower}
         if request.was_read:

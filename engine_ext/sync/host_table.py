@@ -72,7 +72,7 @@ class _Tensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Row(NamedTuple):
-    """What a row's elements are delivered with.
+    """Data with which a row's elements are delivered.
 
     Attributes:
         host, live: the live tensor's memory, and its name.
@@ -199,7 +199,7 @@ class HostTable:
         yield from found.values()
 
     def _pieces(self, number: int, delta: ParamDelta, tensor: _Tensor) -> Iterator[Batch]:
-        """Yield the pieces of a large param that may be on this rank."""
+        """Yield the pieces of a large param that might be on this rank."""
         assert delta.indices is not None
         own = self._table[tensor.first : tensor.first + tensor.rows]
         first, end = own[:, _START].min(), own[:, _END].max()
@@ -209,7 +209,7 @@ class HostTable:
                 yield Batch(tensor.kind, [number], [tensor], start, stop)
 
     def locate(self, part: DecodedPart, batch: Batch) -> LocatedBatch:
-        """Find the elements of a batch; several threads may."""
+        """Find the elements of a batch; several threads can do so at once."""
         kind, piece = batch.kind, slice(batch.start, batch.stop)
         whole = batch.start is None
         own_indices, own_values = [], []
@@ -257,7 +257,7 @@ class HostTable:
         *,
         undo: bool,
     ) -> None:
-        """Read the old values of a batch and digest its change; several threads may.
+        """Read the old values of a batch and digest its change; several threads can do so at once.
 
         Args:
             arrays: of `allocate`.

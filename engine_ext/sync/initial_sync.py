@@ -159,13 +159,13 @@ class InitialSyncApplier:
         placement = self._traced.placement
         resolve(placement, [brief["boxes"] for brief in briefs])
         absent = placement.keys() - {n for b in briefs for n in b["boxes"]}
-        # A loader that reads a tensor may keep something of it that was not found.
+        # A loader that reads a tensor might keep something of it that was not found.
         used = absent.intersection(n for b in briefs for n in b["used"])
         lost, ignored = sorted({*uncertified(placement), *used}), sorted(absent - used)
         if lost:
             raise NotUpdatable(f"the engine would not hold all of these: {lost}", tensors=lost)
         declared = {p.manifest.digest_after for p in staged if p.manifest.digest_after is not None}
-        if ignored and declared:  # no sender's digest may cover what no engine holds
+        if ignored and declared:  # a sender's digest must not cover what no engine holds
             raise NotUpdatable(
                 f"the engine ignores these: {ignored}; leave them out",
                 tensors=ignored,
@@ -199,7 +199,7 @@ class InitialSyncApplier:
 
         def load() -> Traced:
             self._load(self._traced, sync)
-            # Traced again, because that may have moved weights and replaced derived tensors.
+            # Traced again, because that might have moved weights and replaced derived tensors.
             return self._trace_sync(staged)
 
         traced = self._traced = together(self._ranks, load)
@@ -245,7 +245,7 @@ def _spec(delta: ParamDelta) -> TensorSpec:
 
 
 def _tensors(staged: Sequence[StagedPart]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the sync as a checkpoint; each tensor is a copy that the loader may keep."""
+    """Yield the sync as a checkpoint; each tensor is a copy that the loader can keep."""
     for delta in _deltas(staged):
         yield delta.name, densify(delta)
 

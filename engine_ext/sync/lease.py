@@ -1,6 +1,6 @@
-"""Which HTTP process may pause the engine, and whether generation must be resumed afterwards.
+"""Which HTTP process can pause the engine, and whether generation must be resumed afterwards.
 
-Several HTTP processes may serve one engine. Every rank keeps one `Lease` and gets the same calls in
+Several HTTP processes can serve one engine. Every rank keeps one `Lease` and gets the same calls in
 the same order, so that all ranks answer alike, whichever process asks.
 """
 
@@ -25,9 +25,9 @@ class Lease:
         """Grant the lease, unless another process holds it.
 
         Args:
-            holder: names the process; it may acquire a lease that it holds already.
+            holder: names the process; it can acquire a lease that it holds already.
             resumes: the process has seen the engine run, and so must resume it afterwards. Counts
-                only if the grant is fresh: what was seen before may be another process's pause.
+                only if the grant is fresh: what was seen before might be another process's pause.
             instead_of: names a process that is known to be dead.
         """
         if self._held and self._holder not in (holder, instead_of):

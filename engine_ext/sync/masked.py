@@ -5,7 +5,7 @@ model's ``load_weights``, while ``Tensor.copy_`` and ``Tensor.fill_`` are replac
 memory overwrites only where the source is not NaN. This is how other projects apply sparse
 updates; here it is the baseline of the benchmarks and the oracle of the scatter apply's tests.
 
-What it cannot carry is refused by `refusal` before anything is written: values that are NaN, dtypes
+`refusal` refuses what it cannot carry before anything is written: values that are NaN, dtypes
 without NaN, loaders that write by other means, and tensors that are not certified as exact. After
 the write, every touched element is read back.
 """
@@ -81,7 +81,7 @@ class MaskedWriter:
 
         Raises:
             Exception: the loader's own, or RuntimeError if an element does not have its new bits
-                afterwards. Some elements may have been written.
+                afterwards. Some elements might have been written.
         """
         params = [param for part in staged for param in part.params if not param.tied]
         for write in (write for param in params for write in param.writes):
@@ -136,7 +136,7 @@ def apply_masked(
     """Write deltas that `refusal` accepts, each name once, into the live model.
 
     Raises:
-        Exception: whatever the loader raises. Some elements may have been written.
+        Exception: whatever the loader raises. Some elements might have been written.
     """
     for chunk in chunks(deltas, chunk_bytes):
         with masked_copies(index, dense=chunk[0].indices is None):
@@ -144,7 +144,7 @@ def apply_masked(
 
 
 def merge(deltas: Iterable[ParamDelta]) -> list[ParamDelta]:
-    """Merge the deltas of each name into one: a loader may keep only the last tensor of a name.
+    """Merge the deltas of each name into one: a loader might keep only the last tensor of a name.
 
     The deltas of a name that occurs more than once must be sparse and disjoint.
     """

@@ -1,10 +1,11 @@
 """Prove the whole new bytes of a tensor by the checksum that a part declares, before the commit.
 
 A param of ``gap8_xor`` changes bits of the old values, so wrong old values would give wrong new
-ones. Its ``new_checksum`` is of the tensor's whole new bytes in the checkpoint's order, which no
-rank may hold. A rank that holds all elements proves the tensor while it stages the part. For any
-other tensor the ranks gather the live elements, a chunk at a time, and one of them applies the
-change and hashes. The model is only read, and no rank ever holds the whole of a gathered tensor.
+ones. Its ``new_checksum`` is of the tensor's whole new bytes in the checkpoint's order, and
+possibly no rank holds all of these. A rank that holds all elements proves the tensor while it
+stages the part. For any other tensor the ranks gather the live elements, a chunk at a time, and one
+of them applies the change and hashes. The model is only read, and no rank ever holds the whole of a
+gathered tensor.
 
 The commit checks that the elements which it changes are still what they were when staged.
 """
@@ -84,7 +85,7 @@ class GatheredProof:
         for part in _open(staged):
             if part.gathering is None:
                 everyone = self._ranks.all_gather(sorted(part.unproven))
-                # What is not here, another rank has proven.
+                # Another rank has proven what is not here.
                 names = sorted(set(everyone[0]).intersection(*everyone[1:]))
                 part.gathering = deque(
                     GatheredState(part.unproven[name], self._plan, members, number % len(members))

@@ -1,8 +1,8 @@
 """Rebuild the modules that a staged sync changes, before it is committed.
 
-All ranks rebuild the same modules in the same order, a batch at a time, so that processing may
-communicate and the engine serves between two batches. What comes out differently in live memory
-becomes writes of the sync, which are voted on, committed and undone with the others.
+All ranks rebuild the same modules in the same order, a batch at a time, so that processing can
+communicate and the engine serves between two batches. The differences from live memory become
+writes of the sync, which are voted on, committed and undone with the others.
 
 Each module is rebuilt twice: first from the weights as they are, which must give what they gave the
 last time. So the proof of start-up is repeated before anything relies on it.
@@ -61,7 +61,7 @@ class RebuildPlan:
             for path, one in self._by_path.items()
             if one.module is not None
         }
-        # What rebuilding each gives from the weights as they are; not known after other changes.
+        # The result of rebuilding each from the weights as they are; not known after other changes.
         self._known: dict[str, Mapping[str, str]] = {
             path: one.proven for path, one in self._by_path.items()
         }
@@ -188,11 +188,11 @@ class RebuildPlan:
                 self._known[path] = fingerprints
 
     def forget(self) -> None:
-        """Forget what rebuilding gives: something else may have changed the weights."""
+        """Forget what rebuilding gives: something else might have changed the weights."""
         self._known = {}
 
     def _checkable(self, paths: Sequence[str]) -> list[str]:
-        """Return the modules of which this rank knows what rebuilding gives, or that it lacks."""
+        """Return the modules that this rank lacks, or for which it knows what rebuilding gives."""
         return [path for path in paths if path in self._known or path not in self._by_path]
 
     def _is_intact(self, path: str) -> bool:

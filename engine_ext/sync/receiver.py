@@ -29,7 +29,7 @@ from engine_ext.sync.sync_state import SyncState
 
 logger = logging.getLogger(__name__)
 
-# They write weights or what the scrubber compares them with, or may let the engine do so.
+# They write weights or what the scrubber compares them with, or might let the engine do so.
 _WRITES = (ops.PrepareSync, ops.CommitSync, ops.RollBack)
 _MOST_PULLED = 16  # names that are remembered
 
@@ -45,7 +45,7 @@ class Receiver(SyncOperations):
         read_workers: how many parts are staged at once.
         locate: see `engine_ext.remote_parts.PartLocator.locate`; None if all ranks are on the host
             of the spool.
-        undo_bytes: host memory that the old values of one version may take, with those of its
+        undo_bytes: host memory that the old values of one version can take, with those of its
             continuations.
         scrub_interval: seconds in which each tensor is scrubbed once; None turns scrubbing off.
     """
@@ -100,7 +100,7 @@ class Receiver(SyncOperations):
 
     @property
     def uncertain(self) -> bool:
-        """Whether some weights may be new and some old."""
+        """Whether some weights might be new and some old."""
         return self._sync_state.uncertain
 
     # Operations -------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Receiver(SyncOperations):
                 adapter=request.adapter,
             )
         if self._scrub_interval is not None:
-            # Not before: an engine that still captures graphs may take no other work on its device.
+            # Not before: an engine must take no other work on its device while it captures graphs.
             self._scrubber.start(self._scrub_interval)
         rebuilds = isinstance(request, ops.GetDigest) and request.scan
         writes = rebuilds or isinstance(request, _WRITES)

@@ -22,7 +22,7 @@ _MOST: Final = 256  # runs that are remembered, and as many that are fenced
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a run."""
+    """The facts that are known of a run."""
 
     epoch: int = 0  # the latest
     released: bool = False  # by this epoch, which has not claimed since
@@ -43,7 +43,7 @@ class Runs:
         self._anonymous = 0
 
     def check(self, sender: RunSender | None, *, takeover: bool = False) -> None:
-        """Refuse a sender that may not change the weights; None is one that names no run.
+        """Refuse a sender that must not change the weights; None is one that names no run.
 
         Raises:
             RunFenced: another run has taken over from its run, or a later process has opened it.
@@ -129,7 +129,7 @@ class Runs:
         by = self._fenced.get(sender.run)
         if by is not None:
             raise RunFenced(
-                f"run {sender.run} may not write any more: {describe(by)} took over at "
+                f"run {sender.run} cannot write any more: {describe(by)} took over at "
                 f"{clock(by.since)}; end this trainer",
                 owner=msgspec.to_builtins(by),
             )
@@ -139,8 +139,8 @@ class Runs:
         owner = self.owner if self.owner is not None and self.owner.run == sender.run else None
         by_whom = "" if owner is None else f" by {describe(owner)} at {clock(owner.since)}"
         raise RunFenced(
-            f"run {sender.run} was opened again{by_whom}, so that its epoch {sender.epoch} may "
-            f"not write any more: the latest is {known.epoch}; end this trainer",
+            f"run {sender.run} was opened again{by_whom}, so that its epoch {sender.epoch} "
+            f"cannot write any more: the latest is {known.epoch}; end this trainer",
             owner=None if owner is None else msgspec.to_builtins(owner),
         )
 
@@ -155,7 +155,7 @@ class Runs:
 def is_twin(sender: RunSender, owner: RunSender | RunOwner) -> bool:
     """Return whether two processes have opened a run as the same epoch, from copies of its state.
 
-    A host and a process id that a sender does not name may be the other's.
+    A host and a process id that a sender does not name might be the other's.
     """
     pairs = ((sender.host, owner.host), (sender.pid, owner.pid))
     differ = any(None not in pair and pair[0] != pair[1] for pair in pairs)

@@ -39,5 +39,5 @@ class ScatterWriter:
         """Accept every sync: a staged write does not depend on the others."""
 
     def write(self, staged: Sequence[StagedPart], threads: ThreadPool, *, compares: bool) -> None:
-        """Write the new values; may raise BaseMismatch, see `put_all`."""
+        """Write the new values; can raise BaseMismatch, see `put_all`."""
         put_all([w for part in staged for w in part.writes], threads, compares=compares)

@@ -30,7 +30,7 @@ from engine_ext.sync.applier import Applier
 logger = logging.getLogger(__name__)
 
 SHARE: Final = 0.05
-"""Of one core, that scrubbing takes at most."""
+"""The share of one core that scrubbing takes at most."""
 
 _LEAST_WORK_S: Final = 1e-3  # processor time between two rests: fewer, longer ones wake less often
 _LONGEST_POLL_S: Final = 1.0
@@ -105,7 +105,7 @@ class Scrubber:
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Return a context in which weights and digests may be written; no tensor is judged."""
+        """Return a context in which weights and digests can be written; no tensor is judged."""
         with self._lock:
             self._writes += 1
             self._writing += 1
@@ -133,7 +133,7 @@ class Scrubber:
                     passed = self._pass()
                     error = None
                 except Exception as caught:
-                    logger.exception("delta updates: scrubbing failed; it goes on")
+                    logger.exception("delta updates: scrubbing failed; it continues")
                     passed, error = False, f"{type(caught).__name__}: {caught}"
                 with self._lock:
                     self._error = error
@@ -152,7 +152,7 @@ class Scrubber:
             atexit.unregister(stop)
 
     def _applier(self) -> Applier | None:
-        """Return the applier of weights that may be read now."""
+        """Return the applier of weights that can be read now."""
         current = self._find()
         return None if current is None else current()
 
@@ -184,9 +184,9 @@ class Scrubber:
         return True
 
     def _rest(self) -> bool:
-        """Sleep for as long as the share demands; return whether to go on."""
+        """Sleep for as long as the share demands; return whether to continue."""
         worked = time.thread_time() - self._rested_at
-        # A tensor that was disturbed is not read again at once: the write may take a while.
+        # A tensor that was disturbed is not read again at once: the write might take a while.
         if worked < _LEAST_WORK_S and not self._writing:
             return True
         stopped = self._stopped.wait(max(worked, _LEAST_WORK_S) * (1 / self._share - 1))
@@ -194,7 +194,7 @@ class Scrubber:
         return not stopped
 
     def _read(self, applier: Applier, plan: Plan, name: str, *, rests: bool) -> bool | None:
-        """Return whether the tensor has the tracked digest; None if that cannot be told."""
+        """Return whether the tensor has the tracked digest; None if that cannot be known."""
         with self._lock:
             if self._writing:
                 return None
@@ -227,11 +227,11 @@ class Scrubber:
         return right if judged else None
 
     def _is_outdated(self, applier: Applier, plan: Plan) -> bool:
-        """Return whether these may not be read any more, or the tensors are elsewhere."""
+        """Return whether these must not be read any more, or the tensors are elsewhere."""
         return self._applier() is not applier or applier.plan is not plan
 
     def _beside(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """Return a context whose work on a device goes beside the engine's own."""
+        """Return a context whose work on a device runs next to the engine's own."""
         if device.type == "cpu":
             return contextlib.nullcontext()
         module = torch.get_device_module(device)

@@ -37,7 +37,7 @@ class Write(msgspec.Struct, eq=False, gc=False):
         live: the live tensor's name; empty if the engine's own processing computes it.
         keep: whether the old bits are kept for an undo.
         old: the old bits, in host memory; None until `read_old` or `put`.
-        memory: where `put` may keep the old bits of a box.
+        memory: where `put` can keep the old bits of a box.
         written: whether `undo` must restore the old bits.
     """
 
@@ -84,7 +84,7 @@ class Write(msgspec.Struct, eq=False, gc=False):
 
         Args:
             compares: whether known old bits are compared with those that are overwritten, if they
-                are `comparable`. No other write of the sync may be to the same memory then.
+                are `comparable`. Another write of the sync must not be to the same memory then.
 
         Raises:
             BaseMismatch: other old bits were there. The new ones are written; `undo` restores what
@@ -115,7 +115,7 @@ class Write(msgspec.Struct, eq=False, gc=False):
     def undo(self) -> None:
         """Write the old bits back if any new ones were written.
 
-        What was not written may hold other bits than the old ones, which are not ours to restore.
+        Memory not written might hold other bits than the old ones, which are not ours to restore.
         """
         if self.written:
             self.elements.put(self.old)

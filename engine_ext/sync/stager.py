@@ -64,7 +64,7 @@ def stage_part(
     Args:
         part: the decoded part; every param has the shape and dtype of a certified tensor. A change
             of the old values is applied to them here. The digest of the change, or the checksum of
-            the new bytes, proves that they are the sender's, so that only a digested tensor may be
+            the new bytes, proves that they are the sender's, so that only a digested tensor can be
             sent so.
         table: of the plan.
         undo: whether the old values of dense params are kept; those of sparse ones always are.
@@ -136,7 +136,7 @@ def _pieces(
 
 
 def _spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]]:
-    """Return the pieces of a param that may be on this rank, as ranges of its values."""
+    """Return the pieces of a param that might be on this rank, as ranges of its values."""
     if not targets:
         return []
     step = _DEVICE_PIECE_ELEMENTS if targets[0].host is None else _HOST_PIECE_ELEMENTS
@@ -212,7 +212,7 @@ class _Stager:
     full: bool  # the part belongs to a full sync, which replaces old values unchecked
     undo: bool  # the old values of dense params are kept
     replaced: bool  # the old values that a full part replaces are digested, too
-    whole: bool  # all of the part's tensors are on this rank, so that its memory may be kept
+    whole: bool  # all of the part's tensors are on this rank, so that its memory can be kept
     threads: ThreadPool
 
     def stage(
@@ -224,7 +224,7 @@ class _Stager:
         stop: int,
         on_devices: _OnDevices,
     ) -> StagedParam:
-        """Stage the piece of a param from value `start` to `stop`; may raise BaseMismatch.
+        """Stage the piece of a param from value `start` to `stop`; can raise BaseMismatch.
 
         `on_devices` has what is located already, by the number of the target.
         """

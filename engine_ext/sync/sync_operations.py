@@ -31,7 +31,7 @@ class SyncOperations:
     """The operations of `Receiver` that stage, commit, drop and roll back syncs.
 
     Args:
-        undo_bytes: host memory that the old values of one version may take, with those of its
+        undo_bytes: host memory that the old values of one version can take, with those of its
             continuations.
     """
 
@@ -226,7 +226,7 @@ class SyncOperations:
                 rollback=bool(self._undo),
                 digest=digest,
             )
-        except (BaseMismatch, WriteUndone):  # what was staged may be of other old values
+        except (BaseMismatch, WriteUndone):  # what was staged might be of other old values
             self._drop_staged()
             raise
         except Exception as error:
@@ -285,7 +285,7 @@ class SyncOperations:
         """Agree on a sync with the other ranks, see `Transaction.agree`."""
         try:
             return self._transaction.agree(prepare)
-        except EngineUncertain:  # since an earlier write; what is staged may end it
+        except EngineUncertain:  # since an earlier write; what is staged can end it
             raise
         except CommitFailed as error:
             self._fail(error)
@@ -342,7 +342,7 @@ class SyncOperations:
         sync = self._sync_state.sync
         if sync is None or not sync.complete:
             raise Conflict("the sync lacks parts")
-        # The engine may have gone to sleep since the parts were admitted.
+        # The engine might have gone to sleep since the parts were admitted.
         self._sync_state.check_writable(full=sync.full)
         staged = self._staging.results(sync.slots)
         self._sync_state.check_apart(_names(staged))
@@ -352,7 +352,7 @@ class SyncOperations:
     def _keep_undo(self, sync: Sync, base: int, log: UndoLog | None) -> None:
         """Keep the old values of a sync that was just written, if they can be restored later."""
         if self._sync_state.engine_state != "certain" or self._sync_state.foreign is not None:
-            log = None  # it is not known of which version the old values were
+            log = None  # it is not known which version the old values were of
         continued = _continued(sync, base)
         earlier = self._undo if continued else []
         kept = [*earlier, log] if log is not None and (earlier or not continued) else []
@@ -364,7 +364,7 @@ def _names(staged: Sequence[StagedPart]) -> set[str]:
 
 
 def _continued(sync: Sync, base: int) -> bool:
-    """Return whether a sync goes on with the version that the engine has."""
+    """Return whether a sync continues the version that the engine has."""
     return sync.continues and sync.version == base
 
 

@@ -1,4 +1,4 @@
-"""Which parts belong together, and what may be committed: the receiver's state, without I/O.
+"""Which parts belong together, and what can be committed: the receiver's state, without I/O.
 
 Every rank keeps one `SyncState` and gets the same calls in the same order, so that all ranks decide
 alike. For the same reason the caller passes the time. Nothing here touches a weight; an error
@@ -39,13 +39,13 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Committed:
-    """What is known of a committed version."""
+    """The facts that are known of a committed version."""
 
     run: str | None = None  # None: loaded with the engine
     identities: frozenset[str] = frozenset()
     tensors: frozenset[str] = frozenset()
     delivery: Delivery = field(default_factory=Delivery)
-    # Of it and the versions before it in the delta log.
+    # For it and the versions before it in the delta log.
     log_records: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -90,7 +90,7 @@ class SyncState:
         stage_timeout: seconds after its last part for which a sync keeps others out.
 
     Attributes:
-        uncertain: a write failed half-way; some weights may be new and some old.
+        uncertain: a write failed half-way; some weights might be new and some old.
         asleep: the engine has released the weights' memory.
         foreign: what changed the weights outside of delta sync since the last sync, or None.
         mismatched: names of tensors that this rank knows to hold other bits than the syncs have
@@ -156,10 +156,10 @@ class SyncState:
             ``new``: stage it, then call `settle`. ``staged``: it is staged or being staged
             already. ``already_applied``: it belongs to the committed sync; nothing to do. A part of
             the staged sync is never ``already_applied``, even if it has the bytes of a committed
-            one: another ``full`` sync may lead to the same version.
+            one: another ``full`` sync can lead to the same version.
 
         Raises:
-            DeltaError: the part is refused; the state is unchanged, except that a stale sync may
+            DeltaError: the part is refused; the state is unchanged, except that a stale sync might
                 have been dropped.
         """
         if part.origin == "sender":
@@ -217,7 +217,7 @@ class SyncState:
     def release(self, sender: RunSender) -> bool:
         """Leave the weights without an owner, if this process owns them; return whether it did.
 
-        What it has staged is dropped.
+        All that it has staged is dropped.
         """
         released = self.runs.release(sender)
         if released and self.sync is not None and self.sync.sender is not None:
@@ -284,7 +284,7 @@ class SyncState:
         self.sync = None
 
     def fail(self) -> None:
-        """Record that some weights may be new and some old; forget the staged sync."""
+        """Record that some weights might be new and some old; forget the staged sync."""
         run = self.run if self.sync is None else self._run_of(self.sync)
         self.sync = self.previous = self.foreign = None
         self.uncertain, self.loaded = True, False
@@ -388,9 +388,9 @@ class SyncState:
         return self.run if stays or is_anonymous(self.run) else None
 
     def _gives_way(self, sync: Sync, part: PartId, now: float) -> bool:
-        """Return whether a part of another sync may replace the staged one.
+        """Return whether a part of another sync can replace the staged one.
 
-        It may if that is old, or an earlier attempt of the same run.
+        It can if that is old, or an earlier attempt of the same run.
         """
         if self._is_of(sync, part):
             return False

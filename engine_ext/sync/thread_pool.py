@@ -54,7 +54,7 @@ class ThreadPool:
                 while True:
                     try:
                         found, own = todo.popleft()
-                    except IndexError:  # another thread may have taken the last one
+                    except IndexError:  # another thread might have taken the last one
                         return
                     for item in own:
                         if failed.is_set():

@@ -74,7 +74,7 @@ class Transaction:
             given_up: undo logs of this rank that can not be used any more, see `Applier.write`.
 
         Returns:
-            What rolls the sync back later, or None if the old values were not kept.
+            The undo log that rolls the sync back later, or None if the old values were not kept.
 
         Raises:
             BaseMismatch: some rank has found other old values than were staged, and none failed
@@ -126,8 +126,8 @@ class Transaction:
 
         Each is its ``text``, and as ``mismatch`` the error if it is a BaseMismatch, else None.
 
-        If the exchange fails, CommitFailed is raised: the other ranks may not have got this rank's
-        vote either, so there is no further one.
+        If the exchange fails, CommitFailed is raised: the other ranks might not have got this
+        rank's vote either, so there is no further one.
         """
         failure: dict[str, Any] | None = None
         try:

@@ -5,7 +5,7 @@ Inflated, it has, in bytes of the tensor:
 - ``xor``: as many as the tensor, each the new one xor the old one;
 - ``overwrite``: a count as u4, as many positions as u4, ascending, then as many new bytes.
 
-A position may be anywhere in an element; the element's other bytes keep what they are.
+A position can be anywhere in an element; the element's other bytes keep what they are.
 """
 
 from __future__ import annotations

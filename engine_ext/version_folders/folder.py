@@ -102,7 +102,7 @@ def read_tensor(file: BinaryIO, tensor: FileTensor) -> bytes:
 
 
 def _read(file: BinaryIO, begin: int, end: int, *, short: bool = False) -> bytes:
-    """Return some bytes of a file, which may end earlier only if `short`."""
+    """Return some bytes of a file, which can end earlier only if `short`."""
     pieces = list[bytes]()
     at = begin
     while at < end and (piece := os.pread(file.fileno(), min(end - at, _READ_BYTES), at)):

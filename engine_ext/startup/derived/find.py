@@ -1,4 +1,4 @@
-"""Find tensors on a model that may have been computed from its weights.
+"""Find tensors on a model that might have been computed from its weights.
 
 An engine computes some tensors from weights after loading and keeps them (the absorbed projections
 of latent attention, scales of a quantised layer). They do not follow when the weights are written
@@ -32,12 +32,12 @@ NOTHING: Final[Mapping[str, frozenset[str]]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A tensor that may have been computed from weights.
+    """A tensor that might have been computed from weights.
 
     Attributes:
         module: path of the module that it is attached to.
         attribute: its path on that module, as ``name``, ``name[0]`` or ``name.field``.
-        weights: the live tensors that it may have been computed from, by their names in the
+        weights: the live tensors that it might have been computed from, by their names in the
             storage index: those of its module, or of the nearest parent that has any.
     """
 
@@ -60,7 +60,7 @@ def find_derived(
     *,
     rebuilt: Mapping[str, frozenset[str]] = NOTHING,
 ) -> list[Derived]:
-    """List the tensors on a model that may have been computed from weights.
+    """List the tensors on a model that might have been computed from weights.
 
     Args:
         model: in serving state; it is only read.
@@ -137,7 +137,7 @@ def refuse_derived(
     *,
     since: str = "",
 ) -> None:
-    """Mark the weights that some tensor may have been computed from as uncertified.
+    """Mark the weights that some tensor might have been computed from as uncertified.
 
     Args:
         placement: of the whole checkpoint; refused tensors are marked in place.
@@ -158,7 +158,7 @@ def refuse_derived(
                 reasons = {failed[path]: None for path in paths if failed and path in failed}
                 why = f" (the engine's own function is not relied on: {'; '.join(reasons)})"
                 placed.refuse(
-                    f"the engine keeps {', '.join(paths)}{since}, which may be computed from it "
+                    f"the engine keeps {', '.join(paths)}{since}, which might be computed from it "
                     f"and would not follow{why if reasons else ''}"
                 )
 
@@ -168,7 +168,7 @@ def weights_around(
 ) -> Callable[[str], frozenset[str]]:
     """Return a function that lists the weights that something on a module might be computed from.
 
-    It takes the module's path; see `Derived.weights`. What is rebuilt has none.
+    It takes the module's path; see `Derived.weights`. The list is empty for what is rebuilt.
     """
     index = StorageIndex(model)
     covered = _covered(placement, index, rebuilt)
@@ -217,7 +217,7 @@ def _weights(
 ) -> frozenset[str]:
     """Return the covered live tensors of a module, or of the nearest parent that has any.
 
-    What is rebuilt in it counts by its unprocessed weights, even if it has no live tensor left.
+    Anything rebuilt in it counts by its unprocessed weights, even if it has no live tensor left.
     """
     while True:
         entries = [index.find(p) for p in [*module.parameters(), *module.buffers()]]

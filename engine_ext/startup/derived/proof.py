@@ -3,8 +3,8 @@
 Before anything is served, each function is run on the live modules:
 
 1. on the weights as they are: every derived tensor must come out as it is, bit for bit, and
-   nothing else may change (a function that packs the weights themselves is refused);
-2. on weights every element of which has other bits, all at once and several times (sign and
+   all else must stay unchanged (a function that packs the weights themselves is refused);
+2. on weights whose every element has other bits, all at once and several times (sign and
    mantissa change, so that magnitudes stay about the same; a NaN or infinity becomes a number):
    every element of a derived tensor must change in some round, unless its bits are zero (padding).
    This shows that the function reads the live weights, no copy of them, and leaves nothing out;
@@ -38,8 +38,8 @@ from engine_ext.placement import Placement
 from engine_ext.startup.derived.find import Derived
 from engine_ext.startup.derived.recompute import Recomputation, Recomputed
 
-# Bits of the mantissa. Other dtypes are refused, as it is not known which bits may change: integers
-# may be indices or codes.
+# Bits of the mantissa. Other dtypes are refused, as it is not known which bits can change: integers
+# might be indices or codes.
 _MANTISSA: Final[dict[torch.dtype, int]] = {
     torch.float64: 52,
     torch.float32: 23,
@@ -126,7 +126,7 @@ class _Trial:
             for name, module in top.named_modules()
         }
         self._attached = {tensor.path: tensor for tensor in attached_tensors(self._below)}
-        # The covered live tensors that the derived ones may be computed from.
+        # The covered live tensors that the derived ones might be computed from.
         names = {name for d in derived for name in d.weights}
         for attached in self._attached.values():
             names |= {entry.name for entry in index.holding(attached.tensor)} & covered

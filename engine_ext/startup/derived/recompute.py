@@ -23,12 +23,12 @@ class Recomputation:
     """The engine's own function for the derived tensors of some modules.
 
     Attributes:
-        modules: their paths in the model. `run` may change only the derived tensors on and below
+        modules: their paths in the model. `run` must change only the derived tensors on and below
             them, and these must be computed from weights on or below them.
-        run: computes them from the live weights; it may write in place or attach new tensors
+        run: computes them from the live weights; it can write in place or attach new tensors
             under the same names. A function that serves several modules is given once with all
             their paths, or once per module with its arguments bound. It runs in the thread that
-            commits, without gradients, and must not communicate with other ranks, which may run
+            commits, without gradients, and must not communicate with other ranks, which might run
             it less often.
     """
 
@@ -41,9 +41,9 @@ class Recomputed:
     """Derived tensors whose recomputation is proven.
 
     Attributes:
-        modules: the modules that `run` may attach tensors to, by path. If it replaces other tensors
+        modules: the modules that `run` can attach tensors to, by path. If it replaces other tensors
             than the derived ones by new objects with the same bits, the old ones are restored.
-        weights: names of the live tensors that the derived ones may be computed from.
+        weights: names of the live tensors that the derived ones might be computed from.
     """
 
     run: Callable[[], object]
@@ -66,7 +66,7 @@ class Recomputed:
 
         Raises:
             Exception: the engine's own, or RuntimeError if a result does not fit the memory of
-                its derived tensor. The derived tensors may hold old or new values then; their
+                its derived tensor. The derived tensors might hold old or new values then; their
                 objects and addresses are restored.
         """
         # Listed now: since the proof the engine has attached its caches to the modules.

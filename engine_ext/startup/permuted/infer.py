@@ -4,7 +4,7 @@ The processing is a black box. It is run on copies of the module whose parameter
 of each element's index; the output names, at every place, the element that is there now. Random
 bits and their complement are then moved by the map that was found and by the processing, and must
 agree bit for bit. Processing that computes, clamps or sorts is refused with a reason. So is a
-parameter of which the processing keeps something elsewhere, because a write to the parameter would
+parameter if the processing keeps something of it elsewhere, because a write to the parameter would
 not reach that.
 
 An inferred repack is a hypothesis like any placement: `engine_ext.placement.certify` proves it on
@@ -24,7 +24,7 @@ from engine_ext.placement import Placement, Repack
 from engine_ext.startup.permuted.index_probe import IndexProbe
 
 Process = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-"""Run a module's processing on copies that hold these parameters, which it may write to.
+"""Run a module's processing on copies that hold these parameters, which it can write to.
 
 Returns the parameters under the same names, and what else the processing made under other names.
 """
@@ -34,9 +34,10 @@ Returns the parameters under the same names, and what else the processing made u
 class InferredRepacks:
     """What the processing does to a module's parameters, by name, or why it cannot be followed.
 
-    A parameter that is in neither dict is unchanged. `replaced` is whether the engine's loader may
-    not know some parameter afterwards, because it is another object; `outside` is whether the
-    processing writes to something that the module's copies share, so that it cannot be repeated.
+    A parameter that is in neither dict is unchanged. `replaced` is whether the engine's loader
+    might not know some parameter afterwards, because it is another object; `outside` is whether
+    the processing writes to something that the module's copies share, so that it cannot be
+    repeated.
     """
 
     repacks: dict[str, Repack]
@@ -132,7 +133,7 @@ def _refuse_kept_elsewhere(
     if unexplained:
         kept = ", ".join(sorted(unexplained))
         for probe in probes.values():
-            probe.refuse(f"also keeps {kept}, which may be computed from it")
+            probe.refuse(f"also keeps {kept}, which might be computed from it")
 
 
 def _refuse_inputs_of_refused(probes: Mapping[str, IndexProbe], process: Process) -> None:

@@ -1,6 +1,6 @@
 """Find what post-load processing computes from weights and keeps as something else than a tensor.
 
-That may be a number, for kernels that take no tensor, or an object that shows no parts. It would
+That can be a number, for kernels that take no tensor, or an object that shows no parts. It would
 not follow a write to the weights. The processing runs on copies with several payloads: what it
 keeps of one of them and not of another depends on the weights.
 """
@@ -50,7 +50,7 @@ def kept_values(
 def _payloads(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     """Yield random bits, their complement, zeros, half of what was loaded, and what was loaded.
 
-    Random bits have NaN in them, of which nothing but NaN may be computed.
+    Random bits have NaN in them, and the processing might compute nothing but NaN from it.
     """
     probes = {n: IndexProbe(tensor, seed) for seed, (n, tensor) in enumerate(parameters.items())}
     for flip in (False, True):

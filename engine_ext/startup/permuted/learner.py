@@ -23,7 +23,7 @@ from engine_ext.startup.permuted.infer import InferredRepacks, infer_repacks
 from engine_ext.startup.permuted.kept_values import kept_values
 from engine_ext.startup.permuted.module_copy import ModuleCopy, state_of
 
-# What parameters tell their loaders, in both engines.
+# Attributes of parameters that their loaders read, in both engines.
 _DIMENSIONS: Final = frozenset({"input_dim", "output_dim", "packed_dim"})
 
 
@@ -32,9 +32,9 @@ class Processing:
     """One call that an engine makes for a module after loading.
 
     Attributes:
-        method: the object whose function is called; its attributes tell modules apart.
+        method: the object whose function is called; its attributes distinguish modules.
         call: makes the call, given a copy of the module.
-        recomputed: whether the engine may be able to recompute what the call attaches to the
+        recomputed: whether the engine might be able to recompute what the call attaches to the
             module.
     """
 
@@ -61,7 +61,7 @@ class RepackLearner:
     loaded model first. `keep` is called with each call that cannot be followed, or after which the
     engine's loader cannot be, and with whether it only moves elements; it returns None if the
     module can be updated all the same, or else why not. With `keep_moved` it is called with those
-    that could be followed, too; `before` may still set that.
+    that could be followed, too; `before` can still set that.
 
     Attributes:
         repacks: permutations, by the live parameter's name in the model.
@@ -163,9 +163,9 @@ def _infer(
 ) -> InferredRepacks:
     """Infer the repacks of one module.
 
-    If the engine may recompute what the processing attaches to the module, no parameter is refused
-    for tensors that `find_derived` will find on the loaded model: they are then either proven to
-    be recomputed, or a reason to refuse.
+    If the engine might recompute what the processing attaches to the module, no parameter is
+    refused for tensors that `find_derived` will find on the loaded model: they are then either
+    proven to be recomputed, or a reason to refuse.
     """
     module = processing.module
     copies: list[ModuleCopy] = []
@@ -230,8 +230,8 @@ def _marked(
 ) -> dict[str, str]:
     """Return why parameters cannot be followed that processing gives numbers as attributes.
 
-    Such a number may depend on the weights though no probe shows it: whether all scales are powers
-    of two, say.
+    Such a number might depend on the weights though no probe shows it: whether all scales are
+    powers of two, say.
     """
     refusals = {}
     for name in before.keys() & after.keys():
@@ -239,7 +239,7 @@ def _marked(
         values = {n: vars(after[name])[n] for n in sorted(new - _DIMENSIONS)}
         given = [n for n, value in values.items() if isinstance(value, (bool, int, float))]
         if given:
-            refusals[name] = f"post-load processing may compute its {', '.join(given)}"
+            refusals[name] = f"post-load processing might compute its {', '.join(given)}"
     return refusals
 
 
@@ -255,7 +255,7 @@ def _found_later(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> bo
 
 
 def _signature(processing: Processing, parameters: dict[str, Any]) -> Any:
-    """Return what tells modules apart: those with equal signatures share one result."""
+    """Return what distinguishes modules: those with equal signatures share one result."""
     module, method = processing.module, processing.method
     return (
         type(module),

@@ -36,7 +36,7 @@ class _Same:
 
 
 class ModuleCopy:
-    """A copy of a module and of everything that its processing may write to.
+    """A copy of a module and of everything that its processing might write to.
 
     The module and its submodules are copied, the objects on them that take part in post-load
     processing (quant methods, schemes, attention backends), and plain containers. Tensors are

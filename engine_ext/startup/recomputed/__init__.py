@@ -3,7 +3,8 @@
 A module that post-load processing computes (quantised online, packed for a kernel) is kept as it
 was before that processing (`UnprocessedModules`). Deltas are written to these weights. A sync
 that changes them runs the engine's own processing on a copy, and what comes out is compared
-with live memory. What the loader itself computes from a tensor is loaded again instead.
+with live memory. If the loader itself computes something from a tensor, the tensor is loaded again
+instead.
 
 Imports: `trace`, `permuted` and `derived` of this room, and the rooms below it.
 """

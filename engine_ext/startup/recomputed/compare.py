@@ -108,14 +108,14 @@ class Pair:
 
     @property
     def fingerprint(self) -> str | None:
-        """What tells the new value from others; None for an object that is no value."""
+        """A text that identifies the new value; None for an object that is no value."""
         if self.is_tensor:
             return hash_memory(self.new) if self.new.numel() else ""
         return _text(self.new)
 
 
 def pairs(live: torch.nn.Module, new: torch.nn.Module) -> Iterator[Pair]:
-    """Yield what may differ between two modules: tensors, values, and objects that are not shared.
+    """Yield what can differ between two modules: tensors, values, and objects that are not shared.
 
     Both were made by the same processing, so that they have the same attributes. Modules, the
     objects on them that take part in processing, dicts, lists and plain objects are entered, and of
@@ -190,7 +190,7 @@ def _parts(value: Any) -> Any:
 
 
 def _computed(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes of a tensor that may have been computed from it."""
+    """Return the attributes of a tensor that might have been computed from it."""
     return {name: value for name, value in vars(tensor).items() if _may_be_computed(value)}
 
 
@@ -221,7 +221,7 @@ def _is_entered(live: Any, new: Any) -> bool:
 
 
 def _text(value: Any) -> str | None:
-    """Return what tells a value, or a tuple of values, from others; None for any other object."""
+    """Return a text that identifies a value, or a tuple of values; None for any other object."""
     values = value if isinstance(value, tuple) else (value,)
     return repr(value) if all(isinstance(item, PLAIN) for item in values) else None
 
@@ -234,7 +234,7 @@ def _are_equal_sets(live: Any, new: Any) -> bool:
 def check_replaceable(pair: Pair) -> None:
     """Raise RebuildError unless an object that is no tensor can be replaced by the new one.
 
-    Compiled code has the numbers that it was compiled with, and kernels that were called may have
+    Compiled code has the numbers that it was compiled with, and kernels that were called might have
     kept them. What a handle holds besides, its user reads from it each time.
     """
     of_live, of_new = leaves_of(pair.live), leaves_of(pair.new)
@@ -243,7 +243,7 @@ def check_replaceable(pair: Pair) -> None:
         if isinstance(old, PLAIN) and isinstance(new, PLAIN) and not same_leaf(old, new):
             raise RebuildError(
                 f"{pair.path}{path} would be {new!r} and no more {old!r}, which compiled code and "
-                "kernels may keep"
+                "kernels might keep"
             )
 
 

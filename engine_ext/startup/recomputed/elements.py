@@ -11,7 +11,7 @@ class Replacement:
     """An object that processing has made, such as a number or the handle of a kernel.
 
     Attributes:
-        keeps: what the object may point to without a reference of its own, kept alive with it.
+        keeps: what the object might point to without a reference of its own, kept alive with it.
         nbytes: host memory that both take.
     """
 

@@ -64,7 +64,7 @@ class LockstepRunner:
     def follow(self, path: str, model: torch.nn.Module, what: str = "") -> None:
         """Wait until the ranks that `run` some work on a module have ended it.
 
-        If this rank's model has the module, too, the work may not communicate: it would wait for
+        If this rank's model has the module, too, the work must not communicate: it would wait for
         this rank.
 
         Args:
@@ -100,7 +100,7 @@ class _Votes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # else compiled processing would run uncompiled, and may give other bits
+        return True  # else compiled processing would run uncompiled, and might give other bits
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -110,7 +110,7 @@ class _Votes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def fail(self, error: Exception) -> None:
-        """Tell the other ranks that the work has failed, unless all know that it has."""
+        """Notify the other ranks that the work has failed, unless all know that it has."""
         if self._failure is None:
             self._failure = error
             vote = {"error": as_delta_error(error, log=False).to_wire()}
@@ -128,7 +128,7 @@ class _Votes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _vote(self, at: str | None) -> list[str]:
         """Return where the ranks are that do the work; `at` is None on one that does not."""
-        if self._failure is not None:  # the work went on after a vote that had failed
+        if self._failure is not None:  # the work continued after a vote that had failed
             raise self._failure
         place = None if at is None else f"{at} of {self._what}"
         try:

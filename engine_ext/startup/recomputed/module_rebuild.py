@@ -97,7 +97,7 @@ class ModuleRebuild:
             for name in in_place:
                 if name not in now or hash_tensor(now[name]) != given[name]:
                     raise RebuildError(f"processing changes {name}, which it left as it was before")
-            # What is in place is written to by the sync itself, under whichever name.
+            # The sync itself writes to what is in place, under whichever name.
             return self._rebuilt(copy.root, {id(now[name]) for name in in_place})
         finally:
             copy.release()
@@ -199,7 +199,7 @@ class ModuleRebuild:
         fingerprints = {pair.path: text for pair, text in found if text is not None}
         kept: list[torch.Tensor] = []
         if any(_is_handle(pair) for pair, _ in found):
-            # It may have the address of a tensor that it was made with.
+            # It might have the address of a tensor that it was made with.
             made = [*new.parameters(), *new.buffers()]
             kept += [tensor.detach() for tensor in made if tensor.numel()]
             computed = self._computes(new)
@@ -217,7 +217,7 @@ class ModuleRebuild:
             check_replaceable(pair)
             if any(tensor.device.type != "cpu" for tensor in self.live_tensors()):
                 opaque = opaque_part(pair.live, pair.new, pair.path) or pair.path
-                raise RebuildError(f"it keeps {opaque}, which a captured graph may hold")
+                raise RebuildError(f"it keeps {opaque}, which a captured graph might hold")
             size = self._unprocessed_bytes() if _is_handle(pair) else 0
             elements = self.state.attributes.get(pair.path)
             if elements is None or elements.container is not pair.container:
@@ -246,5 +246,5 @@ class ModuleRebuild:
 
 
 def _is_handle(pair: Pair) -> bool:
-    """Return whether a new object may stand for something outside of Python, as addresses do."""
+    """Return whether a new object might stand for something outside of Python, as addresses do."""
     return not (pair.is_tensor or pair.is_same or isinstance(pair.new, _NO_HANDLES))

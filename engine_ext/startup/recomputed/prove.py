@@ -11,10 +11,11 @@ Before anything is served, each module is rebuilt
    must be gone from the live module (zero points of a symmetric scheme), or processing must leave
    it in place, and not read it there.
 
-None of this may change what the live module holds, such as an object or a tensor that its copies
-share. No parameter may have been reachable from the module by another way before it was processed.
+All of this must leave unchanged what the live module holds, such as an object or a tensor that its
+copies share. A parameter must not have been reachable from the module by another way before it was
+processed.
 
-Every rank runs the same rebuilds in the same order, because processing may communicate; a module
+Every rank runs the same rebuilds in the same order, because processing can communicate; a module
 that fails on one rank fails on all.
 """
 
@@ -126,7 +127,7 @@ def _prove_bits(one: Rebuild, written: list[str], probe: Probe, held: _Held) -> 
         raise RebuildError("with the handles made anew it computes something else")
     for name in written:
         if one.shares(name):
-            raise RebuildError(f"processing may read {name} in another way than from its copy")
+            raise RebuildError(f"processing might read {name} in another way than from its copy")
         if name in one.in_place:
             # Nothing need depend on it; but processing must not read live memory either.
             reads = not _differs(one, {name: [Perturbation()]}, probe, expected)
@@ -149,7 +150,7 @@ def _prove_bits(one: Rebuild, written: list[str], probe: Probe, held: _Held) -> 
 def _try_others(one: Rebuild, name: str) -> None:
     """Raise RebuildError if other bits of a parameter change what cannot be replaced.
 
-    Processing may fail on them, which says nothing: they were not made for it.
+    Processing can fail on them, which says nothing: they were not made for it.
     """
     try:
         one.rebuild({name: [Perturbation()]})
@@ -186,7 +187,7 @@ def _other_live_bits(one: Rebuild, name: str) -> Iterator[None]:
 
 
 class _Held:
-    """What a live module holds besides its own tensors, as it was when this was made."""
+    """The state that a live module holds besides its own tensors, as of when this was made."""
 
     def __init__(self, one: Rebuild) -> None:
         modules = [] if one.module is None else list(one.module.modules())

@@ -74,11 +74,11 @@ class RebuildResult:
 class Rebuild(Protocol):
     """Something that the engine has computed from weights, and how it is computed again.
 
-    - What it reads are its unprocessed weights (`weights`). Syncs write to these.
-    - What it would write is the result of `rebuild`, which itself writes nothing: neither to live
-      memory nor to the unprocessed weights.
+    - It reads its unprocessed weights (`weights`). Syncs write to these.
+    - `rebuild` returns what it would write, and itself writes nothing: neither to live memory nor
+      to the unprocessed weights.
     - Rebuilt from the same weights it gives the same, as far as `proven` says.
-    - What is written by its differences is what a fresh engine makes of the weights.
+    - A write of its differences gives what a fresh engine makes of the weights.
 
     Attributes:
         path: of the module in the model; else what is rebuilt, for messages.

@@ -46,7 +46,7 @@ def with_parts(
 ) -> dict[int, torch.nn.Module]:
     """Return what replaces modules, given each with its copy, and the modules in them.
 
-    Such a part may be found elsewhere in the model, too: attention has a projection of its block.
+    Such a part can be found elsewhere in the model, too: attention has a projection of its block.
     If it has a copy of its own, that replaces it.
 
     Returns:

@@ -52,7 +52,7 @@ class UnprocessedModules:
     """The states of the modules that the engine's loader cannot be traced on after processing.
 
     Args:
-        limit: bytes that the parameters and buffers kept may take on this rank.
+        limit: bytes that the parameters and buffers kept can take on this rank.
         moved_too: the modules whose processing can be followed are to be kept, too, because the
             engine has loaded no checkpoint yet, so that it must be repeated.
 
@@ -106,7 +106,7 @@ class UnprocessedModules:
 
 
 def loaded_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers of a module, which a loader may write to, by name."""
+    """Yield the parameters and buffers of a module, which a loader can write to, by name."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 

@@ -45,7 +45,7 @@ class LoaderDryRun:
         model: in serving state, or not processed yet.
         load_weights: the model's own loader; takes (name, tensor) pairs.
         index: of the model.
-        refuse_while: returns why the loader would not simply load now (an engine may wrap it while
+        refuse_while: returns why the loader would not simply load now (an engine can wrap it while
             it reloads or quantises), or None.
 
     Every method raises:
@@ -103,7 +103,7 @@ class LoaderDryRun:
     def rehearse(self, names: Sequence[str], placement: Placement) -> dict[str, str]:
         """Compare what the loader does with some tensors with their certified placement.
 
-        A loader may need tensors together, or fill in those that it was not given. The tensors in
+        A loader might need tensors together, or fill in those that it was not given. The tensors in
         `names` all have segments, and the loader is to be given them in one call. The bits of the
         model are not compared here: `trace` has shown that every write of this loader is seen.
 
@@ -242,7 +242,7 @@ def _is_untouched(placed: Placed) -> bool:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Let no garbage collection begin by itself: one of all of an engine's objects takes longer.
+    """Let no garbage collection begin automatically: one of all an engine's objects takes longer.
 
     The many objects of a trace have no data, and most of them are gone when it ends.
     """

@@ -31,7 +31,7 @@ _LOSSLESS: Final[dict[torch.dtype, tuple[torch.dtype, ...]]] = {
     torch.int32: (torch.int64,),
 }
 
-# Bytes that the element ids of one write may take.
+# Bytes that the element ids of one write can take.
 _MAX_BYTES: Final = 1 << 33
 
 # Elements of an index tensor up to which it is compared to see whether two histories are alike.
@@ -39,7 +39,7 @@ _MAX_COMPARED: Final = 1 << 12
 
 
 class UntraceableError(Exception):
-    """What is written cannot be traced back element by element; the message says why."""
+    """A write cannot be traced back element by element; the message says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +139,7 @@ class Provenance:
     """The steps that a storage is the result of.
 
     Attributes:
-        sources: the checkpoint tensors that its elements may come from.
+        sources: the checkpoint tensors that its elements can come from.
         signature: what was done, without the tensors' names. Two storages with equal signatures
             have equal element ids. None if comparing them would be expensive.
     """

@@ -1,8 +1,8 @@
 """Trace the loader before post-load processing, to see what that processing loses.
 
-Post-load processing may replace a parameter by one whose loader does nothing (vLLM does for AWQ).
+Post-load processing can replace a parameter by one whose loader does nothing (vLLM does for AWQ).
 The loader of the processed model then copies nothing from a tensor that the engine has loaded, and
-reports no error. Processing may also let parameters share memory that were loaded apart.
+reports no error. Processing can also let parameters share memory that were loaded apart.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class LoadingTrace:
                 live = _join(path, segment.live.name)
                 written[live] += prod(segment.sizes)
                 boxes.setdefault(live, []).append(_box(segment))
-            placed.segments = []  # they keep memory alive that processing may free
+            placed.segments = []  # they keep memory alive that processing might free
             loaded.placed[prefix + name] = placed
         loaded.specs = [replace(spec, name=prefix + spec.name) for spec in specs]
 
@@ -199,7 +199,7 @@ class LoadingTrace:
     def _shared(self, names: AbstractSet[str]) -> set[tuple[str, str]]:
         """Return the pairs of `names` that shared memory before processing.
 
-        Those of one model: the next one may get memory that processing of the first has freed.
+        Those of one model: the next one might get memory that processing of the first has freed.
         """
         found = (_overlapping(one.ranges, names) for one in self._models.values())
         return set[tuple[str, str]]().union(*found)
@@ -207,7 +207,7 @@ class LoadingTrace:
     def refuse_lost(self, placement: Placement, *, reads: bool) -> None:
         """Refuse what the processed model seems to drop, in whole or in part.
 
-        A tensor may be missing in the traced placement only if the loader dropped it before
+        A tensor must not be missing in the traced placement unless the loader dropped it before
         processing, too. If that is not known though the engine `reads` a checkpoint, it is refused
         unless another rank holds it. Without a checkpoint, an engine that repacks does not start.
         """

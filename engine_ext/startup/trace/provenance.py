@@ -1,11 +1,11 @@
 """Track the provenance of elements in the temporaries that a loader makes.
 
-A loader may clone, permute, concatenate or pad tensors before it copies them to live memory. Each
+A loader can clone, permute, concatenate or pad tensors before it copies them to live memory. Each
 operator that only moves elements is recorded, with its arguments, as a step that created or changed
 a temporary. When such a temporary reaches live memory, the steps that led to it are replayed on
-element ids (see `index_replay`), which gives the source of every element. An
-operator that may compute is not replayed: the temporaries it writes become untraceable, with the
-operator's name as the reason.
+element ids (see `index_replay`), which gives the source of every element. An operator that
+might compute is not replayed: the temporaries it writes become untraceable, with the operator's
+name as the reason.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Record the loader's writes to live memory, and suppress them.
 
 A `Recorder` sees every operator of the loader's threads below Python. Copies of checkpoint
-tensors into live memory become segments. What the loader does with the tensors before that is
-tracked by `provenance`; a tensor that cannot be traced is refused, with the
-reason.
+tensors into live memory become segments. `provenance` tracks what the loader does with the tensors
+before that; a tensor that cannot be traced is refused, with the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from engine_ext.startup.trace.permutations import find_permutation, split_by_sou
 from engine_ext.startup.trace.provenance import ProvenanceTracker
 from engine_ext.startup.trace.strided_boxes import ElementIds, StridedBox, find_boxes
 
-# Segments that one write may take; above the lower number a permutation is preferred.
+# Segments that one write can take; above the lower number a permutation is preferred.
 _MOST_SEGMENTS: Final = 1024
 _MANY_SEGMENTS: Final = 64
 _aten: Final = torch.ops.aten

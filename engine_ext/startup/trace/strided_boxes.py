@@ -1,7 +1,8 @@
 """Find strided boxes in an array of element ids.
 
-The array says, for every element of a box of memory, which element of which source it holds. Most
-loaders leave a few boxes of constant strides in it: a transpose is one, a concatenation a few.
+The array gives, for every element of a box of memory, the source and its element that are held
+there. Most loaders leave a few boxes of constant strides in it: a transpose is one, a concatenation
+a few.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class _Cutter:
         return box.last == 0 if box.first == 0 else source(box.first) == source(box.last)
 
     def _runs(self, values: torch.Tensor, dim: int) -> list[tuple[int, int, int]] | None:
-        """Group the slices along a dimension of which each is the one before it, shifted.
+        """Group the slices along a dimension where each is the one before it, shifted.
 
         A group is (first slice, number of slices, step). Returns None if they are too many.
         """
@@ -184,7 +185,7 @@ class _Cutter:
         count: int,
         step: int,
     ) -> list[StridedBox]:
-        """Return the boxes of slices each of which is the one before it, shifted by `step`."""
+        """Return the boxes of slices where each is the one before it, shifted by `step`."""
         stride, inner = strides[dim], strides[:dim] + strides[dim + 1 :]
         alone = self.cut(values.select(dim, first), offset + first * stride, inner)
         together = [
@@ -218,7 +219,7 @@ class _Cutter:
 
 
 def _periods(line: torch.Tensor) -> Iterator[int]:
-    """Yield the periods with which a line of ids may repeat, shifted by a constant."""
+    """Yield the periods with which a line of ids might repeat, shifted by a constant."""
     for period in range(2, min(_MAX_PERIOD, len(line) // 2) + 1):
         if len(line) % period == 0:
             steps = line[period:] - line[:-period]

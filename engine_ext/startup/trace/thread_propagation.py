@@ -17,7 +17,7 @@ import torch
 
 from engine_ext.model import TracingError
 
-# How long a thread may run on after the loader has returned.
+# How long a thread can continue after the loader has returned.
 _JOIN_TIMEOUT_S: Final = 10.0
 
 
@@ -30,8 +30,9 @@ class _ThreadState(threading.local):
 def traced_threads(trace: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Trace this thread and all threads that work for it, for the duration of the block.
 
-    Replaces methods of `threading.Thread` and `ThreadPoolExecutor`, so only one thread of the
-    process may use it at a time. `trace` makes the context that each traced thread runs in.
+    Replaces methods of `threading.Thread` and `ThreadPoolExecutor`, so two threads of the
+    process must not use it at the same time. `trace` makes the context that each traced thread
+    runs in.
 
     Raises:
         TracingError: a thread that was started in the block does not end.
@@ -54,7 +55,7 @@ def traced_threads(trace: Callable[[], AbstractContextManager[Any]]) -> Iterator
             state.traced = False
 
     def start_traced(thread: threading.Thread) -> None:
-        # The threads of a pool may outlive the block; their tasks are traced instead.
+        # The threads of a pool can outlive the block; their tasks are traced instead.
         if state.traced and not state.submitting:
             thread.run = traced()(thread.run)  # type: ignore[method-assign]
             threads.append(thread)
