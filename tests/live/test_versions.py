@@ -46,7 +46,7 @@ def test_the_table_of_features_is_right(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ADAPTERS)
 def test_table_of_features_agrees_with_rows(engine: str) -> None:
-    """What the documentation says of a version is what the engine of that version has."""
+    """Each engine version has the features that the documentation lists for it."""
     supported = ADAPTERS[engine].VERSIONS.supported
     features = ADAPTERS[engine].FEATURES
     assert {

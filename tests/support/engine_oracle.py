@@ -21,7 +21,7 @@ Changes = Mapping[str, tuple[NDArray[np.int64] | None, NDArray[Any]]]
 Origin = Literal["sender", "log", "engine"]
 Sender = tuple[str, int]  # run and epoch
 Errors = frozenset[str]
-Answer = str | Errors  # the status of a success, or the errors of which one must come
+Answer = str | Errors  # the status of a success, or the set of errors that are allowed
 # What a rank or the engine does with a part or with the sync that it completes.
 Fault = Literal[
     "refused", "broken", "unprocessed", "undone", "mixed", "lost", "unpaused", "unpublished"
@@ -37,7 +37,7 @@ class Part:
     """One part as it is sent.
 
     Attributes:
-        bare: it names nothing but its version, so that it may be the rest of an unfinished one.
+        bare: it names nothing but its version, so that it can be the rest of an unfinished one.
     """
 
     body: bytes
@@ -83,7 +83,7 @@ class Staged:
 
 @dataclass
 class Committed:
-    """What is known of a version."""
+    """The known facts about a version."""
 
     version: int
     bits: Bits
@@ -169,7 +169,7 @@ class Known:
         return is_anonymous(self.at.run) if part.sender is None else part.sender[0] == self.at.run
 
     def shut_out(self, sender: Sender | None, *, takeover: bool = False) -> Errors:
-        """Why a sender may not change the weights."""
+        """Return the errors for which a sender must not change the weights."""
         if sender is not None and self.is_replaced(sender):
             return frozenset({"RunFenced"})
         if self.owner is None or takeover:
@@ -216,7 +216,7 @@ class Known:
         return self.at.run if stays or is_anonymous(self.at.run) else None
 
     def continues(self, part: Part) -> bool:
-        """Whether a part without numbers may be the rest of the version that the engine holds."""
+        """Whether a part without numbers can be the rest of the version that the engine holds."""
         is_named = not (self.at.run is None or is_anonymous(self.at.run))
         return part.bare and part.version == self.at.version and not (self.at.whole or is_named)
 
@@ -255,7 +255,7 @@ class Known:
         return found
 
     def take(self, part: Part, fault: Fault | None = None) -> tuple[Answer, list[Known]]:
-        """Take a part; return the answer, and what the engine may hold then."""
+        """Take a part; return the answer, and the states that the engine can have then."""
         if part.origin == "sender" and (out := self.shut_out(part.sender)):
             return out, [self]
         if self.is_seen(part) and not self.is_staged(part):

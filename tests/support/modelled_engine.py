@@ -199,7 +199,7 @@ class ModelledEngine(RuleBasedStateMachine):
         self.rig.heal()
 
     def follow(self, answer: dict[str, Any], expected: Answer, possible: list[Known]) -> None:
-        """The answer is the expected one, and the engine holds one of what it may hold."""
+        """The answer is the expected one, and the engine is in one of the possible states."""
         if isinstance(expected, str):
             assert answer.get("status") == expected, (answer, expected)
         else:

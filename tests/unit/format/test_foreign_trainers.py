@@ -1,4 +1,4 @@
-"""What the engine tests' trainer writes by its own encoder is what the reader reads."""
+"""The reader reads the same deltas as the engine tests' trainer writes by its own encoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users give by mistake is refused in plain words, before anything is read or sent."""
+"""Wrong arguments are refused in plain words, before anything is read or sent."""
 
 from __future__ import annotations
 

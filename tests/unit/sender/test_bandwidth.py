@@ -21,7 +21,7 @@ def answer(**seconds: float) -> dict[str, Any]:
 def shown(
     speed: float, overhead: float, sizes: list[int], *, kept_back: bool, seed: int = 0
 ) -> LinkSpeed:
-    """What a link shows; the overhead is up to a third more than it is said to be.
+    """Return the measurements of a simulated link; the overhead is up to a third more than given.
 
     Args:
         kept_back: something on the way hands a body on once it has it whole.
@@ -85,7 +85,7 @@ def test_a_single_late_answer_is_not_the_links() -> None:
 
 def test_an_engine_that_does_not_tell_of_its_work() -> None:
     link = LinkSpeed()
-    link.note(100, 5.0, {})  # too small to tell
+    link.note(100, 5.0, {})  # too small to measure
     assert link.measured is None
     assert link.bytes_per_s == 125e6
     link.note(1_000_000, 1.5, answer(stage=0.4, pause=0.1))

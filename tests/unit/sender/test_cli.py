@@ -272,7 +272,7 @@ def test_the_state_and_the_log_go_on_with_the_next_run(
     serve: Callable[..., list[httpx.Request]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The second run is told no version, and its base is what the first one sent."""
+    """The second run is given no version, and its base is what the first one sent."""
     requests = serve(accept)
     state, log = tmp_path / "state.json", tmp_path / "log"
     kept = ["--url", URL, "--state", str(state), "--delta-log", str(log), "--lag-limit", "9"]

@@ -1,4 +1,4 @@
-"""No full garbage collection is made while a sync goes on, and the thresholds come back."""
+"""No full garbage collection runs during a sync, and the thresholds are restored after it."""
 
 from __future__ import annotations
 

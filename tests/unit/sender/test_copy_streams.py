@@ -1,4 +1,4 @@
-"""The order of copies, on streams that only write down what they are told."""
+"""The order of copies, on streams that only record their calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stream:
 
 
 class Cuda:
-    """What `torch.cuda` is asked for."""
+    """A stand-in for `torch.cuda` that records the calls of its streams."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -115,7 +115,7 @@ def test_what_is_fetched_is_waited_for_by_the_device_only(cuda: Cuda) -> None:
     ]
 
 
-def test_what_is_brought_is_complete_and_stays_until_it_is_copied(cuda: Cuda) -> None:
+def test_download_is_complete_and_stays_until_copied(cuda: Cuda) -> None:
     copies = CopyStreams(torch.device("cuda:0"), cuda)
     with pinned(cuda):
         use = copies.download(Memory("found", cuda))  # type: ignore[arg-type]

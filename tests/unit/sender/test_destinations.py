@@ -1,4 +1,4 @@
-"""What every sender does, whatever its destination is: an engine, engines, a folder, a store."""
+"""Every sender behaves the same for each destination: an engine, engines, a folder, a store."""
 
 from __future__ import annotations
 

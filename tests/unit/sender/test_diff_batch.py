@@ -1,4 +1,4 @@
-"""Many tensors compared in one call, beside one call for each."""
+"""Many tensors compared in one call have the same result as one call for each."""
 
 from __future__ import annotations
 

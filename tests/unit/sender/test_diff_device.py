@@ -183,7 +183,7 @@ def test_a_copy_that_could_not_follow_is_made_anew(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the snapshot was left half-way or its copy was, they are one again."""
-    monkeypatch.setattr(sender_snapshot, "_WRITTEN", 1)  # each tensor by itself
+    monkeypatch.setattr(sender_snapshot, "_WRITTEN", 1)  # each tensor alone
     held = {name: torch.zeros(40, dtype=torch.bfloat16) for name in ("a", "b")}
     snapshot = Snapshot(held.items(), "deltas", "device")
     new = step(held, 1, 0.2)

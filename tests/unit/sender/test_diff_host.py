@@ -85,7 +85,7 @@ def test_chunks_and_threads(threads: int, compiled: bool, monkeypatch: pytest.Mo
 
 
 def test_small_tensors_are_compared_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results may be asked for in any order, also before there are enough for a thread."""
+    """Results can be read in any order, also before there are enough tensors for a thread."""
     monkeypatch.setattr(diff_host, "_CHUNK", 128)
     rng = np.random.default_rng(0)
     pairs = []

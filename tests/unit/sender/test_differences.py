@@ -144,7 +144,7 @@ def test_all_of_it_goes_where_nothing_would_prove_the_rest(state: str) -> None:
     assert all(part.manifest.full or part.manifest.digest_part for part in engine.log)
 
 
-def test_what_cannot_be_differences_goes_as_values_in_the_same_sync() -> None:
+def test_one_sync_mixes_differences_and_values() -> None:
     model = model_of()
     dense = "layers.4.weight"
     engine = Engine.of(model, undigested={ONE})
@@ -181,7 +181,7 @@ def test_an_engine_that_refuses_differences_is_sent_values() -> None:
     sent = encodings(engine)
     refused = sent.count("gap8_ulp")
     assert sent == ["gap8_ulp"] * refused + ["gap8_exp"] * (len(sent) - refused)
-    # What was staged before the refusal is no part of what follows.
+    # The sync that follows has no parts that were staged before the refusal.
     ids = sync_ids(engine)
     assert not set(ids[:refused]) & set(ids[refused:])
 
@@ -254,7 +254,7 @@ def test_each_engine_falls_back_for_itself(
         assert not any(report.full for report in reports.values())
         for engine in (a, b, c):
             assert engine.holds(model)
-        if bucket_bytes > 300:  # of more parts, the first may be forgotten
+        if bucket_bytes > 300:  # of more parts, the first can be forgotten
             assert sorted(encoded) == ["gap8_exp", "gap8_ulp"]
     assert sorted(a.bodies) == sorted(c.bodies)
     assert set(encodings(a)) == {"gap8_ulp"}

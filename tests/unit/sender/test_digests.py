@@ -65,8 +65,8 @@ def test_a_corrupted_element_is_found_and_healed(touched: bool) -> None:
     assert engine.holds(model)
 
 
-def test_a_corrupted_element_that_the_delta_overwrites_with_the_right_value_is_found() -> None:
-    """After the sync its bytes would be right; that they were wrong before is told all the same."""
+def test_corruption_that_the_delta_overwrites_is_found() -> None:
+    """The sync would correct its bytes; that they were wrong before is found nevertheless."""
     model = model_of(tensors=2)
     engine = Engine.of(model)
     sender = sender_of(engine, model)
@@ -93,7 +93,7 @@ def test_without_digests_only_the_version_counts() -> None:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_an_engine_that_commits_other_bytes_is_told_of_and_gets_a_full_sync(full: bool) -> None:
+def test_commit_of_other_bytes_is_reported_and_resynced(full: bool) -> None:
     model = model_of(tensors=2)
     engine = Engine.of(model)
     sender = sender_of(engine, model)
@@ -173,7 +173,7 @@ def test_less_than_was_committed_is_not_taken_for_the_same(naps: list[float]) ->
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("changed", [0, 1])
 @pytest.mark.parametrize("kept", ["digest", "plan", "neither", "some"])
-def test_without_digests_nothing_is_taken_for_what_was_committed_unnoticed(
+def test_without_digests_lost_commit_is_not_assumed(
     first_full: bool, full: bool, changed: int, kept: str, naps: list[float]
 ) -> None:
     """The trainer goes back on one tensor after a lost answer."""

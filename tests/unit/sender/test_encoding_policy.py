@@ -115,7 +115,7 @@ def test_of_many_changes_the_shorter_form_goes(density: float, encoding: str) ->
     assert EncodingPolicy("deltas").choose(stats, False, SLOW) == EncodingChoice("deltas", True)
 
 
-def test_where_bytes_are_not_packed_what_is_kept_dense_goes_dense() -> None:
+def test_without_packing_dense_tensors_are_sent_dense() -> None:
     """Whatever the gaps are on average: one that is long makes all of them long."""
     model = {"w": torch.zeros(200_000, dtype=torch.bfloat16)}
     engine = Engine.of(model)
@@ -206,7 +206,7 @@ def test_an_engine_follows_whatever_is_picked(speed: float, has_plan: bool) -> N
     assert engine.holds(model)
 
 
-def test_an_engine_that_refuses_differences_gets_values_from_then_on() -> None:
+def test_engine_gets_values_after_it_refuses_differences() -> None:
     model = model_of()
     engine = Engine.of(model, cast={"layers.2.weight"})
     sender = sender_of(engine, model)

@@ -39,7 +39,7 @@ def test_a_refused_sync_is_sent_again_whole(failing: int, status: int, at_once: 
     assert caught.value.status == status
     assert caught.value.error["tensor"] == "layers.0.weight"
     assert sender.version == 0
-    # Each part once, and the one that is refused, again: others may go before its answer is read.
+    # Each part once, and the refused one again: others can be sent before its answer is read.
     most = failing + 1 if at_once == 1 else len(model) + 1
     assert failing + 1 <= len(engine.requests) <= most
     model["layers.2.weight"][0, 0] += 1
@@ -285,7 +285,7 @@ def test_a_trainer_that_moves_on_while_posting(full: bool, density: float) -> No
     assert engine.holds(model)
 
 
-def test_a_resync_sends_what_was_read_though_the_trainer_moved_on() -> None:
+def test_resync_sends_snapshot_after_trainer_moved_on() -> None:
     model = model_of()
     engine = Engine.of(model)
     sender = sender_of(engine, model, bucket_bytes=1)

@@ -1,4 +1,4 @@
-"""What an engine may have committed, where interruptions, lags and lost answers meet."""
+"""A sender tracks possible commits when interruptions, lags and lost answers coincide."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def interrupt_at_the_end(patch: pytest.MonkeyPatch) -> None:
 def test_a_wait_that_is_interrupted(
     commits: bool, digest: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an engine has committed stays in the log; what none has is refused there."""
+    """A version that an engine has committed stays in the log; any other is refused there."""
     model = model_of(tensors=3)
     base, log = copied(model), tmp_path / "log"
     a, b = two(model)
@@ -73,7 +73,7 @@ def test_a_wait_that_is_interrupted(
 
 
 def test_closed_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another sender goes on from what had been in flight."""
+    """Another sender continues from what had been in flight."""
     model = model_of(tensors=2)
     engine, file = Engine.of(model), tmp_path / "state"
     with DeltaSender(A, model.items(), client=engine.client(), state=file) as sender:
@@ -242,7 +242,7 @@ def test_a_doubt_outlives_a_step_that_was_never_begun(
 def test_a_log_that_moves_on_alone_is_interrupted(
     tmp_path: Path, naps: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the version that engines may have; its next one leads on from that."""
+    """It has the version that engines might have; its next version starts from that one."""
     model = model_of(tensors=3)
     base = copied(model)
     engine = Engine.of(model)
@@ -265,7 +265,7 @@ def test_a_log_that_moves_on_alone_is_interrupted(
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-def test_the_number_of_a_full_sync_that_lags_is_not_used_for_others(bucket_bytes: int) -> None:
+def test_number_of_lagging_full_sync_is_not_reused(bucket_bytes: int) -> None:
     """The engine was one version further, so that its full sync has the number of the next step."""
     model = model_of(tensors=3)
     a, b = two(model)
@@ -298,7 +298,7 @@ def test_the_number_of_a_full_sync_that_lags_is_not_used_for_others(bucket_bytes
 
 
 def test_closed_while_the_log_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another sender may write only when the thread of this one is done."""
+    """Another sender can write only when the thread of this one is done."""
     model = model_of(tensors=3)
     base, log = copied(model), tmp_path / "log"
     engine = Engine.of(model)

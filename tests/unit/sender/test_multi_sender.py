@@ -69,7 +69,7 @@ def test_both_follow_and_get_the_same_bytes(
             assert reports[url].version == engine.version == sender.versions[url] == step + 1
             assert reports[url].digest == digest_of(engine.weights).hex()
     assert sorted(a.bodies) == sorted(b.bodies)
-    if bucket_bytes > 1:  # three parts; of more, the first may be forgotten
+    if bucket_bytes > 1:  # three parts; of more, the first can be forgotten
         assert len(encoded) == len(a.bodies)
 
 
@@ -282,7 +282,7 @@ FAULTS = st.sampled_from(["none", "refuses", "loses", "restarts", "corrupts"])
     digest=st.booleans(),
     encoding=st.sampled_from(["deltas_zstd", "gap8_ulp"]),
 )
-def test_whatever_fails_who_acknowledged_holds_the_trainers_bytes(
+def test_engine_that_acknowledged_holds_trainers_bytes(
     steps: list[tuple[str, str, float]], digest: bool, encoding: str
 ) -> None:
     base = model_of(tensors=2, numel=40)
@@ -296,7 +296,7 @@ def test_whatever_fails_who_acknowledged_holds_the_trainers_bytes(
         if fault == "refuses":
             engine.faults[now] = refuse()
         elif fault == "loses":
-            # Every answer of this sync, so that it may have committed all the same.
+            # Every answer of this sync is lost, so that the engine might have committed it.
             engine.faults = dict.fromkeys(range(now, now + 50), gone)
         elif fault == "restarts":
             engine.restart(base)

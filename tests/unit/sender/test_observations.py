@@ -1,4 +1,4 @@
-"""What a sync shows of a trainer's mistakes: no change, NaN, values that are rounded."""
+"""A sync shows a trainer's mistakes: no change, NaN, values that are rounded."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_ignored_tensors_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     assert sender.sync(model.items()).nnz == 0
 
 
-def test_uncertified_and_unknown_tensors_are_the_engines_to_refuse() -> None:
+def test_engine_refuses_uncertified_and_unknown_tensors() -> None:
     for engine in (
         Engine.of(model_of(tensors=3), uncertified={"layers.2.weight"}),
         Engine.of(model_of(tensors=2)),
@@ -167,7 +167,7 @@ def test_a_plan_that_cannot_be_had_fails_the_sync(
         ({"embed.weight", "lm_head.weight"}, set()),  # the engine keeps them apart
     ],
 )
-def test_tied_tensors_are_sent_under_every_name_that_the_engine_holds(
+def test_tied_tensors_are_sent_under_each_held_name(
     first: str, held: set[str], ignored: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = torch.ones(20, 4)

@@ -132,7 +132,7 @@ def test_all_are_posted_and_the_last_one_alone(
     refused=st.sets(st.integers(0, 8)),
     unencoded=st.none() | st.integers(0, 8),
 )
-def test_after_a_failure_nothing_is_posted_and_all_answers_are_waited_for(
+def test_failure_stops_posts_and_waits_for_all_answers(
     count: int,
     at_once: int,
     encoders: int,
@@ -253,7 +253,7 @@ def test_what_a_failed_round_has_not_encoded_is_not_encoded() -> None:
 
 
 def test_a_hurried_round_waits_for_encoding_only() -> None:
-    """So that the snapshot may advance; the receiver is still busy with the first part."""
+    """So that the snapshot can advance; the receiver is still busy with the first part."""
     shared = round_of(1)
     with gate() as go:
 
@@ -274,7 +274,7 @@ def test_a_hurried_round_waits_for_encoding_only() -> None:
 
 
 def test_the_end_of_encoding_is_waited_for_even_after_a_failure() -> None:
-    """The encoders read the snapshot, which may advance then."""
+    """The encoders read the snapshot, which can advance after that."""
     shared = round_of(2)
     running: list[int] = []
 
@@ -315,7 +315,7 @@ def test_the_refusal_that_says_why_is_reported(first: int) -> None:
 
 @pytest.mark.parametrize("kind", ["NotUpdatable", "SpoolFull"])
 @pytest.mark.parametrize("late", [True, False])
-def test_a_part_that_comes_after_the_sync_was_dropped_is_dropped_too(kind: str, late: bool) -> None:
+def test_part_that_comes_after_drop_is_dropped(kind: str, late: bool) -> None:
     receiver = Receiver(2, {0: 0.01, 1: 0.1 if late else 0.0}, {0: refusal(kind)})
     shared = round_of(2)
     queue = PostQueue(receiver, shared, waits=False)

@@ -29,7 +29,7 @@ class Clock:
     st.lists(st.tuples(st.integers(0, 1 << 20), st.floats(0.0, 3.0)), min_size=1, max_size=50),
 )
 def test_no_more_than_the_rate(rate: float, sent: list[tuple[int, float]]) -> None:
-    """Over any time that ends when bytes may be sent: what came before, and a twentieth second."""
+    """In any time that ends when bytes can be sent: earlier bytes, plus a twentieth of a second."""
     clock = Clock()
     limit = RateLimit(rate, now=clock.now, sleep=clock.sleep)
     before: list[tuple[float, int]] = []

@@ -1,4 +1,4 @@
-"""Whose an engine is, and what a sender may replace there."""
+"""An engine has one owner, which limits what a sender can replace there."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "state.json"
 
 
-# ---- what may be replaced ------------------------------------------------------------------------
+# ---- what can be replaced ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [0, 6])
@@ -506,7 +506,7 @@ def test_claim_is_released_if_nothing_follows(model: Model) -> None:
 
 
 def test_claim_without_an_answer_is_released(model: Model, naps: list[float]) -> None:
-    """The engine may have taken it all the same."""
+    """The engine might have taken it nevertheless."""
     engine = Engine.of(model)
     takes = engine.take_claim
 
@@ -583,7 +583,7 @@ def test_who_waits_says_for_whom(
 
 
 def test_first_sync_waits_for_staged_parts(model: Model, naps: list[float]) -> None:
-    """Of a sender without a run: they keep a claim out, too."""
+    """The staged parts of a sender without a run also block a claim."""
     engine = Engine.of(model)
     takes, busy = engine.take_claim, [error(409, "SyncInProgress", staged_version=4)] * 2
 

@@ -20,7 +20,7 @@ from tests.support.fake_engine import Model, bits, train
 
 @pytest.fixture
 def client(rig: Rig) -> httpx.Client:
-    """A client that any thread may use, of the engine at version 7, which it was started with."""
+    """A client that any thread can use, of the engine at version 7, which it was started with."""
     lock = threading.Lock()
 
     def answer(request: httpx.Request) -> httpx.Response:

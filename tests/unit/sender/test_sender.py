@@ -109,7 +109,7 @@ def test_parts_are_capped_and_of_one_dtype() -> None:
 
 
 def test_the_first_parts_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each may have twice as much as the one before, up to `bucket_bytes`."""
+    """Each can have twice as much as the one before, up to `bucket_bytes`."""
     monkeypatch.setattr(part_builder, "_FIRST", 100)
     model = model_of(tensors=70, numel=9)
     engine = Engine.of(model)
@@ -172,7 +172,7 @@ def test_where_bytes_are_packed_it_is_the_packed_ones_that_count(
 
 
 def test_shapes_and_layouts() -> None:
-    nothing = torch.empty(0, 3)  # shared, as empty tensors of one file may be: no tie
+    nothing = torch.empty(0, 3)  # shared, as empty tensors of one file can be: no tie
     model = {
         "scalar": torch.tensor(1.5),
         "empty": nothing,

@@ -60,7 +60,7 @@ def lagging(model: Model, **options: object) -> tuple[Engine, Engine, MultiSende
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("meanwhile", [0, 1, 3])
 def test_one_that_lags_holds_up_nobody(bucket_bytes: int, meanwhile: int) -> None:
-    """It goes on with what it was being sent, and is brought the rest afterwards."""
+    """It finishes the sync that it was being sent, and gets the rest afterwards."""
     model = model_of(torch.bfloat16, torch.float32, tensors=3)
     a, b, sender, slow = lagging(model, bucket_bytes=bucket_bytes)
     with sender:
@@ -211,7 +211,7 @@ def test_a_dead_one_is_waited_for_no_longer(naps: list[float]) -> None:
 
 @pytest.mark.parametrize("timeout", [600.0, 3.0])
 def test_a_host_that_is_gone_is_given_up_soon(timeout: float) -> None:
-    """Work may take long, a connection does not; each is tried several times."""
+    """Work can take long, a connection does not; each is tried several times."""
     with httpx.Client(timeout=timeout) as given:
         for client, seconds in ((None, min(timeout, 10.0)), (given, timeout)):
             server = EngineClient(A, SenderOptions(timeout=timeout, client=client))
@@ -232,7 +232,7 @@ def test_the_log_and_the_state_go_on_too(tmp_path: Path) -> None:
         assert (state.engines[A].version, B in state.engines) == (3, False)
         slow.go.set()
         ended(sender)
-    # What it was found to have committed at the end is remembered.
+    # The state keeps the version that the engine was found to have committed at the end.
     assert StateFile(file).state.engines[B].version == 1
     assert chain(log) == [(0, 1), (1, 2), (2, 3)]
     assert replayed(log, base).holds(model)
@@ -241,7 +241,7 @@ def test_the_log_and_the_state_go_on_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("closed", [False, True])
-def test_one_that_has_committed_other_bytes_gets_all_after_a_restart(
+def test_restart_resyncs_engine_that_committed_other_bytes(
     tmp_path: Path, late: bool, closed: bool
 ) -> None:
     """The state alone says so: nothing else does if the next sender keeps no digests."""

@@ -70,7 +70,7 @@ def test_a_collection_that_makes_its_tensors_is_not_held() -> None:
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             for name in ("a", "b", "c"):
                 tensor = torch.ones(4)
-                # Of those before, the last may still be a variable of who iterates.
+                # The last of the earlier tensors can still be a variable of the iterating caller.
                 assert all(one() is None for one in alive[:-1])
                 alive.append(weakref.ref(tensor))
                 yield name, tensor
@@ -91,12 +91,12 @@ def test_a_collection_that_makes_its_tensors_is_not_held() -> None:
 
 
 class Subclass(torch.Tensor):
-    """As frameworks have; it may have no memory of its own."""
+    """A subclass as frameworks have; it can have no memory of its own."""
 
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_tensors_of_every_kind_are_compared_together(dense: bool) -> None:
-    """Of every element size, not contiguous, with a gradient, at odd addresses, of a subclass."""
+    """Every element size, not contiguous, with a gradient, at odd addresses, of a subclass."""
     odd = torch.from_numpy(np.zeros(41, np.uint8)[1:].view(np.int16)).view(torch.bfloat16)
     tensors = {
         "bytes": torch.arange(50, dtype=torch.uint8),

@@ -211,7 +211,7 @@ for encoding, density in (("gap8_exp", 0.5), ("gap8_ulp", 1.0)):
 
 @pytest.mark.full
 def test_memory_is_one_snapshot_and_bounded_buffers() -> None:
-    """Of a model of 256 MiB. Its changes take up to 2.25 times that; a quarter of it may stay."""
+    """The model has 256 MiB. Its changes take up to 2.25 times that; a quarter of it can stay."""
     paths = os.pathsep.join(str(ROOT / name) for name in (".", "server", "trainer"))
     run = subprocess.run(
         [sys.executable, "-c", _MEMORY],

@@ -227,7 +227,7 @@ def test_each_engine_goes_on_from_its_own_version(file: Path) -> None:
 
 
 def test_an_engine_that_is_behind_is_brought_up_by_its_log(file: Path, tmp_path: Path) -> None:
-    """It has started from the base. What it is being sent may be in the log already."""
+    """It has started from the base. The version that it is sent can already be in the log."""
     model = model_of(tensors=3)
     base, log = copied(model), tmp_path / "log"
     engine = Engine.of(model)
@@ -273,7 +273,7 @@ def known(file: Path, **engines: Engine) -> None:
 
 
 def test_a_number_that_two_engines_have_for_different_weights(file: Path) -> None:
-    """The one that holds the base goes on; the other is not taken for it by its version."""
+    """The one that holds the base continues; the other is not taken for it by its version."""
     older = model_of(tensors=3)
     model = copied(older)
     train(model)

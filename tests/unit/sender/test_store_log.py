@@ -67,7 +67,7 @@ def test_a_second_sender_takes_over(store_url: str) -> None:
 def test_the_answer_to_the_last_write_is_lost(
     store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The version may be in the log: it stays whole, and a full one leads on from anywhere."""
+    """The version might be in the log: it stays whole, and a full version applies to any base."""
     model = model_of(torch.bfloat16)
     base = copied(model)
     create = Objects.create

@@ -37,7 +37,7 @@ BUCKETS = pytest.mark.parametrize("bucket_bytes", [200, 1 << 20])
 
 @dataclass
 class Witness(Engine):
-    """Notes what it commits. Once it has loaded weights by itself, it refuses what is not full."""
+    """Records what it commits. Once it has loaded its own weights, it refuses what is not full."""
 
     commits: list[str] = field(default_factory=list)
     foreign: str | None = None
@@ -60,7 +60,7 @@ class Witness(Engine):
         return httpx.Response(200, json={**super().status().json(), "foreign": self.foreign})
 
     def reload(self, version: int | None) -> None:
-        """Take other weights: from a sender that leads to this version, or by itself."""
+        """Take other weights: from a sender that leads to this version, or its own."""
         self.weights = {name: values ^ 12 for name, values in self.weights.items()}
         self.version = version or self.version
         self.foreign = None if version else "update_weights_from_disk"
@@ -163,7 +163,7 @@ def test_the_log_has_its_own_parts_of_a_healed_sync(bucket_bytes: int, tmp_path:
 
 @pytest.mark.parametrize("reached", ["the base", "what is sent", "nothing"])
 def test_one_behind_in_the_log_has_other_old_values(reached: str, tmp_path: Path) -> None:
-    """The log leads it to a version, of which bits turn then; or it does not lead on from there."""
+    """The log leads it to a version whose bits turn then; or the log does not continue from it."""
     model, log, earlier = model_of(), tmp_path / "log", tmp_path / "earlier"
     base, engine = copied(model), Witness.of(model)
     answer = engine.answer
@@ -342,11 +342,11 @@ def live(seed: int, state: Path) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_whatever_happens_a_sync_that_returns_has_led_to_the_model(
+def test_sync_that_returns_has_led_to_the_model(
     tmp_path: Path, naps: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes, closes = StateFile._write, StateFile.close
-    # A disk may take longer than all the rest: only what the next sender reads is written.
+    # A disk can take longer than all the rest: only what the next sender reads is written.
     monkeypatch.setattr(StateFile, "_write", lambda file, state: setattr(file, "state", state))
     monkeypatch.setattr(StateFile, "close", lambda file: (writes(file, file.state), closes(file)))
     ends = sum((live(seed, tmp_path / str(seed)) for seed in range(40)), Counter[str]())

@@ -42,7 +42,7 @@ class Registry:
 
 @pytest.fixture
 def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the module, imported beside the stand-ins."""
+    """Return the module, imported together with the stand-ins."""
     base = ModuleType("verl.checkpoint_engine.base")
     base.CheckpointEngine, base.CheckpointEngineRegistry = object, Registry  # type: ignore[attr-defined]
     for name in ("verl", "verl.checkpoint_engine"):

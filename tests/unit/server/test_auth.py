@@ -1,4 +1,4 @@
-"""Who may use the endpoints: every route, every kind of client, and every kind of token."""
+"""Access to the endpoints: every route, every kind of client, and every kind of token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ RPC = json.dumps({"method": "apply_delta_from_disk", "kwargs": {"model_path": "/
 RUN = json.dumps({"action": "claim", "run": "r"}).encode()
 REMOTE = ("192.0.2.7", 4711)
 
-# Every route that the package adds: method, path, body, its type, and the answer to who may.
+# Every route that the package adds: method, path, body, its type, and the answer to a client
+# with access.
 ROUTES: dict[str, tuple[str, str, bytes, str, int]] = {
     "part": ("POST", DELTA, delta_part(), "application/octet-stream", 200),
     "files": ("POST", DELTA, DISK, "application/json", 403),  # there is no --delta-root
@@ -196,7 +197,7 @@ OTHER_SITES = [
     # The page's own host name resolves to this address now.
     {"Origin": "http://example.org:8000", "Host": "example.org:8000"},
     {"Sec-Fetch-Site": "same-origin", "Host": "example.org:8000"},
-    # What it gets from its own host name is sent with neither.
+    # The page's GET requests to its own host name have neither header.
     {"Host": "example.org:8000", "User-Agent": "Mozilla/5.0"},
     {"Host": "127.0.0.1.example.org"},
     {"Host": "localhost."},
@@ -246,7 +247,7 @@ def test_clients_of_other_networks_may_not(client: str | None) -> None:
 
 
 @pytest.mark.parametrize("headers", [*PROXIED, *OTHER_SITES], ids=str)
-def test_who_only_speaks_for_another_may_not_from_a_trusted_network(
+def test_trusted_network_admits_no_proxies_or_other_sites(
     headers: dict[str, str],
 ) -> None:
     lower = {name.lower(): value for name, value in headers.items()}

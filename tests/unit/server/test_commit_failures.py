@@ -123,7 +123,7 @@ def test_a_cache_that_is_not_reset_keeps_it_uncertain(rig: Rig) -> None:
     rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
 
 
-def test_an_engine_that_the_caller_paused_stays_so_after_the_resync(rig: Rig) -> None:
+def test_engine_paused_by_caller_stays_paused_after_resync(rig: Rig) -> None:
     rig.engine.paused = True
     rig.fail_commit()
     assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
@@ -195,7 +195,7 @@ def test_ranks_whose_answers_differ_are_uncertain(rig: Rig, refuses: int) -> Non
     assert rig.engine.weight_version == "7"
 
 
-def test_a_version_that_is_not_published_is_published_by_the_repeat(rig: Rig) -> None:
+def test_repeat_publishes_unpublished_version(rig: Rig) -> None:
     rig.engine.fails["set_weight_version"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
     rig.engine.events.clear()
@@ -222,7 +222,7 @@ def test_a_caller_that_pauses_after_a_failure_is_heeded(rig: Rig) -> None:
     assert rig.engine.paused
 
 
-def test_a_resync_whose_version_is_not_published_ends_the_uncertainty(rig: Rig) -> None:
+def test_unpublished_resync_ends_uncertainty(rig: Rig) -> None:
     rig.fail_commit()
     rig.engine.fails["set_weight_version"] = ConnectionError("lost")
     assert_error(rig.send(full_part(RESYNCED, 8)), 500, "CommittedNotResumed", "committed")

@@ -45,9 +45,7 @@ def test_a_failed_commit_is_healed_by_another_process(rig: Rig, other: Process) 
     assert rig.post(COMPLETIONS).status_code == 200
 
 
-def test_a_refusal_by_another_process_does_not_end_the_uncertainty(
-    rig: Rig, other: Process
-) -> None:
+def test_refusal_by_another_process_keeps_uncertainty(rig: Rig, other: Process) -> None:
     rig.fail_commit()
     assert_error(other.send(delta_part()), 503, "EngineUncertain", "uncertain")
     rig.engine.fails["flush_cache"] = RuntimeError("the cache was not reset")
@@ -82,7 +80,7 @@ def test_generation_is_resumed_by_another_process(rig: Rig, other: Process) -> N
     assert not rig.engine.paused
 
 
-def test_what_the_caller_had_paused_another_process_leaves_paused(rig: Rig, other: Process) -> None:
+def test_another_process_leaves_engine_paused_by_caller(rig: Rig, other: Process) -> None:
     rig.engine.paused = True
     rig.fail_commit()
     assert resume_owed(rig) == [False, False]
@@ -94,7 +92,7 @@ def test_what_the_caller_had_paused_another_process_leaves_paused(rig: Rig, othe
 def test_a_process_that_dies_in_its_commit(
     rig: Rig, other: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the write, and before it lets generation go on."""
+    """After the write, and before it resumes generation."""
 
     end = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The files of a disk request: which are found, which are opened, and what may be swapped."""
+"""The files of a disk request: which are found, which are opened, and what can be swapped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.endpoint_rig import DELTA, FROM_DISK, Rig, assert_error
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A folder beside the root, whose name starts with the root's."""
+    """A folder next to the root, whose name starts with the root's."""
     folder = Path(os.path.realpath(tmp_path)) / "root-of-another"
     folder.mkdir()
     (folder / "a.safetensors").touch()
@@ -285,8 +285,8 @@ def _made(name: str, make: Callable[[Path], object]) -> Swap:
     return there
 
 
-# What lies below the root, the folder and the files that are asked for, and the answer. OUTSIDE has
-# a good part, a.safetensors; without files, all of the folder is asked for.
+# The content of the root, the requested folder and files, and the answer. OUTSIDE has a good part,
+# a.safetensors; without files, the request is for all of the folder.
 GOOD = "a.safetensors"
 HOSTILE: dict[str, tuple[Swap, str, list[str], int]] = {
     "a folder above": (_nothing, "..", [f"root-of-another/{GOOD}"], 403),
@@ -320,13 +320,13 @@ HOSTILE: dict[str, tuple[Swap, str, list[str], int]] = {
 }
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a good one"])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "next to a good one"])
 @pytest.mark.parametrize("route", [DELTA, FROM_DISK])
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_paths(
     disk_rig: Rig, root: Path, outside: Path, case: str, route: str, beside: bool
 ) -> None:
-    """Refused at once, without a word of what lies outside."""
+    """Refused at once, without a word about what is outside."""
     make, folder, names, status = HOSTILE[case]
     for path in (outside / GOOD, root / "good"):
         path.write_bytes(delta_part())

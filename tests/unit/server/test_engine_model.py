@@ -178,7 +178,7 @@ class EngineModel(ModelledEngine):
 
     @rule(process=PROCESSES, seed=SEEDS, ahead=st.sampled_from([0, 0, 1]), name=st.integers(0, 4))
     def send_bare(self, process: int, seed: int, ahead: int, name: int) -> None:
-        """A part that names only its version, which others may be the rest of."""
+        """A part that names only its version; other parts can be the rest of that version."""
         version = self.known.at.version + ahead
         part = self.make(
             [self.names[name % len(self.names)]],
@@ -191,7 +191,7 @@ class EngineModel(ModelledEngine):
 
     @rule(process=PROCESSES, sender=SENDERS, seed=SEEDS, where=st.floats(0, 1, exclude_max=True))
     def damage(self, process: int, sender: Sender | None, seed: int, where: float) -> None:
-        """A part of which a byte has changed on the way is refused, wherever the byte is."""
+        """A part with one byte changed in transit is refused, wherever the byte is."""
         [part] = self.split(
             seed,
             1,

@@ -19,7 +19,7 @@ from tests.support.endpoint_rig import STATUS, Rig, app_of, assert_error
 from tests.unit.server.test_log_follower import NEWEST, PIN
 from tests.unit.server.test_log_replay import CATCH_UP, STEPS, write_steps
 
-LONG = 1000.0  # seconds: no process looks by itself
+LONG = 1000.0  # seconds: no process looks without a request
 
 
 class Processes:
@@ -189,7 +189,7 @@ def test_every_process_pins_and_catches_up(log: Path, started: Callable[..., Pro
     refused = processes.post(0, PIN, params={"version": VERSION})
     assert_error(refused, 409, "VersionConflict", expected=VERSION, actual=VERSION + 1)
     assert processes.post(0, PIN).json()["status"] == "released"
-    for number in (0, 1):  # the process that was asked goes on at once
+    for number in (0, 1):  # the process that was asked continues at once
         processes.until(number, version=NEWEST, pinned=None)
     assert same(processes.rig.engine.weights, after(fresh_weights(), *STEPS))
 

@@ -45,7 +45,7 @@ def adler32(data: bytes) -> str:
 
 
 class Forge:
-    """The parts of a folder with one changed tensor, each of which a test may replace."""
+    """The parts of a folder with one changed tensor; a test can replace each of them."""
 
     def __init__(self, base: Checkpoint) -> None:
         old = base[NORM].view(torch.uint8).numpy().tobytes()

@@ -198,7 +198,7 @@ def test_a_missing_part_keeps_nobody_out(log: Path, started: Callable[..., Rig])
 
 
 def test_a_damaged_part_keeps_no_other_route_out(log: Path, started: Callable[..., Rig]) -> None:
-    """What was staged of the version before its damaged part is dropped."""
+    """Parts of the version that were staged before its damaged part are dropped."""
     numbers = {"sync_id": "one", "num_parts": 2}
     parts = [delta_part(STEPS[k], VERSION + 1, part=k, **numbers) for k in range(2)]
     flip(write(log, *parts, number=VERSION + 1) / "rank0_flush001.safetensors")

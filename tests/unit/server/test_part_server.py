@@ -96,7 +96,7 @@ def test_a_full_cache_refuses_the_sync(hosts: Rig, elsewhere: Elsewhere, tmp_pat
     hosts.assert_untouched()
 
 
-def test_a_part_with_the_same_changes_and_other_metadata_is_another(
+def test_same_changes_with_other_metadata_are_another_part(
     hosts: Rig, elsewhere: Elsewhere
 ) -> None:
     """So a rank never sees another sync's digests, versions or numbers."""

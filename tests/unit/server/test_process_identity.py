@@ -1,4 +1,4 @@
-"""Names of HTTP processes, which tell whether these still live."""
+"""The name of an HTTP process shows whether the process still lives."""
 
 from __future__ import annotations
 

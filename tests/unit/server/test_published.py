@@ -96,7 +96,7 @@ def test_an_index_without_a_signature_shows_nothing(
     ["absent", "no file", "DONE", "a file", "half written", "index of a tensor", "other"],
 )
 def test_a_gap_that_may_hold_something(rig: Rig, root: Path, kind: str) -> None:
-    """A folder without files may have been emptied, or is not filled yet."""
+    """A folder without files might have been emptied, or is not filled yet."""
     if kind != "absent":
         folder = publish(root, 8)
         if kind == "no file":

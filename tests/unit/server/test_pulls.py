@@ -204,7 +204,7 @@ def test_a_folder_rewritten_after_the_commit_is_named(rig: Rig, root: Path) -> N
     for answer in (load(rig, 8), pull(rig, root, 8), load(rig, 8)):
         error = assert_error(answer, 409, "Conflict", version=8)
         assert "holds other bytes than the engine has committed of it" in error["message"]
-    shutil.rmtree(root / "weight_v000008")  # a trainer may remove what is committed
+    shutil.rmtree(root / "weight_v000008")  # a trainer can remove what is committed
     assert load(rig, 8).json()["status"] == "already_applied"
     assert same(rig.engine.weights, NEXT)
 

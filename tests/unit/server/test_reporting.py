@@ -1,4 +1,4 @@
-"""What is told of every update: Prometheus, the log, and the history that the ranks keep."""
+"""Reports of every update: Prometheus, the log, and the history that the ranks keep."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.endpoint_rig import DELTA, STATUS, Rig
 
 
 class Samples:
-    """What Prometheus has counted since this was made."""
+    """The counts that Prometheus has added since this was made."""
 
     def __init__(self) -> None:
         self._before = self._all()

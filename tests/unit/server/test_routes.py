@@ -175,7 +175,7 @@ def test_a_full_spool(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exchange(rig: Rig, path: str, *messages: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the app answers to these ASGI messages; the client is gone after the last."""
+    """Return the app's answers to these ASGI messages; the client is gone after the last."""
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},

@@ -79,7 +79,7 @@ def test_status(rig: Rig) -> None:
     assert {**status, "last_sync": None} == expected | moved
 
 
-def test_one_rank_without_its_old_values_keeps_all_from_rolling_back(rig: Rig) -> None:
+def test_rank_without_old_values_blocks_rollback(rig: Rig) -> None:
     rig.engine.receivers[1]._undo_bytes = -1
     assert rig.send(delta_part()).json()["rollback"] is False
     assert rig.status()["can_roll_back"] is False

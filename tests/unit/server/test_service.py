@@ -107,8 +107,8 @@ def test_a_full_sync_in_parts_to_any_version(rig: Rig) -> None:
     rig.assert_committed(rig.send(delta_part(version=4)), after(RESYNCED, STEP), 4)
 
 
-def test_another_full_sync_to_the_same_version_is_not_half_applied(rig: Rig) -> None:
-    """Its last part is that of the one before; the first is not, and no digest tells."""
+def test_second_full_sync_to_same_version_is_fully_applied(rig: Rig) -> None:
+    """Its last part is that of the sync before; its first is not, and no digest shows that."""
     for weights, sync_id in ((NEXT, "f"), (after(NEXT, {"embed.weight": {0: 0x7777}}), "g")):
         bodies = [
             full_part(weights, 8, [name], part=number, num_parts=len(weights), sync_id=sync_id)

@@ -231,7 +231,7 @@ def test_a_signature_behind_a_link_is_not_read(disk_rig: Rig, root: Path, path: 
 def test_a_file_that_changes_after_its_check(
     disk_rig: Rig, root: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is parsed is the copy that was checked."""
+    """The reader parses the copy that was checked."""
     put(root / "a.safetensors", GOOD)
     finish = intake.Verifier.finish
 

@@ -222,7 +222,7 @@ def test_a_view_of_a_mapping_keeps_the_file(spool: Intake) -> None:
 
 
 def test_syncs_through_files_that_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one rig's ranks; the weights are those of all the steps."""
+    """The ranks of one rig sync several times; their weights are those of all the steps."""
     monkeypatch.setattr(spool_files, "_LARGE", 1)
     taken, take_file = list[int](), spool_files.SpoolFiles.take
 
@@ -304,7 +304,7 @@ def test_nothing_is_kept(spool: Intake, change: Callable[[Intake], None]) -> Non
     asyncio.run(scenario())
 
 
-def test_small_parts_and_those_removed_outside_of_a_loop_are_not_kept(spool: Intake) -> None:
+def test_small_or_removed_outside_loop_is_not_kept(spool: Intake) -> None:
     asyncio.run(receive(spool, SMALL)).remove()
     asyncio.run(receive(spool, ONE)).remove()
     assert names(spool) == []

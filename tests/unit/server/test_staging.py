@@ -85,10 +85,10 @@ def test_a_rank_that_cannot_prepare_drops_the_sync(
     rig.assert_untouched()
 
 
-def test_a_part_that_one_rank_refuses_to_begin_is_forgotten_by_all(
+def test_all_ranks_forget_part_that_one_refuses_to_begin(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of replicas one may be in another state; what the others have begun would stay."""
+    """One replica can be in another state; the part that the others have begun would stay."""
     receiver = rig.engine.receivers[1]
     begin = receiver.begin
 
@@ -119,7 +119,7 @@ def write_files(folder: Path, **metadata: Any) -> None:
 
 
 def recorded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What the ranks are asked about parts, with the parts' numbers."""
+    """Record the requests to the ranks about parts, with the parts' numbers."""
     calls: list[tuple[str, int]] = []
     call = rig.engine.call
 
@@ -233,7 +233,7 @@ def test_one_bad_file_and_nothing_is_staged(
 
 
 def test_of_numbered_files_those_before_the_bad_one_stay(disk_rig: Rig, root: Path) -> None:
-    """They are parts of a sync that others may send the rest of."""
+    """They are parts of a sync; other requests can send the rest of it."""
     write_files(root, sync_id="s", num_parts=3)
     disk_rig.engine.shards[1].refuses["layer.weight"] = BaseMismatch("no")
     assert_error(disk_rig.disk(root), 409, "BaseMismatch")

@@ -65,7 +65,7 @@ def write_steps(log: DeltaLog, first: int = 0, last: int = len(STEPS)) -> None:
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_a_store_that_fails_for_a_while_is_read_again_at_start_up(
+def test_start_up_reads_failing_store_again(
     log: DeltaLog,
     proxy: StoreProxy,
     started: Callable[..., Rig],
@@ -226,7 +226,7 @@ def test_heartbeats_go_on_while_a_store_is_slow(
 
 
 def test_a_cache_without_room(log: DeltaLog, started: Callable[..., Rig], tmp_path: Path) -> None:
-    """It goes on by itself once there is some."""
+    """It continues without a request once there is some."""
     rig = started(follow=True, follow_interval=0.01, cache_bytes=10)
     write_steps(log)
     until(rig, version=VERSION)

@@ -196,7 +196,7 @@ def parts_of(*changes: Changes) -> list[bytes]:
 
 
 def test_the_rest_of_a_version_comes_later(rig: Rig, store: Objects) -> None:
-    """What has arrived is known to be of one folder, and the next version waits for the rest."""
+    """The files that have arrived belong to one folder; the next version waits for the rest."""
     url = publish(store, 8, *parts_of(STEP))
     assert ask(rig, url, FIRST).json()["status"] == "committed"
     assert rig.status()["complete"] == "unknown"  # the store is not asked for a status

@@ -1,4 +1,4 @@
-"""How bodies may arrive: a slow one is given up, and so is one too many."""
+"""Limits of uploads: a body that is too slow is given up, and so is one too many."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_slots() -> None:
 @pytest.mark.parametrize("path", [DELTA, FROM_DISK])
 @pytest.mark.parametrize("content_type", ["application/octet-stream", "application/json"])
 def test_one_upload_too_many(make_rig: Callable[..., Rig], path: str, content_type: str) -> None:
-    """It is refused unread, and the others go on."""
+    """It is refused unread, and the others continue."""
     rig = make_rig(max_uploads=2)
     go_on = asyncio.Event()
     arrived = []

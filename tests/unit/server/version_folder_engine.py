@@ -56,7 +56,7 @@ MODELS = (Rank, Second)
 
 
 class Engine:
-    """The endpoints, over two ranks of a model, and the folder that they may read."""
+    """The endpoints, over two ranks of a model, and the folder that they can read."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "root"

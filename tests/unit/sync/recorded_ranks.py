@@ -1,4 +1,4 @@
-"""Ranks whose appliers record what they are told, and parts for them."""
+"""Ranks whose appliers record their calls, and parts for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Ranks:
 
     @property
     def written(self) -> list[int]:
-        """How many syncs each rank was told to write."""
+        """How many syncs each rank was asked to write."""
         return [len(applier.committed) for applier in self.appliers]
 
     def states(self) -> set[tuple[int, str]]:

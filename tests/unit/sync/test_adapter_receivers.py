@@ -153,7 +153,7 @@ def test_an_adapter_that_one_rank_has_loaded_again(rig: Rig, ranks: list[ToyAdap
 
 
 def test_an_adapter_between_staging_and_commit(rig: Rig, ranks: list[ToyAdapters]) -> None:
-    """What was staged for the old tensors is not written to the new ones."""
+    """A sync that was staged for the old tensors is not written to the new ones."""
     halves = [part(BASE, NEXT, part=n, num_parts=2, sync_id="s") for n in range(2)]
     assert rig.send(halves[0], adapter="one").json()["status"] == "staged"
     for adapters in ranks:

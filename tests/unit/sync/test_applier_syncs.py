@@ -1,4 +1,4 @@
-"""What a sync must be for an applier to take it; what it refuses is named."""
+"""Conditions for an applier to take a sync; a refusal names what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipe beside a part is open exactly as long as it is being staged."""
+"""The pipe next to a part is open exactly as long as the part is being staged."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_what_is_staged_is_one_array() -> None:
 
 
 class Box:
-    """As much of a `Locator` as staging asks for; its indices and offsets may be large."""
+    """As much of a `Locator` as staging asks for; its indices and offsets can be large."""
 
     def __init__(self, first: int, offset: int, *, is_run: bool) -> None:
         self._first, self._move = first, first - offset

@@ -289,7 +289,7 @@ def loaded_with(applier: Any, load_weights: Any) -> list[Any]:
     return [dataclasses.replace(loaded, load_weights=load_weights), later]
 
 
-def test_an_engine_that_repacks_does_not_start_without_a_checkpoint() -> None:
+def test_repacking_engine_needs_checkpoint_to_start() -> None:
     model = RepackedInPlace()
     loaded = LoadedModel(
         model=model,

@@ -65,7 +65,7 @@ def a_part(encoding: str) -> bytes:
 def allocated(make: Callable[[], Any]) -> tuple[Any, int]:
     """Return what a function returns, and the bytes that stay allocated with it.
 
-    Only what it or a thread of the engine allocates: a thread of pytest-xdist may do so, too.
+    Count only what it or a thread of the engine allocates: a thread of pytest-xdist can do so, too.
     """
     gc.collect()
     tracemalloc.start(100)
@@ -114,7 +114,7 @@ def with_norm(number: int) -> type[ToyModel]:
 
 
 def test_a_tensor_that_every_rank_holds_keeps_no_other() -> None:
-    """Of a dense part in writable memory, which an engine maps."""
+    """The part is dense, in writable memory that an engine maps."""
     models = [with_norm(number) for number in range(RANKS)]
     base = {name: torch.ones(shape).bfloat16() for name, shape in models[0].shapes.items()}
     applier = serve_ranks(models, base, apply="scatter")[1].applier

@@ -159,7 +159,7 @@ def test_models(model: type[ToyModel], encoding: str, tmp_path: Path) -> None:
 
 
 def test_a_cast_that_keeps_all_bits() -> None:
-    """bf16 in fp32: applied, but no NaN, whose bits a cast may change."""
+    """bf16 in fp32: applied, but no NaN, whose bits a cast can change."""
     base = {"weight": random_tensor((3, 4), torch.bfloat16, 1)}
     served = serve(Widened, base, apply="scatter")
     target = {"weight": base["weight"] + 1}

@@ -91,7 +91,7 @@ def test_tied_modules_are_not_updated_if_one_is_processed(
 def test_a_tie_that_processing_leaves_is_followed(
     tmp_path: Path, embed: type[Method], head: type[Method], order: tuple[str, ...]
 ) -> None:
-    """What the modules make of the weight is rebuilt in both of them."""
+    """Both modules rebuild what they make of the weight."""
     assert_exact(Serving(tied(embed, head, *order), tmp_path))
 
 
@@ -141,8 +141,8 @@ def test_what_processing_leaves_without_a_loader_is_refused(
         Serving(tied(embed, head), tmp_path)
 
 
-def test_what_the_loader_keeps_elsewhere_is_not_rebuilt_by_loading(tmp_path: Path) -> None:
-    """The parameter would be right, what is kept beside it would not."""
+def test_value_that_loader_keeps_elsewhere_is_not_rebuilt(tmp_path: Path) -> None:
+    """The parameter would be right, what is kept next to it would not."""
 
     class Keeping(Model):
         shapes: ClassVar = {"decay": (OUT,)}
@@ -353,7 +353,7 @@ def test_processing_that_writes_to_what_copies_share_is_refused(
 
 
 class WithReference(Packed):
-    """Its handle refers to the layer, of which a rebuild keeps no copy."""
+    """Its handle refers to the layer; a rebuild keeps no copy of that layer."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         packed = layer.weight.float()
@@ -432,7 +432,7 @@ class ParameterBeside(ViewBeside):
 def test_memory_that_two_writes_share_is_written_exactly(
     tmp_path: Path, method: type[Method], first: str
 ) -> None:
-    """What the module computes is written with the first part, before or after the weight."""
+    """The first part also writes what the module computes, before or after the weight."""
     serving = Serving(one_layer(method), tmp_path)
     before = serving.served()
     names = sorted(serving.current, key=lambda name: name != first)

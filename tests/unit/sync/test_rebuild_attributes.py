@@ -111,7 +111,7 @@ def test_it_follows(tmp_path: Path, method: type[Method], ranks: int) -> None:
 @pytest.mark.parametrize("method", [NumberOnParameter, Number, NumberOnMethod, Integer])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_number_is_refused(tmp_path: Path, method: type[Method], ranks: int) -> None:
-    """At start-up, or by the first sync that would change it: compiled code may have kept it."""
+    """At start-up, or by the first sync that would change it: compiled code might have kept it."""
     serving = Serving(one_layer(method), tmp_path, ranks=ranks)
     before = serving.served()
     refusal(serving.sync({n: changed(t, 1) for n, t in serving.current.items()}))
@@ -157,7 +157,7 @@ class IntoSharedTableOnly(IntoSharedTable):
 
 
 @pytest.mark.parametrize("method", [IntoSharedTensor, IntoSharedTable, IntoSharedTableOnly])
-def test_processing_that_writes_to_what_copies_share_stops_the_start(
+def test_processing_that_writes_shared_values_stops_start(
     tmp_path: Path, method: type[Method]
 ) -> None:
     """Probing has changed the live model through it."""

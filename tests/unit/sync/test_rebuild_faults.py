@@ -178,7 +178,7 @@ class Absorbing(Model):
     after_processing = absorb
 
 
-def test_what_is_derived_from_a_module_that_another_rank_has_changed(tmp_path: Path) -> None:
+def test_derived_tensor_follows_module_changed_by_other_rank(tmp_path: Path) -> None:
     """Nothing of the weight that this rank holds was sent, but its scale is another one."""
     checkpoint = Absorbing.checkpoint()
     weight = checkpoint["group.lin.weight"]
@@ -205,7 +205,7 @@ def test_what_is_derived_from_a_module_that_another_rank_has_changed(tmp_path: P
 
 
 class Drifting(Int8):
-    """Gives something else than at start-up if it is told to."""
+    """Gives something else than at start-up if the test sets `drift`."""
 
     drift: ClassVar[Callable[[Any], None] | None] = None
 
@@ -334,9 +334,7 @@ def test_a_handle_that_something_else_has_changed(tmp_path: Path, method: type[M
 
 @pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_after_the_engines_own_reload_a_full_sync_is_not_held_to_the_old_weights(
-    tmp_path: Path, ranks: int
-) -> None:
+def test_full_sync_ignores_old_weights_after_own_reload(tmp_path: Path, ranks: int) -> None:
     """The reload wrote through memory that is unprocessed weights', too, as Mamba's view does."""
     serving = Serving(Everything, tmp_path, ranks=ranks)
     for receiver, model in zip(serving.engine.receivers, serving.models, strict=True):
@@ -355,7 +353,7 @@ def test_after_the_engines_own_reload_a_full_sync_is_not_held_to_the_old_weights
 
 @pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_after_a_failed_undo_a_full_sync_is_not_held_to_the_old_weights(
+def test_full_sync_ignores_old_weights_after_failed_undo(
     tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one rank the unprocessed weights have some of the new weights."""
@@ -416,7 +414,7 @@ class InDict(Packed):
 
 
 @pytest.mark.host_memory
-def test_a_container_that_the_engine_has_replaced_before_the_first_sync(tmp_path: Path) -> None:
+def test_container_replaced_before_first_sync_is_followed(tmp_path: Path) -> None:
     """The handle is put where it is read, not where it was at start-up."""
     serving = Serving(one_layer(InDict), tmp_path)
     lin: Any = serving.models[0].lin

@@ -249,7 +249,7 @@ class InPlaceInStore(Method):
 
 @pytest.mark.host_memory
 @pytest.mark.parametrize("model", [writing(InPlaceElsewhere), one_layer(InPlaceInStore)])
-def test_an_engine_whose_processing_writes_to_what_copies_share_does_not_start(
+def test_processing_that_writes_shared_values_stops_start(
     tmp_path: Path, model: type[Model]
 ) -> None:
     """Learning what it moves has already spoilt what is served."""

@@ -46,7 +46,7 @@ class Outer(nn.Module):
 
 
 def sharing(method: type[Method], outers: tuple[str, ...], *, part_first: bool) -> type[Model]:
-    """A model whose outer layers have one part, which the model has by itself."""
+    """A model whose outer layers share one part, which is also a module of the model."""
 
     class Sharing(Model):
         shapes: ClassVar = {"part.weight": (OUT, IN), **{f"{name}.own": (IN,) for name in outers}}

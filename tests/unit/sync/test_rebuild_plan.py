@@ -88,7 +88,7 @@ def test_each_tensor_alone(tmp_path: Path, method: type[Method]) -> None:
 
 
 class OnDemand(Int8):
-    """Does something else than at the start if it is told to."""
+    """Does something else than at the start if the test sets `behaviour`."""
 
     behaviour: ClassVar[Callable[[Any], None] | None] = None
 

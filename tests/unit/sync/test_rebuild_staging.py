@@ -1,4 +1,4 @@
-"""What is kept of a sync between its rebuilds and its commit, and of which parts it was made."""
+"""Results that a sync keeps between its rebuilds and its commit, and the parts they are from."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_nothing_is_kept_of_a_prepared_sync(tmp_path: Path, end: str) -> None:
 
 
 @pytest.mark.host_memory
-def test_nothing_is_kept_of_a_prepared_sync_that_another_replaces(tmp_path: Path) -> None:
+def test_replaced_prepared_sync_keeps_nothing(tmp_path: Path) -> None:
     serving = Serving(Everything, tmp_path, ranks=2)
     errors_of(serving.stage(serving.body(target_of(serving))), none=True)
     kept, before = alive(serving), serving.served()

@@ -172,7 +172,7 @@ def test_a_stale_sync_leaves_no_part_even_if_the_next_is_refused(ranks: Ranks) -
 
 
 def test_continuations_keep_no_more_old_values_than_they_may(tmp_path: Path) -> None:
-    """A version may be continued without end; what takes it back must not grow with that."""
+    """A version can be continued without end; what takes it back must not grow with that."""
     ranks = Ranks(tmp_path, undo_bytes=250)
     for applier in ranks.appliers:
         place: Any = SimpleNamespace(nbytes=60)
@@ -187,7 +187,7 @@ def test_continuations_keep_no_more_old_values_than_they_may(tmp_path: Path) -> 
 
 
 def test_a_full_sync_gives_up_the_undo_log_before(ranks: Ranks) -> None:
-    """It takes its memory; a sync that goes on with the version, or a delta, leaves it."""
+    """It takes its memory; a sync that continues the version, or a delta, leaves it."""
 
     def given_up() -> list[int]:
         return [len(applier.given_up) for applier in ranks.appliers]
@@ -202,7 +202,7 @@ def test_a_full_sync_gives_up_the_undo_log_before(ranks: Ranks) -> None:
         assert {status["can_roll_back"] for status in ranks.engine.status()} == {True}
 
 
-def test_after_a_full_sync_that_was_undone_there_is_no_going_back(ranks: Ranks) -> None:
+def test_undone_full_sync_cannot_roll_back(ranks: Ranks) -> None:
     first, second = body(1), body(2, full=True)
     errors_of(ranks.engine.apply(part_id(first), first), none=True)
     for applier in ranks.appliers:

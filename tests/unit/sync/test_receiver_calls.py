@@ -1,4 +1,4 @@
-"""`Receiver.handle` answers whatever it is told, and raises nothing."""
+"""`Receiver.handle` answers every request, and raises nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What precedes a commit: every rank is prepared."""
+"""Every rank is prepared before a commit."""
 
 from __future__ import annotations
 

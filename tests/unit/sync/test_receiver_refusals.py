@@ -1,4 +1,4 @@
-"""What staging refuses is staged on no rank."""
+"""No rank stages a part that staging refuses."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_one_rank_refuses_is_staged_on_none(ranks: Ranks, error: Exception,
     assert ranks.states() == {(0, "certain")}
 
 
-def test_a_sync_that_is_refused_as_a_whole_is_known_before_the_commit(ranks: Ranks) -> None:
+def test_refusal_of_whole_sync_is_known_before_commit(ranks: Ranks) -> None:
     ranks.appliers[2].fail["check_sync"] = NotUpdatable("missing", tensors=["x"])
     data = body()
     answers = ranks.engine.stage(part_id(data), data)

@@ -10,7 +10,7 @@ from tests.support.rank_engine import errors_of, part_id
 from tests.unit.sync.recorded_ranks import Ranks, body
 
 
-def test_weights_that_the_engine_has_loaded_itself_take_only_a_full_sync(ranks: Ranks) -> None:
+def test_weights_loaded_by_engine_take_only_full_sync(ranks: Ranks) -> None:
     """Nobody knows what a delta would be added to, or what a rollback would restore."""
     data = body()
     errors_of(ranks.engine.apply(part_id(data), data), none=True)
@@ -36,7 +36,7 @@ def test_weights_that_the_engine_has_loaded_itself_take_only_a_full_sync(ranks: 
 
 
 def test_memory_is_released_when_nothing_reads_it_any_more(ranks: Ranks) -> None:
-    """What is being staged, also of a sync that was dropped, ends first."""
+    """Staging that is under way ends first, also that of a sync that was dropped."""
     goes_on, began, ended = threading.Event(), threading.Event(), threading.Event()
 
     def slow() -> None:
@@ -54,15 +54,13 @@ def test_memory_is_released_when_nothing_reads_it_any_more(ranks: Ranks) -> None
     receiver.weights_released()
     assert ended.is_set()
     assert receiver.handle("status", {})["ok"]["asleep"]
-    # Of replicas one may sleep before the others, which would wait for it in the scan.
+    # One replica can sleep before the others, which would wait for it in the scan.
     for error in errors_of(ranks.engine.call("digest", scan=True)):
         assert error["type"] == "WeightsAsleep"
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_a_rank_that_fell_asleep_while_a_part_was_staged_is_not_waited_for(
-    ranks: Ranks, staged: bool
-) -> None:
+def test_rank_that_sleeps_during_staging_is_not_awaited(ranks: Ranks, staged: bool) -> None:
     data = body()
     one = part_id(data)
     errors_of(ranks.engine.begin(one, ranks.engine.spool(data)), none=True)

@@ -373,7 +373,7 @@ def test_it_rests_for_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(rest == pytest.approx(19) for rest in rests)
 
 
-def test_a_tensor_that_is_disturbed_again_and_again_is_judged_at_last() -> None:
+def test_repeatedly_disturbed_tensor_is_judged_at_last() -> None:
     """It is read without rests then; the others have their turn meanwhile."""
     served = serve(PlainCopy, base_checkpoint(PlainCopy))
     owner = Owner(served)

@@ -251,7 +251,7 @@ def test_elements_of_each_width(table: str, dtype: torch.dtype, encoding: str, f
 @pytest.mark.parametrize("step", [1, 3000], ids=["close", "far"])
 @pytest.mark.parametrize("count", [1, 2, AHEAD - 1, AHEAD, AHEAD + 1, 3 * AHEAD])
 def test_counts_around_the_prefetch_distance(table: str, step: int, count: int) -> None:
-    """Of values that are neither aligned nor next to each other, too."""
+    """The values are also neither aligned nor next to each other."""
     model = type("OfOneTensor", (ToyModel,), {"shapes": {"a": (count * step,)}})
     base = base_checkpoint(model)
     old = bits(base["a"])
@@ -272,7 +272,7 @@ def test_counts_around_the_prefetch_distance(table: str, step: int, count: int) 
 @EACH_TABLE
 @pytest.mark.parametrize("piece", [1, 1 << 16])
 def test_a_part_of_several_dtypes(table: str, piece: int) -> None:
-    """As another trainer may send it."""
+    """As another trainer can send it."""
     shapes = {"a": (4, 6), "b": (3,), "c": (1, 1)}
     dtypes = {"a": torch.bfloat16, "b": torch.float32, "c": torch.bfloat16}
     model = type("OfSeveral", (ToyModel,), {"shapes": shapes, "dtypes": dtypes})
@@ -390,7 +390,7 @@ def test_indices_wider_than_they_need_to_be(table: str) -> None:
 
 
 def test_nothing_of_the_part_is_kept() -> None:
-    """What writes have are views of two blocks with this rank's elements; the undo needs one."""
+    """Writes have views of two blocks with this rank's elements; the undo needs one."""
     base = base_checkpoint(OneRank)
     served = serve(OneRank, base, apply="scatter")
     part = part_between(base, {name: changed(base[name], 7) for name in base})
@@ -407,7 +407,7 @@ def test_nothing_of_the_part_is_kept() -> None:
 
 
 def test_memory_that_is_not_aligned_is_left_to_numpy() -> None:
-    """As a tensor of a checkpoint file in place may be."""
+    """As a tensor of a checkpoint file in place can be."""
     base = base_checkpoint(PlainCopy)
     served = serve(PlainCopy, base, apply="scatter")
     plan = served.applier.plan

@@ -86,7 +86,7 @@ def disk(version: int, identity: str, **changes: Any) -> PartId:
     return part(version, version - 1, identity=identity, unproven=Unproven(), **changes)
 
 
-def test_a_continuation_is_its_own_transaction_at_the_same_version(state: SyncState) -> None:
+def test_continuation_is_own_transaction_at_same_version(state: SyncState) -> None:
     for identity in ("one", "two", "three"):
         commit(state, disk(6, identity, sync_id=identity))
         assert state.version == 6
@@ -134,7 +134,7 @@ def test_asleep(state: SyncState) -> None:
     assert state.admit(part(7, 6), 0) == "new"
 
 
-def test_a_failed_write_leaves_the_version_and_forgets_what_was_applied(state: SyncState) -> None:
+def test_failed_write_keeps_version_and_forgets_applied(state: SyncState) -> None:
     commit(state, part(6, 5))
     commit(state, part(7, 6), uncertain=True)
     assert (state.version, state.uncertain, state.sync) == (6, True, None)

@@ -139,7 +139,7 @@ def test_weights_that_fell_asleep_after_staging_are_not_written(ranks: Ranks, ra
     errors_of(ranks.engine.commit(one), none=True)
 
 
-def test_weights_that_were_lost_after_staging_take_only_a_full_sync(ranks: Ranks) -> None:
+def test_weights_lost_after_staging_take_only_full_sync(ranks: Ranks) -> None:
     data, all_of_it = body(), body(full=True)
     ranks.engine.stage(part_id(data), data)
     for receiver in ranks.engine.receivers:
@@ -217,7 +217,7 @@ def test_a_check_that_changes_the_model_makes_all_uncertain(
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("step", ["finish", "_keep_undo", "digest"])
-def test_a_sync_that_is_written_but_not_recorded_is_not_called_unchanged(
+def test_written_but_unrecorded_sync_is_uncertain(
     ranks: Ranks, rank: int, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:

@@ -136,7 +136,7 @@ def corrupt(scattered: Sharded, rank: int, element: int) -> None:
 @pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("element", [0, 5, 11])
-def test_a_weight_that_changes_after_staging_refuses_the_sync_on_all_ranks(
+def test_weight_changed_after_staging_refuses_on_all_ranks(
     scattered: Sharded, ranks: list[int], element: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the pass that writes is the one that finds it: every rank has its bits again."""
@@ -164,7 +164,7 @@ def test_a_weight_that_changes_after_staging_refuses_the_sync_on_all_ranks(
 
 @pytest.mark.host_memory
 @pytest.mark.parametrize("sampled", [True, False])
-def test_a_changed_weight_that_the_sample_finds_is_refused_before_any_write(
+def test_sampled_changed_weight_is_refused_before_writes(
     scattered: Sharded, sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = {"weight": changed(scattered.base["weight"], 3, 1.0)}

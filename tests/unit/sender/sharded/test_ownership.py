@@ -25,7 +25,7 @@ def test_replicas_share_what_they_own() -> None:
 
 
 def test_a_parameter_on_meshes_of_its_own_is_owned_once() -> None:
-    """Beside tensor parallelism, norms are on two meshes of one dimension that do not meet."""
+    """With tensor parallelism, norms are on two meshes of one dimension that do not meet."""
     ranks = [[rows("norm", 0, 4)], [rows("norm", 0, 4)], [rows("norm", 4, 8)], [rows("norm", 4, 8)]]
     ownership = Ownership(ranks)
     assert [rank for _, rank in ownership["norm"].owners] == [0, 2]

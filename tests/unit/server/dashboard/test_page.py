@@ -1,4 +1,4 @@
-"""The status page: who gets it, what may run in it, and that it reads what the engine answers."""
+"""The status page: who gets it, what can run in it, and that it reads what the engine answers."""
 
 from __future__ import annotations
 

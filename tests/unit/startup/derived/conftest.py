@@ -1,4 +1,4 @@
-"""The ways in which attention may leave what it derives."""
+"""The ways in which attention can leave what it derives."""
 
 from __future__ import annotations
 

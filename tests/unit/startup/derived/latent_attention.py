@@ -40,7 +40,7 @@ class Projection(nn.Module):
 
 
 class Attention(nn.Module):
-    """Latent attention: two halves of a projection are kept, turned and padded, beside it."""
+    """Latent attention: two halves of a projection are kept next to it, turned and padded."""
 
     W_UV: torch.Tensor
     W_UK_T: torch.Tensor
@@ -222,7 +222,7 @@ class Service:
 
     @torch.no_grad()
     def reload(self, model: Latent, weights: Weights) -> None:
-        """The engine's own way, which makes its derived tensors by itself."""
+        """Reload as the engine does: it makes its derived tensors itself."""
         model.load_weights(weights)
         model.after_loading()
 

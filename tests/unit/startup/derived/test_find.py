@@ -1,4 +1,4 @@
-"""Tensors that may have been computed from weights are found, wherever they hang."""
+"""Tensors that might have been computed from weights are found, wherever they are attached."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Fused(ToyModel):
 
 
 class FusedWithMore(Fused):
-    """The attribute has another row, which may be computed from the weights."""
+    """The attribute has another row, which might be computed from the weights."""
 
     rows = 7
 

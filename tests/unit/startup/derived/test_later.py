@@ -130,7 +130,7 @@ def test_copy_of_first_forward_refuses_its_module(tmp_path: Path, path: str, whe
 
 
 def what_is_no_copy(model: Any) -> None:
-    """What engines attach while they generate that is not computed from weights."""
+    """Attach values as engines do while they generate; none is computed from weights."""
     first = model.first
     first.kv_cache = [torch.rand(2, 3)]
     first.backend._k_scale_cache = torch.rand(3)

@@ -134,7 +134,7 @@ class InAList(Attention):
 
 
 class AroundTheWeight(Attention):
-    """What it keeps is the memory that the weight is a part of."""
+    """It keeps the memory that the weight is a part of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class AroundTheWeight(Attention):
 
 
 class MakesZeros(Attention):
-    """Of zeros nobody sees what they follow."""
+    """Zeros do not show which weights they are computed from."""
 
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
         padded, lower = super().halves()

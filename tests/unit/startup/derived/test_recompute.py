@@ -55,7 +55,7 @@ def test_only_what_is_made_of_written_weights_is_computed_again(tmp_path: Path) 
     errors_of(service.sync([KV[1]], version=2), none=True)
     assert service.calls() == [[a, b + 1] for a, b in before]
     service.assert_holds(service.target)
-    # A weight of the same layer may be an ingredient too, as far as anybody knows.
+    # Another weight of the same layer might be an ingredient, too: nothing excludes it.
     service.base = service.target
     errors_of(service.sync(["layers.0.q_proj"], version=3), none=True)
     assert service.calls() == [[a + 1, b + 1] for a, b in before]

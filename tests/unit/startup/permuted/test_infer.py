@@ -1,4 +1,4 @@
-"""What is learned of a processing after loading: moves, and why not the rest."""
+"""Learning from a processing after loading: moves, and the reasons against the rest."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DTYPES = [
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("name", MOVES)
 def test_a_move_is_learned(name: str) -> None:
-    """The map takes every element from where the loader wrote it to where it lies."""
+    """The map takes every element from where the loader wrote it to where it is now."""
     change, block = MOVES[name]
     learned = of_weight(change, (3, 32, 6))
     assert learned.refusals == {}
@@ -243,7 +243,7 @@ def test_something_made_of_no_parameter_refuses_none() -> None:
 
 
 def test_something_that_is_never_the_same_refuses_all() -> None:
-    """A handle: an address, which says nothing of what lies there."""
+    """A handle: an address, which says nothing about the content of its memory."""
     calls = iter(range(1000))
     learned = infer_repacks(
         {"v": torch.empty(8), "w": torch.empty(8)},

@@ -1,4 +1,4 @@
-"""What processing computes from weights is found if it is no tensor, too."""
+"""Values that processing computes from weights are found, also those that are not tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine_ext.startup.permuted.kept_values import kept_values
 def found(
     keep: Callable[[Any], object], dtype: torch.dtype = torch.bfloat16, fill: float = 1.0
 ) -> list[str]:
-    """What a layer's processing is found to keep; `keep` gets the layer."""
+    """Return the values that a layer's processing is found to keep; `keep` gets the layer."""
     shared = SimpleNamespace(name="shared", count=3)
     weight = torch.full((4, 6), fill).to(dtype)
 
@@ -70,7 +70,7 @@ def test_of_weights_of_any_dtype(dtype: torch.dtype) -> None:
 
 
 def test_of_weights_that_are_all_zero() -> None:
-    """What was loaded shows no difference then, but random bits do."""
+    """The loaded weights show no difference then, but random bits do."""
 
     def keep(layer: Any) -> None:
         layer.empty = not layer.weight.any()

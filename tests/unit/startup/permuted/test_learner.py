@@ -245,7 +245,7 @@ def nothing(layer: Any) -> None:
 def kept_of(
     why_not: str | None, *functions: Callable[[Any], None], recomputed: bool = False
 ) -> tuple[RepackLearner, list[tuple[int, bool]]]:
-    """What is learned, and which layers are kept, with whether they are only moved."""
+    """Return the learner, and the layers that are kept, with whether they are only moved."""
     model = nn.Sequential(*[Layer(Method(function)) for function in functions])
     layers, kept, owner = list(model), [], engine()
 

@@ -1,4 +1,4 @@
-"""What differs between a live module and one that was processed anew."""
+"""Differences between a live module and one that was processed anew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loader computes from one checkpoint tensor is loaded again."""
+"""Tensors that the loader computes from one checkpoint tensor are loaded again."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_what_the_result_does_not_depend_on_is_refused(tmp_path: Path) -> None:
 
 
 class UnderTwoNames(Model):
-    """What the loader computes into is a parameter under two names."""
+    """The loader computes into a parameter that has two names."""
 
     shapes: ClassVar = {"norm_a": (OUT,), "child.plain": (OUT,)}
     renamed: ClassVar = {"norm_a": "child.norm.weight"}

@@ -170,7 +170,7 @@ def test_a_rank_that_follows_hears_of_ranks_at_other_operations() -> None:
 
 
 def test_a_rank_that_has_the_module_may_not_be_waited_for() -> None:
-    """It may be of the group that the others would communicate in."""
+    """It might belong to the group that the others would communicate in."""
     model = nn.ModuleDict({"it": nn.Linear(2, 2)})
     found = stage(lambda rank: all_reduce_max_(torch.zeros(1), rank), 1, model)
     assert {kind for kind, _ in found} == {"RebuildError"}

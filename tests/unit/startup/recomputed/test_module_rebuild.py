@@ -133,7 +133,7 @@ def test_elements_of_a_device_are_those_of_another_tensor() -> None:
 
 @pytest.mark.host_memory
 def test_a_handle_of_a_module_on_an_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured graph would go on with the one that it was captured with."""
+    """A captured graph would still use the handle that it was captured with."""
     rebuild = rebuild_of(loaded(Packed))
     assert [one.path for one in rebuild.rebuild({}).differences] == ["handle"]
     elsewhere = torch.empty(0, device="meta")

@@ -42,7 +42,7 @@ def test_what_was_traced_before_processing() -> None:
     spec = loading.dropped["head"]
     assert (spec.name, spec.shape, spec.dtype) == ("embed", (5, 4), torch.bfloat16)
     loading.trace(model, model.load_weights, BASE.items, path="draft")
-    assert loading.dropped == {}  # another loader may use it
+    assert loading.dropped == {}  # another loader can use it
 
 
 def project(model: ToyModel) -> Project:

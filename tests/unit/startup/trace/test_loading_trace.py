@@ -74,7 +74,7 @@ def test_without_a_checkpoint_there_is_nothing_to_compare() -> None:
 
 
 def test_never_called_it_calls_nothing_dropped() -> None:
-    """Another rank may hold it; if none does, the plan refuses it, because it is used."""
+    """Another rank might hold it; if none does, the plan refuses it, because it is used."""
     model = Skipped()
     placement = LoaderDryRun(model, model.load_weights, StorageIndex(model)).trace(model.specs())
     LoadingTrace().refuse_lost(placement, reads=True)
@@ -148,7 +148,7 @@ def test_the_specs_are_the_checkpoints_and_no_memory_is_kept() -> None:
 
 
 def test_freed_memory_is_not_shared_with_next_model() -> None:
-    """vLLM loads a draft model after the target, and it may get the target's old addresses."""
+    """vLLM loads a draft model after the target, and it can get the target's old addresses."""
     target, loading = PackedAway(), LoadingTrace()
     tensors = checkpoint(PackedAway)
     loading.trace(target, target.load_weights, tensors.items, path="target")

@@ -247,7 +247,7 @@ def test_a_tensor_is_placed_wherever_it_goes() -> None:
 
 
 def test_padding_is_nobodys() -> None:
-    """A fill of padding is no reason to refuse the tensor beside it."""
+    """A fill of padding is no reason to refuse the tensor next to it."""
     assert trace(loaded(toy_models.PaddedVocab))["embed"].status is Status.UNJUDGED
 
 
@@ -309,7 +309,7 @@ def test_other_threads_write_as_ever_while_tracing() -> None:
 
 
 class Slow(torch.Tensor):
-    """A tensor whose copy, once begun, ends when it is told to."""
+    """A tensor whose copy, once begun, ends when the test lets it."""
 
     begun: ClassVar[threading.Event]
     go_on: ClassVar[threading.Event]
@@ -342,7 +342,7 @@ def test_another_threads_copy_is_not_taken_for_the_loaders() -> None:
 
 
 def test_models_are_traced_one_at_a_time() -> None:
-    """Ranks may be threads; the original is back whichever of them ends last."""
+    """Ranks can be threads; the original is back whichever of them ends last."""
     start = threading.Barrier(4, timeout=5)
 
     def run() -> None:

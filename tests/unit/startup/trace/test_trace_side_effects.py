@@ -207,7 +207,7 @@ def test_tracing_allocates_nothing() -> None:
 
 
 def test_interleaved_tensors_cost_only_their_own_range() -> None:
-    """Where address ranges overlap, one byte per element of the two ranges tells them apart."""
+    """Where address ranges overlap, one byte per element of the two ranges separates them."""
 
     class Wide(ToyModel):
         shapes: ClassVar = {f"w{n}": (16, 8) for n in range(20)}
