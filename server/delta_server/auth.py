@@ -18,21 +18,21 @@ from engine_ext.settings import API_KEY_ENVIRONMENT
 _FORWARDED = ("forwarded", "x-real-ip", "via")
 _FORWARDED_PREFIX = "x-forwarded-"
 _SET_A_TOKEN = (
-    "no token is set, so only clients on this host may use this endpoint; start the engine with "
+    "no token is set, so only clients on this host can use this endpoint; start the engine with "
     f"--delta-api-key or {API_KEY_ENVIRONMENT}, and send 'Authorization: Bearer'; or name the "
     "client's network with --delta-allow-from"
 )
 
 
 def check_access(request: Request, networks: Sequence[str] = ()) -> None:
-    """Refuse a request that may not use the delta endpoints, before its body is read.
+    """Refuse a request without access to the delta endpoints, before its body is read.
 
     Args:
         networks: those whose clients count as clients on this host.
 
     Raises:
         Unauthorized: a token is set, and the request's is missing or different.
-        AccessDenied: no token is set, and the request may come from another host.
+        AccessDenied: no token is set, and the request might come from another host.
     """
     token = os.environ.get(API_KEY_ENVIRONMENT)
     if token is not None:
@@ -58,7 +58,7 @@ def check_token(authorization: str | None, token: str) -> None:
 def check_client(
     client: str | None, headers: Mapping[str, str], networks: Sequence[str] = ()
 ) -> None:
-    """Refuse a request that may come from neither this host nor a trusted network.
+    """Refuse a request unless it comes from this host or a trusted network.
 
     Args:
         client: the peer's address; None if it is unknown, as on a Unix socket.
@@ -80,8 +80,8 @@ def check_client(
         hosts = [_host_of(site) for site in sites if site]
         if not all(host == "localhost" or _is_loopback(host) for host in hosts):
             raise AccessDenied(f"{_SET_A_TOKEN}. A page of another site has sent this request")
-    # They send neither for a page's own host name, which may resolve to this host by now (DNS
-    # rebinding).
+    # They send neither for a page's own host name, which might resolve to this host by now
+    # (DNS rebinding).
     if "host" in headers and not _may_be_this_host(_host_of("//" + headers["host"])):
         raise AccessDenied(f"{_SET_A_TOKEN}. The request's 'Host' is not a name of this host")
 

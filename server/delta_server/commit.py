@@ -68,7 +68,7 @@ class _HeldLease:
 class EngineCommitter:
     """Commits and rollbacks of one engine.
 
-    Other HTTP processes may serve the same engine. The ranks keep the lease, and know whether a
+    Other HTTP processes can serve the same engine. The ranks keep the lease, and know whether a
     failed commit has left the engine paused, so that any process can recover from that.
     """
 
@@ -145,8 +145,8 @@ class EngineCommitter:
                     await self._engine.flush_cache()
                 written = await self._write(request, engine or self._engine)
             except CommitFailed:
-                # The engine stays paused: nothing may be generated from mixed weights, nor by the
-                # other HTTP processes.
+                # The engine stays paused: neither this process nor the other HTTP processes
+                # must generate from mixed weights.
                 self.uncertain = True
                 raise
             except BaseException:
@@ -283,7 +283,7 @@ class EngineCommitter:
                 try:
                     await call_all_ranks(self._engine, release)
                 except Exception:
-                    # This process may acquire it again, and others if this one is dead.
+                    # This process can acquire it again, and others can if this one is dead.
                     logger.exception("the lease of the engine could not be released")
 
     async def _acquire(self, pauses: bool) -> _HeldLease:
@@ -366,8 +366,8 @@ async def call_all_ranks(engine: Engine, request: Operation[ReplyT]) -> list[Rep
     """Carry out one operation on every rank; returns the replies in rank order.
 
     Raises:
-        DeltaError: the error of the first rank that has one. The other ranks may have carried the
-            operation out, which is harmless for every operation except commits and rollbacks.
+        DeltaError: the error of the first rank that has one. The other ranks might have carried
+            the operation out, which is harmless for every operation except commits and rollbacks.
     """
     replies: list[ReplyT] = []
     for answer in await engine.call(request):

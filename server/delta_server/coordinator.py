@@ -234,8 +234,8 @@ class Coordinator:
         except RunConflict:
             raise
         except Conflict:
-            # Another HTTP process may have received the same parts and committed them meanwhile.
-            # Not certain for a full sync: another one may have led to its version.
+            # Another HTTP process might have received the same parts and committed them meanwhile.
+            # Not certain for a full sync: another one might have led to its version.
             identities = [part.identity for part, _ in pairs]
             request = FindUnseen(version=last.version, run=last.run, identities=identities)
             replies = await call_all_ranks(self._engine, request)

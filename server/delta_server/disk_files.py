@@ -1,6 +1,6 @@
 """Resolve and open the files that a disk request names, only below the allowed folders.
 
-A path is resolved first; its links may lead anywhere below a root. The resolved path is then opened
+A path is resolved first; its links can lead anywhere below a root. The resolved path is then opened
 component by component from the root without following links, so that a link that is created after
 the check has no effect.
 """
@@ -42,7 +42,7 @@ def resolve_files(request: DiskRequest, roots: Sequence[str]) -> list[Path]:
     Raises:
         PathForbidden: a file is outside every root, or there is no root.
         MalformedPart: there is no file.
-        TooLarge: there are more files than a sync may have parts.
+        TooLarge: there are more files than a sync can have parts.
     """
     if not roots:
         raise PathForbidden("disk requests are refused: the engine has no --delta-root")
@@ -88,7 +88,7 @@ def marks(folder: Path, roots: Sequence[str]) -> dict[str, str]:
     found = {}
     for name in list_names(folder, roots):
         if is_read(name):
-            # Opened, because network file systems may answer from what they remember otherwise.
+            # Opened, because network file systems might answer from their cache otherwise.
             with open_file(Path(os.path.realpath(folder / name)), roots) as file:
                 found[name] = _mark(os.fstat(file.fileno()))
     return found

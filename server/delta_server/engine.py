@@ -9,7 +9,7 @@ from engine_ext.ranks.operations import Operation, ReplyT
 
 
 class Engine(Protocol):
-    """One engine. Every method may raise; none is retried.
+    """One engine. Every method can raise; none is retried.
 
     The caller's own requests to pause or resume do not use this protocol; adapters wrap those
     methods with `delta_server.commit.serialize_with_commits`.

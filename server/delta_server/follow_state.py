@@ -65,7 +65,7 @@ class FollowState:
         return await self._share(ShareFollowing(follower=self._name))
 
     async def record(self, look: LogLook) -> Following:
-        """Tell the ranks how a look at the log has ended."""
+        """Report to the ranks how a look at the log has ended."""
         return await self._share(ShareFollowing(follower=self._name, look=look))
 
     async def note_read(self) -> Following:
@@ -73,7 +73,7 @@ class FollowState:
         return await self._share(ShareFollowing(follower=self._name, was_read=True))
 
     async def pin(self, version: int | None) -> Following:
-        """Hold the engine at a version, or let it go on."""
+        """Hold the engine at a version, or let it continue."""
         return await self._share(ShareFollowing(follower=self._name, pins=True, pin=version))
 
     async def _share(self, request: ShareFollowing) -> Following:
@@ -81,7 +81,7 @@ class FollowState:
         return self.known
 
     def last_version(self, listing: Listing) -> int | None:
-        """Return the last version that may be applied; None if all may, -1 if none may."""
+        """Return the last version that can be applied; None if all can, -1 if none can."""
         limits = [] if self.known.pin is None else [self.known.pin]
         if self.hold:
             versions = sorted({entry.version for entry in listing.entries})

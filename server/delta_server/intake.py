@@ -2,10 +2,11 @@
 
 A body is received under limits; its header and its length are checked as soon as they are known.
 Once it is whole its data is hashed, which verifies the sender's checksum and gives the part's
-identity, and decompressed, for all ranks of the host. What fails here never reaches a rank: the
-file is removed, and the engine is unchanged. Ranks believe what is verified here.
+identity, and decompressed, for all ranks of the host. A part that fails here never reaches a
+rank: the file is removed, and the engine is unchanged. Ranks believe what is verified here.
 
-Hashing, decompressing and writing run in threads without the GIL, so that the event loop goes on.
+Hashing, decompressing and writing run in threads without the GIL, so that the event loop
+continues.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Intake:
     async def _feed(self, writer: _PartWriter, chunks: AsyncIterator[bytes]) -> VerifiedPart:
         """Feed a body to a writer: in batches in threads, while the next one arrives.
 
-        What is only copied is fed here, as soon as no batch is waiting.
+        Chunks that are only copied are fed in the event loop, as soon as no batch is waiting.
         """
         loop, threads = asyncio.get_running_loop(), self._files.threads
         batch, size = list[bytes](), 0
@@ -163,7 +164,7 @@ class Intake:
 class _PartWriter(contextlib.AbstractContextManager["_PartWriter"]):
     """Writes one part; leaving the context with an error removes it.
 
-    Its methods raise what `Intake.receive` raises. `feed` and `finish` may be called in any thread,
+    Its methods raise what `Intake.receive` raises. `feed` and `finish` can be called in any thread,
     one after the other.
     """
 
@@ -176,12 +177,12 @@ class _PartWriter(contextlib.AbstractContextManager["_PartWriter"]):
 
     def __exit__(self, *exception: object) -> None:
         if exception[0] is not None:
-            self._failed = True  # a thread may still be at work
+            self._failed = True  # a thread might still be at work
             self._file.delete()
 
     @property
     def awaits_header(self) -> bool:
-        """Whether the next bytes may show that the body is no part."""
+        """Whether the next bytes can show that the body is no part."""
         return self._gate.header is None
 
     def is_quick(self, size: int) -> bool:

@@ -1,11 +1,11 @@
-"""Follow a delta log: look for new versions until cancelled, and apply them beside generation.
+"""Follow a delta log: look for new versions until cancelled, and apply them during generation.
 
-An engine that follows is at a version of its log, and moves on only by it. What keeps it from a
-version (damage, a full disk, weights that sleep) is in the status, the log and the heartbeat; it
-stays at its version and looks again, so that it goes on by itself once the cause is gone.
+An engine that follows is at a version of its log, and moves on only by it. The status, the log and
+the heartbeat show the reason that keeps it from a version (damage, a full disk, weights that
+sleep); it stays at its version and looks again, so that it continues once the cause is gone.
 
 If several HTTP processes serve the engine, one of them follows, see `delta_server.follow_state`;
-each can look, pin and tell.
+each can look, pin and report.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class LogFollower:
             await self._ended(error)
 
     async def pin(self, version: int | None) -> dict[str, Any]:
-        """Hold the engine at a version, or let it go on; return the result as JSON.
+        """Hold the engine at a version, or let it continue; return the result as JSON.
 
         A later version is reached first, as the log has it. No look that has begun goes past it.
 
@@ -179,7 +179,7 @@ class LogFollower:
         return max(_SHORTEST_EXPIRY_S, _BEATS_TO_EXPIRE * self._interval)
 
     async def _ended(self, error: BaseException | None) -> None:
-        """Tell the log and the other processes how a look has ended."""
+        """Report to the log and the other processes how a look has ended."""
         asleep = isinstance(error, WeightsAsleep)
         wire = None if error is None or asleep else as_wire(error)
         self._in_a_row = self._in_a_row + 1 if wire else 0

@@ -126,14 +126,14 @@ class LogReplay:
 
     @property
     def problem(self) -> dict[str, Any] | None:
-        """What kept the engine from the log's newest version when it was replayed last."""
+        """The problem that kept the engine from the log's newest version at the last replay."""
         return self._problem
 
     def describe(self, version: int) -> dict[str, Any]:
         """Return the log's newest version, and the problem that keeps an older engine from it."""
         newest, problem = self.newest, self._problem
         if self._following is not None and (look := self._following.known.look) is not None:
-            # Another process may have looked since this one did.
+            # Another process might have looked since this one did.
             if look.at > self._read_at and (look.newest is not None or look.error is None):
                 newest = look.newest
             problem = look.problem
@@ -163,10 +163,10 @@ class LogReplay:
         """Publish the engine's version and replay the log, before the engine serves.
 
         A `DeltaError` of the replay is logged, not raised; before that, what a store has is read a
-        few times more, as it may have failed in passing.
+        few times more, as it might have failed in passing.
         """
         # An engine that has served nothing has no KV to drop, which takes SGLang half a second of a
-        # core per version then. Other processes may be serving already.
+        # core per version then. Other processes might be serving already.
         options = Options(flush_cache=self._engine.shared)
         try:
             async with self.idle():
@@ -433,7 +433,7 @@ class LogReplay:
             try:
                 await call_all_ranks(self._engine, ReleaseLogLease(holder=self._name))
             except Exception:
-                # This process may acquire it again, and others if this one is dead.
+                # This process can acquire it again, and others can if this one is dead.
                 logger.exception("the lease of the delta log could not be released")
 
 

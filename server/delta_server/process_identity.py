@@ -38,6 +38,6 @@ def _start_time(pid: int) -> str | None:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    # The command is in parentheses and may contain some itself.
+    # The command is in parentheses and can contain some itself.
     fields = stat.rpartition(")")[2].split()
     return None if fields[_STATE] in "ZX" else fields[_START_TIME]

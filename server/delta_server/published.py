@@ -1,6 +1,6 @@
 """What the folders of published versions show: an empty version, or files that did not arrive.
 
-The folder of version 12 is called ``weight_v000012``, and the others are beside it.
+The folder of version 12 is called ``weight_v000012``, and the others are next to it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def folder_of(source: Path, version: int) -> Path:
 def holds_nothing(folder: Path, roots: Sequence[str]) -> bool:
     """Return whether a version's folder shows that the version is its predecessor's.
 
-    It does if it has an index of no tensors. A folder without files shows nothing: it may be one
-    that was emptied, or that is not filled yet. Nor does an index show anything where parts must be
-    signed, as it has no signature.
+    It does if it has an index of no tensors. A folder without files shows nothing: it might
+    be one that was emptied, or that is not filled yet. Nor does an index show anything where parts
+    must be signed, as it has no signature.
     """
     if signing_key() is not None:
         return False
@@ -66,7 +66,7 @@ def gap_is_empty(
     roots: Sequence[str],
     bring: Callable[[Path], object] | None = None,
 ) -> bool:
-    """Return whether the folders beside one show that the versions of a range hold nothing.
+    """Return whether the folders next to one show that the versions of a range hold nothing.
 
     Args:
         bring: brings what a folder has to show to this host, if it is elsewhere.

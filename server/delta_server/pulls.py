@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord) -> str:
     """Stage the next version that holds something, of those up to the target; return what was done.
 
-    The folders of all of them must be there. The engine goes on serving the version that it is at.
+    The folders of all of them must be there. The engine continues to serve its version.
 
     Raises:
         DeltaError: a version is missing, or refused, or the engine is already past the target. The
@@ -105,9 +105,9 @@ async def commit_pulled(
 ) -> dict[str, Any]:
     """Commit what was pulled under the name `disk_request.model_path`; return the last answer.
 
-    What is staged is committed as it is, if its folder still holds that. Later versions are applied
-    in turn, each in a transaction of its own: if one is refused, the engine is at the version
-    before it.
+    The staged version is committed as it is, if its folder still holds that. Later versions are
+    applied in turn, each in a transaction of its own: if one is refused, the engine is at the
+    version before it.
 
     Raises:
         VersionConflict: another version was pulled.
@@ -131,7 +131,7 @@ async def commit_pulled(
     for version in following:
         # Each version is reported; the request's own record is for the last one.
         own_record = record if version == following[-1] else RequestRecord()
-        # Without an id, a staged sync of this version may be another's.
+        # Without an id, a staged sync of this version might be another's.
         named = pulled.sync_id is not None
         staged = await _staged(service, version, pulled.sync_id) if named else None
         if await _drop_rewritten(service, source, pulled, version):
@@ -155,7 +155,7 @@ async def _drop_rewritten(
 ) -> bool:
     """Return whether the folder of a version holds other bytes than were pulled from it.
 
-    What is staged of it is dropped then.
+    The parts that are staged of it are dropped then.
     """
     folder = pulled.folder
     if folder is None or folder.version != version:

@@ -51,8 +51,8 @@ class SyncReporter:
     async def follow(self, record: RequestRecord) -> AsyncIterator[None]:
         """Report one request when it ends; raises what the request raises.
 
-        A request is followed by the task that reads its body and by the task that must go on if
-        the first is cancelled. Whichever ends first reports it, once.
+        A request is followed by the task that reads its body and by the task that must continue
+        if the first is cancelled. Whichever ends first reports it, once.
         """
         async with _progress_logged(record):
             try:
@@ -64,7 +64,7 @@ class SyncReporter:
             self._report(record, None)
 
     def report_denied(self, error: DeltaError) -> None:
-        """Report a request that may not use the endpoints."""
+        """Report a request without access to the endpoints."""
         name = type(error).__name__
         metrics.DENIED.labels(name).inc()
         logger.warning("%s", format_line("denied", {"error": name, "message": str(error)}))
@@ -104,10 +104,10 @@ class SyncReporter:
         sync = record.summary(error)
         metrics.count(sync, error)
         if error is not None and "retry_after" in error.operands:
-            # A sender that must wait may retry often; the history does not need every refusal.
+            # A sender that must wait might retry often; the history does not need every refusal.
             self._log(sync)
             return
-        # In the background: an answer is due, and the ranks may have died.
+        # In the background: an answer is due, and the ranks might have died.
         task = asyncio.ensure_future(self._remember(sync))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -38,7 +38,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON body of a disk request; unknown keys are ignored.
 
-    The keys of `Options` and ``adapter`` may be here or in the query string.
+    The keys of `Options` and ``adapter`` can be here or in the query string.
     """
 
     model_path: str
@@ -162,7 +162,7 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RpcRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON body of ``POST /collective_rpc``, of which only a disk request is taken."""
+    """The JSON body of ``POST /collective_rpc``; only a disk request is accepted."""
 
     kwargs: DiskRequest
 
@@ -209,7 +209,7 @@ def parse_version_request(body: bytes) -> VersionRequest:
 
 
 def is_anonymous(manifest: Manifest, options: Options) -> bool:
-    """Return whether a part may be one of several that nothing but their version connects."""
+    """Return whether a part might be one of several that only their version connects."""
     numbers = (manifest.part, manifest.num_parts, manifest.base_version)
     digests = (manifest.digest_before, manifest.digest_after)
     given = (*numbers, manifest.sync_id, manifest.run, *digests, options.base_version)

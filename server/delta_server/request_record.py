@@ -68,7 +68,7 @@ class RequestRecord:
             yield chunk
 
     def set_parts(self, parts: Sequence[PartId], verified: Sequence[VerifiedPart]) -> None:
-        """Set the parts of the request; some of a disk request's may be left out later."""
+        """Set the parts of the request; some of a disk request's can be left out later."""
         self.parts, self.verified = list(parts), list(verified)
 
     def answer(self, status: str, facts: dict[str, Any]) -> dict[str, Any]:

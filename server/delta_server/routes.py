@@ -324,7 +324,7 @@ async def _apply_files(
 
 
 def _service(request: Request) -> DeltaService:
-    """Return the service that the request means, if it may use it."""
+    """Return the service that the request means, if it has access."""
     service: DeltaService = request.app.state.delta_service
     try:
         check_access(request, service.settings.allow_from)

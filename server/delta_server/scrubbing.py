@@ -39,7 +39,7 @@ def combined(replies: Sequence[RankStatus]) -> dict[str, Any] | None:
 async def count_findings(engine: Engine, interval: float) -> None:
     """Count what the ranks' scrubbing finds, until cancelled.
 
-    A finding is told once, so that several HTTP processes do not count it several times.
+    The ranks report a finding once, so that several HTTP processes do not count it repeatedly.
     """
     while True:
         await asyncio.sleep(min(interval, _LONGEST_PERIOD_S))

@@ -143,7 +143,7 @@ class DeltaService:
         metrics.show_run(replies[0].run)
         if self.log_replay is None:
             await self._engine.set_weight_version(str(versions[0]))
-        else:  # another process may be replaying, which changes the version
+        else:  # another process might be replaying, which changes the version
             await (self.follower or self.log_replay).at_start()
         interval = self.settings.scrub_interval
         if interval is not None:
@@ -246,8 +246,8 @@ class DeltaService:
     ) -> dict[str, Any]:
         """Stage one part, and commit if it completes its sync; return the answer as JSON.
 
-        One without numbers, ids and base may be the rest of the version that the engine is at. The
-        part is removed from the spool afterwards.
+        One without numbers, ids and base might be the rest of the engine's version. The part
+        is removed from the spool afterwards.
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then.
@@ -304,7 +304,7 @@ class DeltaService:
 
         Args:
             paths: real paths, below `roots`, of files or of one folder of a version.
-            roots: folders below which files may be read; ``--delta-root`` if None.
+            roots: folders below which files can be read; ``--delta-root`` if None.
             source: where they were fetched from; None if they were not.
             log_records: what the delta log has of the version, for a replay; see
                 `engine_ext.log.records`.

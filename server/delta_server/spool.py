@@ -30,7 +30,7 @@ class Spool:
     Args:
         directory: parent of the folder; None chooses shared memory, or the temporary folder if
             shared memory has no `room`.
-        room: bytes that the largest part may need.
+        room: bytes that the largest part can need.
     """
 
     def __init__(self, directory: str | None, room: int) -> None:
@@ -49,7 +49,7 @@ def _make_locked(parent: str) -> tuple[Path, FileLock]:
     """Make a private folder and lock it."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        # A server that starts at this moment may take the folder for a dead one's and remove it.
+        # A server that starts at this moment might take the folder for a dead one's and remove it.
         # Without locks in the file system nobody removes anything.
         with contextlib.suppress(FileNotFoundError):
             lock = FileLock(folder, os.O_RDONLY | os.O_DIRECTORY, None)

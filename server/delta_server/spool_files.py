@@ -39,7 +39,7 @@ _THREADS = 4
 _LARGE = 1 << 20  # bytes from which a file is worth keeping, and a thread to free it
 _MOST_FILES = 16
 _MOST_BYTES = 1 << 30
-_UNMAPPED_SHARE = 8  # of a file, one part in so many may be written without a mapping
+_UNMAPPED_SHARE = 8  # of a file, one part in so many can be written without a mapping
 _ROOM_SHARE = 4  # of the file system's free room, unused files take one in so many at most
 _UNUSED_FOR_S = 30.0
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -140,7 +140,7 @@ class SpoolFile:
             if self._room > self.size:
                 os.ftruncate(file.descriptor, self.size)
             if self._files.in_memory and self.size >= _LARGE:
-                # What little is written after the mapped bytes needs no other mapping.
+                # The few bytes that are written after the mapped ones need no other mapping.
                 _map(file, self.size, most=self.size // _UNMAPPED_SHARE)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file.descriptor, fcntl.LOCK_UN)
@@ -165,13 +165,13 @@ class SpoolFile:
             self._files.release(file)
 
     def delete(self) -> None:
-        """Delete the file, of which not all was written; again, this does nothing."""
+        """Delete the incomplete file; a second call does nothing."""
         if self._file is not None:
             self.path.unlink(missing_ok=True)
             self._files.run(self._close, max(self.size, self._room))
 
     def _close(self) -> None:
-        with self._writing:  # a thread may be
+        with self._writing:  # a thread might be
             if self._file is not None:
                 self._file.close()
                 self._file = None
@@ -289,7 +289,7 @@ def _map(file: _Unused, size: int, most: int = 0) -> None:
     """Map a file's first bytes to write them again; the kernel fills the page tables at once.
 
     Args:
-        most: bytes of them that may stay unmapped.
+        most: bytes of them that can stay unmapped.
     """
     if file.mapping is not None:
         if len(file.mapping) >= size - most:

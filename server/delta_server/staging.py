@@ -58,7 +58,7 @@ class StagingPipe(contextlib.AbstractContextManager["StagingPipe"]):
         with contextlib.suppress(OSError):
             os.mkfifo(self.path, 0o600)
             self._reader = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            # Keeps it open while some ranks may have ended before others begin.
+            # Keeps it open, as some ranks might have ended before others begin.
             self._writer = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def __exit__(self, *exception: object) -> None:
@@ -187,7 +187,7 @@ class Staging:
         answers = await self._engine.call(request)
         refusals = [answer for answer in answers if isinstance(answer, DeltaError)]
         if refusals:
-            if len(refusals) < len(answers):  # replicas may be in different states
+            if len(refusals) < len(answers):  # replicas might be in different states
                 await call_all_ranks(self._engine, SettlePart(part=part, staged=False))
             raise refusals[0]
         admissions = {one.admission for one in answers if not isinstance(one, DeltaError)}
@@ -197,7 +197,8 @@ class Staging:
         """Wait until every rank has staged the first part; return whether its sync is complete."""
         first, complete = begun.popleft(), False
         if first.admission != "already_applied":
-            # A part that is "staged" is waited for too: the request that sent it may have died.
+            # A part that is "staged" is waited for too: the request that sent it might have
+            # died.
             complete = await self._settle(first, begun, record)
         first.pipe.close()
         record.admissions.add(first.admission)

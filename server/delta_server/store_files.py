@@ -1,6 +1,6 @@
 """Bring the files of a disk request, or of a pull, to this host, if they are in an object store.
 
-A request names a URL; which one it may name, the operator says with ``--delta-root``. Credentials
+A request names a URL; ``--delta-root`` sets which URLs it can name. Credentials
 are those of the engine's environment, never of a request.
 """
 
@@ -53,7 +53,7 @@ class StoreFolder:
 
     Attributes:
         url: what their folder is a copy of.
-        bring_index: see `StoreFiles.bring_index`; for folders beside that one.
+        bring_index: see `StoreFiles.bring_index`; for folders next to that one.
     """
 
     url: str
@@ -79,7 +79,7 @@ class StoreFiles:
 
     Args:
         settings: the allowed folders and URLs.
-        folders: those that `list_names` reads; more than requests may name.
+        folders: those that `list_names` reads; more than requests can name.
         limit: of the bytes that are fetched; None for no limit.
         cache: keeps what has a hash, for other engines of this host; None without a store.
     """
@@ -117,7 +117,7 @@ class StoreFiles:
             yield ResolvedFiles(resolve_files(local, roots), roots, source)
 
     def allowed(self, url: str) -> str:
-        """Return a URL that requests may name, without a trailing slash.
+        """Return a URL that requests can name, without a trailing slash.
 
         Raises:
             PathForbidden, MalformedPart, PartUnavailable: see `resolved`.
@@ -159,7 +159,7 @@ class StoreFiles:
             return {name: f"{one.size}:{one.tag}" for name, one in listed.items() if is_read(name)}
 
     def bring_index(self, url: str, folder: Path) -> list[str]:
-        """Make a folder with the index of a version that may hold nothing: it has no other files.
+        """Make a folder with the index of a version that might hold nothing: it has no other files.
 
         Nothing is fetched, and no folder is made, for another version.
 
@@ -179,9 +179,9 @@ class StoreFiles:
             return names
 
     def _bring_beside(self, url: str, folder: Path) -> None:
-        """Bring the index of the folder of this name beside another one."""
+        """Bring the index of the folder of this name next to another one."""
         parent = url.rpartition("/")[0]
-        with contextlib.suppress(PathForbidden):  # of a root, nothing beside it may be read
+        with contextlib.suppress(PathForbidden):  # files next to a root are forbidden
             self.bring_index(f"{parent}/{folder.name}", folder)
 
     def _fetch(self, request: DiskRequest, scratch: Path) -> tuple[Path, str]:

@@ -1,4 +1,4 @@
-"""What the folders of published versions add to the parts that are from them."""
+"""Facts that the folders of published versions add to the parts that are from them."""
 
 from __future__ import annotations
 

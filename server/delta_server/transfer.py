@@ -34,7 +34,7 @@ _READ_BYTES: Final = 1 << 20
 
 
 class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What brings parts: exactly one of `part`, `model_path` and `broadcast_bytes` is given.
+    """The source of parts: exactly one of `part`, `model_path` and `broadcast_bytes` is given.
 
     `weight_version`, `base_version`, `pause_mode`, `flush_cache` and `reason` are as in a disk
     request.
@@ -242,7 +242,7 @@ class TransferGuard:
 
 @contextlib.contextmanager
 def _naming_the_collective() -> Iterator[None]:
-    """Say of a part that is none that it may be another trainer's.
+    """Say of bytes that are no part that they might be another trainer's.
 
     Who joins the group last is its member, and a request takes what comes next over it.
     """

@@ -1,4 +1,4 @@
-"""Limits on uploads: how many at once, and how slowly they may arrive."""
+"""Limits on uploads: how many at once, and how slowly they can arrive."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _RETRY_AFTER_S = 1
 
 @dataclass(frozen=True, slots=True)
 class MinimumRate:
-    """How slowly a body may arrive."""
+    """How slowly a body can arrive."""
 
-    stall: float  # seconds that may pass without a byte, and that are allowed on top of the rate
+    stall: float  # seconds that can pass without a byte, and that are allowed on top of the rate
     rate: int  # minimum average in bytes per second
 
 
@@ -90,7 +90,7 @@ class _Deadline:
         self._cancels = False
 
     def begin(self, due: float) -> None:
-        """Begin a wait that may last until `due`, of `time.monotonic`."""
+        """Begin a wait that can last until `due`, of `time.monotonic`."""
         self._due = due
         if due < self._rings_at:
             self._set()

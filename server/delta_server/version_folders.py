@@ -51,7 +51,7 @@ async def spool_request(
     """Bring what `delta_server.disk_files.resolve_files` returned to the spool, as parts.
 
     The parts of a version's folder have no part numbers: they are one transaction, as those of
-    other files without numbers. None of them may be left out, and the same folder always gives the
+    other files without numbers. None of them can be left out, and the same folder always gives the
     same parts. The spool holds the whole version, converted.
 
     Args:
@@ -126,7 +126,7 @@ async def _specs(engine: Engine) -> dict[str, _Spec]:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What is converted: a version's folder, and the tensors of the engine's checkpoint."""
+    """Input of a conversion: a version's folder, and the tensors of the engine's checkpoint."""
 
     folder: Path
     roots: Sequence[str]

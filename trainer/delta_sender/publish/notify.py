@@ -22,9 +22,6 @@ class Notifier:
     Args:
         urls: The engines' roots.
         options: Of the HTTP clients.
-
-    Attributes:
-        told: By url the version that an engine was at after its last look, or why there was none.
     """
 
     def __init__(self, urls: Sequence[str], options: SenderOptions) -> None:
@@ -34,6 +31,7 @@ class Notifier:
         self._busy: set[str] = set()
         self._queue: deque[str] = deque()
         self._threads = 0
+        # By url the version that an engine was at after its last look, or why there was none.
         self.told: dict[str, Told] = {}
 
     @property
