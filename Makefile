@@ -114,7 +114,7 @@ fuzz: setup ## throw broken parts and requests at the receiver, for FUZZ_SECONDS
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) \
 		$(BIN)/python -m pytest -s tests/fuzz $(PYTEST_ARGS)
 
-lint: setup ## ruff, the import contracts, private attributes in tests, and mypy
+lint: setup ## ruff, import contracts, private attributes in tests, words, mypy
 	@echo "lint: ruff check"
 	@$(BIN)/ruff check .
 	@echo "lint: ruff format"
@@ -123,6 +123,8 @@ lint: setup ## ruff, the import contracts, private attributes in tests, and mypy
 	@PYTHONPATH=.:server:trainer $(BIN)/lint-imports --no-logo
 	@echo "lint: private attributes in tests"
 	@$(BIN)/python -m scripts.count_road --check
+	@echo "lint: words"
+	@$(BIN)/python -m scripts.check_words
 	@echo "lint: mypy"
 	@$(BIN)/mypy
 

@@ -179,7 +179,7 @@ def test_a_file_that_a_process_maps_is_not_written(spool: Intake, tmp_path: Path
             first.remove()
             second = await receive(spool, OTHER)
             assert inode(second) != file
-            assert rank.communicate("go on\n", timeout=10)[0] == "True"
+            assert rank.communicate("continue\n", timeout=10)[0] == "True"
         second.remove()
 
     asyncio.run(scenario())

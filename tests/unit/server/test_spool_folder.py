@@ -82,7 +82,7 @@ def test_what_a_killed_server_left_goes_when_the_next_one_starts(tmp_path: Path)
         assert servers.stdout is not None
         its = Path(servers.stdout.readline().strip())
         assert (its / "part.safetensors").exists()
-        print("go on", file=servers.stdin, flush=True)
+        print("continue", file=servers.stdin, flush=True)
         other = Path(servers.stdout.readline().strip())
         assert not its.exists()
         mine = Intake(str(tmp_path), LIMITS)
