@@ -167,6 +167,8 @@ class ModelledEngine(RuleBasedStateMachine):
         self.sent = [*self.sent[-15:], part]
         if fault == "unprocessed" and not self.computed.intersection(self.known.named_with(part)):
             fault = None
+        if fault == "unpaused" and self.known.paused:
+            fault = None  # a commit does not pause a paused engine
         with self.armed(fault, rank):
             if part.origin == "log":
                 answer = self.rig.replay(process, part.body)

@@ -165,13 +165,13 @@ class ServedRig(Rig):
         return answers
 
     def replay(self, process: int, body: bytes) -> dict[str, Any]:
-        """Apply a part as one of the delta log; its answer, or the error as JSON."""
+        """Apply a part as one of the delta log; its answer, or the error as JSON, as of a route."""
         service = self.services[process]
         spooled = service.intake.read(io.BytesIO(body))
         record = RequestRecord(origin="log")
         try:
             return self.run(service.apply_body(spooled, Options(), record))
-        except DeltaError as error:
+        except Exception as error:
             return {"error": as_delta_error(error).to_wire()}
 
     def generates(self, process: int) -> bool:
