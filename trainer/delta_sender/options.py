@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -134,6 +135,15 @@ class SenderOptions:
             raise ValueError("posts_in_flight is 1 at least")
         if isinstance(limit := self.bandwidth_limit, (int, float)):
             object.__setattr__(self, "bandwidth_limit", RateLimit(limit))
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> SenderOptions:
+        """Return the options in the ``locals()`` of a constructor whose signature has them.
+
+        Raises:
+            ValueError: One has an unknown value.
+        """
+        return cls(**{name: arguments[name] for name in DEFAULTS.keys() & arguments.keys()})
 
     def refuse_engine_options(self) -> None:
         """Check that no option is set that a delta log does not have.

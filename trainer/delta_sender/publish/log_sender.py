@@ -90,25 +90,7 @@ class LogSender(AbstractContextManager["LogSender"]):
         unchanged_warning: int = 3,
         log_differences: bool = False,
     ) -> None:
-        options = SenderOptions(
-            base_version=base_version,
-            encoding=encoding,
-            bucket_bytes=bucket_bytes,
-            posts_in_flight=posts_in_flight,
-            digest=digest,
-            api_key=api_key,
-            hmac_key=hmac_key,
-            pause_mode=pause_mode,
-            flush_cache=flush_cache,
-            bandwidth_limit=bandwidth_limit,
-            timeout=timeout,
-            client=client,
-            snapshot_on=snapshot_on,
-            changes_in_memory=changes_in_memory,
-            refuse_nonfinite=refuse_nonfinite,
-            unchanged_warning=unchanged_warning,
-            log_differences=log_differences,
-        )
+        options = SenderOptions.among(locals())
         self._publisher = log_publisher(log_of(log), base, options, notify)
 
     def __exit__(self, *exc_info: object) -> None:

@@ -113,32 +113,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         quantize: str | None = None,
         lag_limit: float | None = 60.0,
     ) -> None:
-        options = SenderOptions(
-            base_version=base_version,
-            encoding=encoding,
-            bucket_bytes=bucket_bytes,
-            posts_in_flight=posts_in_flight,
-            digest=digest,
-            api_key=api_key,
-            hmac_key=hmac_key,
-            pause_mode=pause_mode,
-            flush_cache=flush_cache,
-            bandwidth_limit=bandwidth_limit,
-            timeout=timeout,
-            client=client,
-            snapshot_on=snapshot_on,
-            changes_in_memory=changes_in_memory,
-            refuse_nonfinite=refuse_nonfinite,
-            unchanged_warning=unchanged_warning,
-            takeover=takeover,
-            full=full,
-            adapter=adapter,
-            delta_log=delta_log,
-            log_differences=log_differences,
-            state=state,
-            quantize=quantize,
-            lag_limit=lag_limit,
-        )
+        options = SenderOptions.among(locals())
         check_urls(urls)
         if connect is EngineClient:  # which does so as well, but only once the base is read
             for url in urls:

@@ -134,31 +134,7 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
             raise TypeError(
                 f"DeltaSender takes one url, and not {url!r}; MultiSender takes several"
             )
-        options = SenderOptions(
-            base_version=base_version,
-            encoding=encoding,
-            bucket_bytes=bucket_bytes,
-            posts_in_flight=posts_in_flight,
-            digest=digest,
-            api_key=api_key,
-            hmac_key=hmac_key,
-            pause_mode=pause_mode,
-            flush_cache=flush_cache,
-            bandwidth_limit=bandwidth_limit,
-            timeout=timeout,
-            client=client,
-            snapshot_on=snapshot_on,
-            changes_in_memory=changes_in_memory,
-            refuse_nonfinite=refuse_nonfinite,
-            unchanged_warning=unchanged_warning,
-            takeover=takeover,
-            full=full,
-            adapter=adapter,
-            delta_log=delta_log,
-            log_differences=log_differences,
-            state=state,
-            quantize=quantize,
-        )
+        options = SenderOptions.among(locals())
         log = log_location(url)
         if log is not None:
             if continues is not None:

@@ -97,26 +97,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         takeover: bool = False,
         full: str = "own",
     ) -> None:
-        self._options = SenderOptions(
-            base_version=base_version,
-            encoding=encoding,
-            bucket_bytes=bucket_bytes,
-            posts_in_flight=posts_in_flight,
-            digest=digest,
-            api_key=api_key,
-            hmac_key=hmac_key,
-            pause_mode=pause_mode,
-            flush_cache=flush_cache,
-            bandwidth_limit=bandwidth_limit,
-            timeout=timeout,
-            client=client,
-            snapshot_on=snapshot_on,
-            changes_in_memory=changes_in_memory,
-            refuse_nonfinite=refuse_nonfinite,
-            unchanged_warning=unchanged_warning,
-            takeover=takeover,
-            full=full,
-        )
+        self._options = SenderOptions.among(locals())
         shards = list(shards)
         self._count, self._is_released = 0, False
         self._watch = Watch(refuses_nonfinite=refuse_nonfinite, warns_after=unchanged_warning)
