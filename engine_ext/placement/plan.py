@@ -6,6 +6,7 @@ the digest covers. Deltas are staged by it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -116,6 +117,30 @@ class Plan:
             digests = pool.map(lambda piece: self.piece_digest(*piece), pieces)
             for (name, *_), digest in zip(pieces, digests, strict=True):
                 found[name] = found.get(name, Digest.ZERO) + digest
+        return found
+
+    def scan_copies(self) -> dict[tuple[str, str], set[str]]:
+        """Return the digests of the copies of elements that are held more than once.
+
+        Each rank returns those of its own copies. All copies of a box of elements have one digest,
+        on all ranks, while nothing but syncs has written to them.
+
+        Returns:
+            By tensor and box of its elements the digests of the copies on this rank, in hex.
+        """
+        found: dict[tuple[str, str], set[str]] = {}
+        for name in self.digested:
+            targets = self.targets.get(name, ())
+            firsts = Counter(target.first for target in targets)
+            copies: dict[tuple[int, int], Digest] = {}
+            for number, start, copy in self.pieces(name, copies=True):
+                one = targets[number]
+                if len(one.ranks) > 1 or firsts[one.first] > 1 or one.locator.copies > 1:
+                    digest = self.piece_digest(name, number, start, copy)
+                    copies[number, copy] = copies.get((number, copy), Digest.ZERO) + digest
+            for (number, _), digest in copies.items():
+                box = box_of(targets[number].segment)
+                found.setdefault((name, str(box)), set()).add(digest.hex())
         return found
 
     def pieces(self, name: str, *, copies: bool = False) -> Iterator[tuple[int, int, int]]:

@@ -59,6 +59,12 @@ class Applier(Protocol):
         The digests of tensors that have moved are left out.
         """
 
+    def scan_copies(self) -> dict[tuple[str, str], set[str]]:
+        """Return, by tensor and box of elements, the digests of the copies in live memory.
+
+        See `engine_ext.placement.plan.Plan.scan_copies`; tensors that have moved are left out.
+        """
+
     def search_again(self) -> bool:
         """Refuse weights that the engine has copied since start-up.
 

@@ -234,6 +234,13 @@ class DeltaApplier:
         found = {name: digest for name, digest in self.plan.scan().items() if name not in moved}
         return found, sorted(corrupted | moved)
 
+    def scan_copies(self) -> dict[tuple[str, str], set[str]]:
+        """Return the digests of elements that are held more than once, by tensor and box."""
+        moved = set(self.moved())
+        return {
+            key: copies for key, copies in self.plan.scan_copies().items() if key[0] not in moved
+        }
+
     def search_again(self) -> bool:
         """Refuse the weights that the engine has come to keep copies of since it was loaded.
 

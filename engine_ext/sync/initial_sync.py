@@ -124,6 +124,10 @@ class InitialSyncApplier:
         """Return nothing: no weight is known."""
         return {}, []
 
+    def scan_copies(self) -> dict[tuple[str, str], set[str]]:
+        """Return nothing: no weight is known."""
+        return {}
+
     def search_again(self) -> bool:
         """Return True: the model is searched when the sync has loaded it."""
         return True

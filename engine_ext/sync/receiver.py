@@ -254,6 +254,7 @@ class Receiver(SyncOperations):
         found = tracked
         if request.scan:
             found, corrupted = together(self._ranks, self._applier.scan)
+            corrupted = sorted({*corrupted, *self._differing_copies()})
             wrong = {name for name, digest in tracked.items() if found.get(name) != digest}
             everywhere = self._ranks.all_gather(sorted(wrong.union(corrupted)))
             self._sync_state.mismatched |= {name for names in everywhere for name in names}
@@ -263,6 +264,14 @@ class Receiver(SyncOperations):
             tracked={name: digest.hex() for name, digest in tracked.items()},
             corrupted=corrupted,
         )
+
+    def _differing_copies(self) -> set[str]:
+        """Return the tensors of which copies differ, on one rank or between ranks."""
+        digests: dict[tuple[str, str], set[str]] = {}
+        for copies in self._ranks.all_gather(together(self._ranks, self._applier.scan_copies)):
+            for box, found in copies.items():
+                digests.setdefault(box, set()).update(found)
+        return {name for (name, _), found in digests.items() if len(found) > 1}
 
     def take_scrub_findings(self, request: ops.TakeScrubFindings) -> ops.ScrubFindings:
         """Return what scrubbing has found since it was last asked."""

@@ -174,6 +174,9 @@ class Shard:
     def table(self) -> list[dict[str, Any]]:
         return [{"name": name, "status": "exact", "digested": True} for name in SHAPES]
 
+    def scan_copies(self) -> dict[tuple[str, str], set[str]]:
+        return {}
+
     def scan(self) -> tuple[dict[str, Digest], list[str]]:
         found = {
             name: tensor_digest(name, bits, start=self._spans[name][0])

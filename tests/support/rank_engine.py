@@ -58,6 +58,9 @@ class RecordingApplier:
     def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
         return True
 
+    def scan_copies(self) -> dict[tuple[str, str], set[str]]:
+        return {}
+
     def scan(self) -> tuple[dict[str, Digest], list[str]]:
         return dict(self.digests), []
 

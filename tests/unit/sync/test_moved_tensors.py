@@ -90,6 +90,19 @@ def test_scan_finds_a_moved_tensor(
     assert_heals(serving)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_scan_finds_a_copy_changed_on_one_rank(tmp_path: Path, rank: int) -> None:
+    """Whichever rank's copy the digest counts."""
+    serving = Serving(Plain, tmp_path, ranks=2)
+    errors_of(serving.sync(target_of(serving)), none=True)
+    assert corrupted(serving) == []
+    with torch.no_grad():
+        serving.models[rank].norm[0] += 1
+    assert corrupted(serving) == ["norm"]
+    assert states(serving) == {("mismatched", ("norm",))}
+    assert_heals(serving)
+
+
 @pytest.mark.parametrize("change", [0.0, 1.0])
 def test_delta_finds_a_tensor_moved_on_one_rank(tmp_path: Path, change: float) -> None:
     """Also one that has the same values there, and that the delta is not of."""
