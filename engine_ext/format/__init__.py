@@ -32,7 +32,7 @@ from engine_ext.format.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.format.digest_on_device import device_digest
 from engine_ext.format.gap_streams import byte_stream, join_streams
-from engine_ext.format.identity import Origin, PartId, RunSender, Unproven, part_identity
+from engine_ext.format.identity import Origin, PartId, RunSender, Unproven, continues, part_identity
 from engine_ext.format.manifest import (
     ANONYMOUS,
     BIT_CHANGES,
@@ -61,7 +61,7 @@ from engine_ext.format.signature import (
     signing_key,
 )
 from engine_ext.format.ulp_differences import differences_of
-from engine_ext.format.verified_part import VerifiedContents, read_verified, verify_container
+from engine_ext.format.verified_part import read_verified, verify_container
 from engine_ext.format.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame, inflate
 
 __all__ = [
@@ -92,12 +92,12 @@ __all__ = [
     "Span",
     "StateHash",
     "Unproven",
-    "VerifiedContents",
     "Verifier",
     "byte_stream",
     "change_digest",
     "check_run",
     "compress_frame",
+    "continues",
     "decode_part",
     "decode_positions",
     "device_digest",

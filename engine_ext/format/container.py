@@ -121,21 +121,17 @@ class PartGate:
         self._header_end: int | None = None
         self._received = 0
 
-    def feed(self, data: bytes | memoryview) -> memoryview:
-        """Take the next bytes; return those of them that belong to the data section.
+    def feed(self, data: bytes | memoryview) -> None:
+        """Take the next bytes.
 
         Raises:
             MalformedPart, TooLarge: as soon as an error is known.
         """
-        view, before = memoryview(data), self._received
         self._received += len(data)
         if self.header is None:
-            self._feed_header(view)
-        if self.header is None:
-            return view[len(view) :]
-        if self._received > self.header.total_bytes:
+            self._feed_header(memoryview(data))
+        if self.header is not None and self._received > self.header.total_bytes:
             raise MalformedPart(f"the part has more than its {self.header.total_bytes} bytes")
-        return view[max(self.header.data_begin - before, 0) :]
 
     def finish(self) -> Header:
         """Return the header; MalformedPart if the stream must not end here."""

@@ -101,4 +101,12 @@ class PartId(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def continues(self) -> bool:
         """Whether it can be one more transaction at the engine's version."""
-        return self.unproven is not None and self.sender is None and not self.full
+        return continues(self.unproven, self.sender, full=self.full)
+
+
+def continues(unproven: Unproven | None, sender: RunSender | None, *, full: bool) -> bool:
+    """Return whether a part or a sync can be one more transaction at the engine's version.
+
+    Nothing says that its version is whole, it names no run, and it is not a full one.
+    """
+    return unproven is not None and sender is None and not full

@@ -144,7 +144,7 @@ def _packed_values(
     return decode(raw, manifest.params), None
 
 
-def expand_part(part: UnpackedPart) -> DecodedPart:
+def expand_part(part: UnpackedPart, threads: int | None = None) -> DecodedPart:
     """Make the indices and values of each param, with threads if there are many positions.
 
     The deltas can keep views of the arrays.
@@ -156,7 +156,7 @@ def expand_part(part: UnpackedPart) -> DecodedPart:
     """
     manifest = part.manifest
     encoding, params = manifest.encoding, manifest.params
-    size, cores = sum(stream.size for stream in part.streams), usable_cores()
+    size, cores = sum(stream.size for stream in part.streams), threads or usable_cores()
     if encoding not in PACKED_ENCODINGS or size < _WORTH_THREADS or cores == 1:
         places = _places(encoding, params, part.streams)
     else:

@@ -95,10 +95,13 @@ def verify_container(header: Header, container: Buffer) -> VerifiedContents:
     )
 
 
-def read_verified(file: Buffer, identity: str) -> DecodedPart | None:
-    """Return the part in a verified file; None if it is a part of another identity.
+def read_verified(file: Buffer, identity: str, threads: int | None = None) -> DecodedPart | None:
+    """Return the part in a verified file; None if it is not whole, or of another identity.
 
     The deltas keep views of the file, which must stay unchanged as long as they live.
+
+    Args:
+        threads: that expand a large part's positions; None: as many as there are usable cores.
 
     Raises:
         MalformedPart: the positions are not as many as the values, or a value does not narrow to
@@ -108,7 +111,10 @@ def read_verified(file: Buffer, identity: str) -> DecodedPart | None:
     with memoryview(file) as view:
         end = len(view) - _LENGTH
         size = int.from_bytes(view[end:], "little")
-        layout = msgspec.msgpack.decode(view[end - size : end], type=PartLayout)
+        try:
+            layout = msgspec.msgpack.decode(view[max(end - size, 0) : end], type=PartLayout)
+        except msgspec.MsgspecError:
+            return None
     if layout.identity != identity:
         return None
     data, params = np.frombuffer(memoryview(file), np.uint8), layout.manifest.params
@@ -117,7 +123,7 @@ def read_verified(file: Buffer, identity: str) -> DecodedPart | None:
     values = [*_values(data, layout, layout.values)]
     cleared = None if layout.cleared is None else [*_values(data, layout, layout.cleared)]
     unpacked = UnpackedPart(layout.manifest, layout.values_dtype, streams, values, cleared)
-    return expand_part(unpacked)
+    return expand_part(unpacked, threads)
 
 
 def _values(data: NDArray[np.uint8], layout: PartLayout, start: int) -> Iterator[NDArray[Any]]:

@@ -13,7 +13,6 @@ from engine_ext.ranks.group import (
     SingleRank,
     cores_per_rank,
     gather_bytes,
-    ranks_of_host,
     together,
 )
 from engine_ext.ranks.replicas import ReplicaRanks, among_replicas
@@ -27,6 +26,5 @@ __all__ = [
     "among_replicas",
     "cores_per_rank",
     "gather_bytes",
-    "ranks_of_host",
     "together",
 ]

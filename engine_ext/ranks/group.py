@@ -91,12 +91,6 @@ def cores_per_rank(ranks: Ranks) -> int:
     return max(1, int(sum(Fraction(1, users[core]) for core in own)))
 
 
-def ranks_of_host(ranks: Ranks) -> int:
-    """Return how many ranks run on this rank's host, this one included. All ranks must call it."""
-    host = _host()
-    return ranks.all_gather(host).count(host)
-
-
 def _host() -> str:
     """Return an identity of this host, until it is started again."""
     return _BOOT_ID.read_text().strip()

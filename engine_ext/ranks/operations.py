@@ -9,6 +9,7 @@ request as its tag and a dict of JSON types, and an answer as ``{"ok": reply}`` 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, Union, get_args
 
@@ -66,6 +67,7 @@ __all__ = [
     "Delivery",
     "DropSync",
     "EngineLease",
+    "FileStamp",
     "FindPull",
     "FindUnseen",
     "Following",
@@ -228,6 +230,19 @@ class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
     identities: list[str]
 
 
+class FileStamp(msgspec.Struct, frozen=True, kw_only=True):
+    """What changes with a file: where it is on the disk, its size, and when it was written."""
+
+    inode: int
+    size: int  # bytes
+    modified_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> FileStamp:
+        """Return the stamp of a file by what `os.stat` has returned of it."""
+        return cls(inode=found.st_ino, size=found.st_size, modified_ns=found.st_mtime_ns)
+
+
 class PartSource(msgspec.Struct, frozen=True, kw_only=True):
     """Where hosts without the spool get a part, as long as it is being staged."""
 
@@ -245,6 +260,7 @@ class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
 
     part: PartId
     path: str  # the file that intake has left of the part
+    stamp: FileStamp | None = None  # of that file; None: not known
     pipe: str | None = None  # named pipe that a rank holds open for writing while it stages
     source: PartSource | None = None  # for ranks of other hosts, if there are any
     now: float  # seconds on a clock that all HTTP processes share

@@ -4,7 +4,7 @@ The server's process spools a part on one host. Ranks on other hosts get it by i
 `fetch` reads it over HTTP from the source in the operation, and `cache` keeps it in a folder that
 all ranks and engines of a host share. Other rooms link to its files in a `local_folder`.
 
-Imports: `engine_ext.format`, `engine_ext.files`, `engine_ext.settings`, `engine_ext.errors`.
+Imports: `engine_ext.ranks`, `engine_ext.files`, `engine_ext.settings`, `engine_ext.errors`.
 """
 
 from engine_ext.remote_parts.cache import PartCache

@@ -209,13 +209,14 @@ def make_adapter_receiver(store: AdapterStore, ranks: Ranks, settings: Settings)
         )
     plan = make_plan(placement, ranks)
     installed = Recomputed(store.install, (), {}, frozenset(store.tensors))
+    cores = cores_per_rank(ranks)
     applier = DeltaApplier(
         model,
         index,
         plan,
         ScatterWriter(),
         undo_bytes=settings.undo_bytes,
-        threads=cores_per_rank(ranks),
+        threads=cores,
         recomputed=[installed],
         ranks=ranks,
     )
@@ -227,6 +228,7 @@ def make_adapter_receiver(store: AdapterStore, ranks: Ranks, settings: Settings)
         stage_timeout=settings.stage_timeout,
         read_workers=settings.read_workers,
         undo_bytes=settings.undo_bytes,
+        cores=cores,
     )
 
 

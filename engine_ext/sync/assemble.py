@@ -77,6 +77,7 @@ def wrap_applier(loaded: LoadedModel, settings: Settings, applier: Applier) -> R
         undo_bytes=settings.undo_bytes,
         scrub_interval=settings.scrub_interval,
         locate=loaded.locate,
+        cores=cores_per_rank(loaded.ranks),
     )
 
 

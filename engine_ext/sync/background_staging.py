@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from engine_ext.errors import MalformedPart
 from engine_ext.format import DecodedPart, read_verified
-from engine_ext.ranks.operations import BeginPart
+from engine_ext.ranks.operations import BeginPart, FileStamp
 from engine_ext.remote_parts import Locate
 from engine_ext.resources import no_full_collections
 from engine_ext.sync.staged import StagedPart
@@ -27,10 +27,13 @@ class BackgroundStaging:
         threads: how many parts are staged at once.
         locate: see `engine_ext.remote_parts.PartLocator.locate`; None if all ranks are on the host
             of the spool.
+        cores: how many threads expand the positions of one part; None: all usable cores.
     """
 
-    def __init__(self, threads: int, locate: Locate | None = None) -> None:
-        self._locate = locate
+    def __init__(
+        self, threads: int, locate: Locate | None = None, cores: int | None = None
+    ) -> None:
+        self._locate, self._cores = locate, cores
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="delta-stage")
         self._parts: dict[int, Future[StagedPart]] = {}
         # Parts of dropped syncs included; one that is done is not kept alive here.
@@ -75,17 +78,21 @@ class BackgroundStaging:
 
     @no_full_collections()
     def _stage(self, begun: BeginPart, stage: StagePart) -> StagedPart:
-        path = begun.path
+        path, stamp = begun.path, begun.stamp
         if self._locate is not None:
             path = self._locate(path, begun.source)
-        part = read_verified(map_part(path), begun.part.identity)
+            stamp = stamp if path == begun.path else None  # another host's file
+        part = read_verified(map_part(path, stamp), begun.part.identity, self._cores)
         if part is None:
             raise MalformedPart("the part changed between its arrival and its staging")
         return stage(part)
 
 
-def map_part(path: str) -> mmap.mmap:
+def map_part(path: str, stamp: FileStamp | None = None) -> mmap.mmap:
     """Map the file of a part; its bytes stay as they are while the mapping lives.
+
+    Args:
+        stamp: that intake has left on the file.
 
     The HTTP process writes a file again, under another name, only if it can lock it exclusively.
     So a shared lock is held while the mapping lives: the mapping has a descriptor of the open file,
@@ -93,6 +100,7 @@ def map_part(path: str) -> mmap.mmap:
 
     Raises:
         FileNotFoundError: the part was removed.
+        MalformedPart: something has written to the file since intake has verified it.
     """
     with open(path, "rb", buffering=0) as file:
         removed = FileNotFoundError(errno.ENOENT, "the part was removed", path)
@@ -100,10 +108,13 @@ def map_part(path: str) -> mmap.mmap:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:  # the file is being written again
             raise removed from None
-        except OSError:  # a file system without locks, where no file is written again
+        except OSError:  # a file system without locks, where intake writes no file again
             pass
-        if not os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+        found = os.fstat(file.fileno())
+        if not os.path.samestat(os.stat(path), found):
             raise removed
+        if stamp is not None and stamp != FileStamp.of(found):
+            raise MalformedPart("the part changed between its arrival and its staging")
         # Nothing writes into the mapping, but torch makes no tensor of read-only memory.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 

@@ -43,6 +43,7 @@ class Receiver(SyncOperations):
         base_version: version of the freshly loaded weights.
         stage_timeout: seconds after its last part for which a staged sync keeps others out.
         read_workers: how many parts are staged at once.
+        cores: this rank's share of the host's cores; None: all usable ones.
         locate: see `engine_ext.remote_parts.PartLocator.locate`; None if all ranks are on the host
             of the spool.
         undo_bytes: host memory that the old values of one version can take, with those of its
@@ -61,9 +62,10 @@ class Receiver(SyncOperations):
         undo_bytes: int = 4 << 30,
         scrub_interval: float | None = None,
         locate: Locate | None = None,
+        cores: int | None = None,
     ) -> None:
         sync_state = SyncState(base_version, stage_timeout)
-        staging = BackgroundStaging(read_workers, locate)
+        staging = BackgroundStaging(read_workers, locate, cores)
         super().__init__(applier, ranks, sync_state, staging, undo_bytes=undo_bytes)
         self._lease = Lease()
         self._paused: ops.CallerPause | None = None

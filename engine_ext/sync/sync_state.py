@@ -23,7 +23,7 @@ from engine_ext.errors import (
     VersionConflict,
     WeightsAsleep,
 )
-from engine_ext.format import Origin, PartId, RunSender, Unproven
+from engine_ext.format import Origin, PartId, RunSender, Unproven, continues
 from engine_ext.ranks.operations import Admission, Delivery, RunOwner, StagedSync
 from engine_ext.sync.runs import Runs, clock, describe, is_anonymous, is_twin, owner_of
 
@@ -74,7 +74,7 @@ class Sync:
     @property
     def continues(self) -> bool:
         """Whether it can be one more transaction at the engine's version."""
-        return self.unproven is not None and self.sender is None and not self.full
+        return continues(self.unproven, self.sender, full=self.full)
 
     @property
     def owner(self) -> RunOwner | None:

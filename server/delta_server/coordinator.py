@@ -9,7 +9,8 @@ processes coordinate one engine; all ranks get the same calls in the same order 
     staging      every rank has staged the part              staged      unchanged
                  a rank refuses it                           idle [1]    unchanged
     staged       the rest of the sync is staged              complete    unchanged
-                 another sync, after the stage timeout       staging     unchanged
+                 another sync: of a later attempt of the     staging     unchanged
+                 run, or after the stage timeout
     complete     all ranks have prepared: pause, vote        committing  unchanged
                  a rank cannot commit it                     idle        unchanged
     committing   every rank has written: publish, resume     idle        new version
@@ -19,8 +20,9 @@ processes coordinate one engine; all ranks get the same calls in the same order 
 
     [1] the parts of the sync that are staged stay, unless the request had all of them
 
-A part of the version that the engine is at is answered ``already_applied`` in any state but
-`uncertain`, and nothing is written.
+A part that was committed at the engine's version is answered ``already_applied``, and nothing is
+written; not while the weights are uncertain, mismatched or changed by something else, nor if the
+staged sync has this part, too.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from engine_ext.format import (
     verify_container,
     warm_up_unpacking,
 )
+from engine_ext.ranks.operations import FileStamp
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -53,6 +54,7 @@ class VerifiedPart:
     manifest: Manifest
     identity: str  # see `engine_ext.format.identity`
     wire_bytes: int  # size of the body as it was sent, compressed or not
+    stamp: FileStamp  # of the file
     _file: SpoolFile
 
     def remove(self) -> None:
@@ -243,9 +245,9 @@ class _PartWriter(contextlib.AbstractContextManager["_PartWriter"]):
         if contents.replaces:
             self._file.rewind()
         self._append(contents.pieces)
-        self._file.seal()
+        stamp = self._file.seal()
         return VerifiedPart(
-            self._file.path, header.manifest, contents.identity, self._wire_bytes, self._file
+            self._file.path, header.manifest, contents.identity, self._wire_bytes, stamp, self._file
         )
 
 

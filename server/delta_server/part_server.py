@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import itertools
 import os
 import secrets
 import socket
@@ -43,7 +42,6 @@ class PartServer:
 
     def __init__(self, address: str, port: int = 0) -> None:
         self._offers: dict[str, Path] = {}
-        self._numbers = itertools.count()
         self._token = secrets.token_urlsafe(32)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, port), family=family)
@@ -71,7 +69,8 @@ class PartServer:
                 digest.update(chunk)
             read = os.fstat(file.fileno())
         content = digest.hexdigest()
-        name = f"{content}-{next(self._numbers)}"
+        # No two deliveries share a url, also those of an engine that was started again.
+        name = f"{content}-{secrets.token_hex(8)}"
         source = PartSource(
             url=f"{self.url}/{name}",
             token=self._token,

@@ -30,7 +30,7 @@ class Spool:
     Args:
         directory: parent of the folder; None chooses shared memory, or the temporary folder if
             shared memory has no `room`.
-        room: bytes that the largest part can need.
+        room: about the bytes that the largest part can need.
     """
 
     def __init__(self, directory: str | None, room: int) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_ext.errors import SpoolFull
+from engine_ext.ranks.operations import FileStamp
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -132,18 +133,20 @@ class SpoolFile:
             self._room = max(self._room, self.size)
             self.size = 0
 
-    def seal(self) -> None:
-        """End the file behind what was written, and let ranks map it."""
+    def seal(self) -> FileStamp:
+        """End the file behind what was written, and let ranks map it; return its stamp."""
         with self._writing:
             if (file := self._file) is None:
-                return
+                raise OSError(errno.EBADF, "the file was given up")
             if self._room > self.size:
                 os.ftruncate(file.descriptor, self.size)
             if self._files.in_memory and self.size >= _LARGE:
                 # The few bytes that are written after the mapped ones need no other mapping.
-                _map(file, self.size, most=self.size // _UNMAPPED_SHARE)
+                _map(file, self.size, unmapped=self.size // _UNMAPPED_SHARE)
+            stamp = FileStamp.of(os.fstat(file.descriptor))
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file.descriptor, fcntl.LOCK_UN)
+            return stamp
 
     def view(self) -> memoryview:
         """Return what was written, to read it before the file is sealed."""
@@ -285,14 +288,14 @@ class SpoolFiles:
             self.run(self.delete_unused, _LARGE)
 
 
-def _map(file: _Unused, size: int, most: int = 0) -> None:
+def _map(file: _Unused, size: int, unmapped: int = 0) -> None:
     """Map a file's first bytes to write them again; the kernel fills the page tables at once.
 
     Args:
-        most: bytes of them that can stay unmapped.
+        unmapped: bytes of them that can stay so.
     """
     if file.mapping is not None:
-        if len(file.mapping) >= size - most:
+        if len(file.mapping) >= size - unmapped:
             return
         file.unmap()
     with contextlib.suppress(OSError, ValueError):  # they can be written without

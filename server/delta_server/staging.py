@@ -1,4 +1,4 @@
-"""Stage parts on every rank: read, verify and locate them there. Nothing is written yet."""
+"""Stage parts on every rank: map, expand and locate them there. Nothing is written yet."""
 
 from __future__ import annotations
 
@@ -179,6 +179,7 @@ class Staging:
         request = BeginPart(
             part=part,
             path=str(verified.path),
+            stamp=verified.stamp,
             pipe=str(pipe.path),
             source=source,
             now=time.monotonic(),

@@ -12,6 +12,7 @@ import msgspec
 
 from engine_ext.format import DecodedPart, PartId, decode_part
 from engine_ext.format.digest import Digest
+from engine_ext.ranks.operations import FileStamp
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from tests.support.thread_group import HANGS_AFTER_S, Group, ThreadRanks
@@ -149,8 +150,13 @@ class Engine:
         path.write_bytes(verified_file(body)[1])
         return path
 
-    def begin(self, part: PartId, path: Path) -> list[dict[str, Any]]:
-        return self.call("begin", part=msgspec.to_builtins(part), path=str(path), now=self.now)
+    def begin(
+        self, part: PartId, path: Path, stamp: FileStamp | None = None
+    ) -> list[dict[str, Any]]:
+        facts: dict[str, Any] = {} if stamp is None else {"stamp": msgspec.to_builtins(stamp)}
+        return self.call(
+            "begin", part=msgspec.to_builtins(part), path=str(path), now=self.now, **facts
+        )
 
     def poll(self, part: PartId) -> list[dict[str, Any]]:
         """The answers once no rank is still staging."""

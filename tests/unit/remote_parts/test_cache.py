@@ -142,6 +142,19 @@ def test_a_part_damaged_since_its_last_delivery_is_fetched_again(cache: PartCach
     assert origin.fetched == 2
 
 
+def test_part_is_found_without_room_for_its_mark(
+    cache: PartCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    origin = Origin(b"a part" * 100)
+    for delivery in ("first", "first", "second"):
+        assert origin.get(cache, delivery).read_bytes() == origin.data
+    assert origin.fetched == 1
+
+
 def test_a_mapped_part_stays(cache: PartCache) -> None:
     first, second = Origin(b"1" * 6000), Origin(b"2" * 6000)
     path = first.get(cache)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
 
+from delta_server.part_server import PartServer
 from engine_ext.ranks.operations import PartSource
 from engine_ext.remote_parts import PartCache, PartLocator
 from engine_ext.remote_parts.fetch import fetch_part
@@ -112,3 +114,21 @@ def test_a_damaged_copy_is_not_read(hosts: Rig, elsewhere: Elsewhere) -> None:
     copy.write_bytes(bytes(copy.stat().st_size))
     assert hosts.post("/delta_rollback").status_code == 200
     hosts.assert_committed(hosts.send(delta_part()), NEXT, 8)
+
+
+def test_restarted_engine_verifies_its_cache_again(tmp_path: Path) -> None:
+    """On the same port, with the same part as its first one."""
+    part = tmp_path / "part"
+    part.write_bytes(b"a part" * 100)
+    locator = PartLocator(PartCache(str(tmp_path / "cache"), 1 << 20))
+    port = 0
+    for _ in range(2):
+        server = PartServer("127.0.0.1", port)
+        port = urlsplit(server.url).port or 0
+        try:
+            with server.offer(part) as source:
+                found = Path(locator.locate("/no/such/host", source))
+                assert found.read_bytes() == part.read_bytes()
+        finally:
+            server.close()
+        found.write_bytes(b"b" + part.read_bytes()[1:])  # damaged while no engine runs

@@ -1,7 +1,9 @@
-"""The pipe next to a part is open exactly as long as the part is being staged."""
+"""A part is staged from its verified file, and its pipe is open exactly as long as it is staged."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import select
 import threading
@@ -12,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_ext.errors import NotUpdatable
+from engine_ext.errors import MalformedPart, NotUpdatable
 from engine_ext.format import DecodedPart, ParamDelta, PartId, encode_part
 from engine_ext.ranks.operations import BeginPart
-from engine_ext.sync.background_staging import BackgroundStaging
+from engine_ext.sync.background_staging import BackgroundStaging, map_part
 from tests.support.verified_file import verified_file
 
 DELTA = ParamDelta("w", "bfloat16", (4,), np.array([2]), np.array([7], np.uint16))
@@ -116,3 +118,77 @@ def test_a_forgotten_part_is_not_begun(readers: list[Reader], by: str) -> None:
     assert readers[0].has_ended(60)
     assert begun == [0]
     assert staging.get(0) is None
+
+
+# The file -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "part"
+    path.write_bytes(FILE)
+    return path
+
+
+def is_free(path: Path) -> bool:
+    """Whether the HTTP process could write the file again."""
+    with open(path, "rb+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def test_file_is_locked_as_long_as_it_is_mapped(path: Path) -> None:
+    one, other = map_part(str(path)), map_part(str(path))
+    assert one[:] == other[:] == FILE
+    view = memoryview(other)[3:5]
+    del one, other
+    assert not is_free(path)
+    assert view.tobytes() == FILE[3:5]
+    del view
+    assert is_free(path)
+
+
+def test_rank_writes_into_no_file(path: Path) -> None:
+    map_part(str(path))[0] ^= 255
+    assert path.read_bytes() == FILE
+
+
+def test_file_that_is_being_written_is_not_mapped(path: Path) -> None:
+    with open(path, "rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(FileNotFoundError):
+            map_part(str(path))
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_file_that_is_renamed_meanwhile_is_not_mapped(
+    path: Path, monkeypatch: pytest.MonkeyPatch, another: bool
+) -> None:
+    def flock(file: Any, operation: int) -> None:
+        path.rename(path.with_suffix(".unused"))
+        if another:
+            path.write_bytes(FILE)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(FileNotFoundError):
+        map_part(str(path))
+
+
+def test_file_is_mapped_without_locks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert map_part(str(path))[:] == FILE
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, len(FILE) - 1])
+def test_cut_file_is_refused(path: Path, size: int) -> None:
+    os.truncate(path, size)
+    staging = BackgroundStaging(1)
+    staging.start(begin(0, path), lambda part: pytest.fail("it was staged"))
+    with pytest.raises((MalformedPart, ValueError) if size == 0 else MalformedPart):
+        staging.results([0])

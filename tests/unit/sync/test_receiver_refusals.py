@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from engine_ext.errors import NotUpdatable
+from engine_ext.ranks.operations import FileStamp
 from tests.support.rank_engine import errors_of, part_id
 from tests.support.verified_file import verified_file
 from tests.unit.sync.recorded_ranks import Ranks, body
@@ -27,7 +29,9 @@ def remove(path: Path, data: bytes) -> None:
 
 
 def flip(path: Path, data: bytes) -> None:
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    """One bit of the first value; the container is at the beginning, as it was sent."""
+    at = 8 + int.from_bytes(data[:8], "little")
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
 
 
 def exchange(path: Path, data: bytes) -> None:
@@ -43,8 +47,10 @@ def test_a_spool_file_that_changed_is_refused(
     data = body()
     one = part_id(data)
     path = ranks.engine.spool(data)
+    stamp = FileStamp.of(path.stat())
+    time.sleep(0.02)  # file systems note the time of writing in steps of some milliseconds
     change(path, path.read_bytes())
-    errors_of(ranks.engine.begin(one, path), none=True)
+    errors_of(ranks.engine.begin(one, path, stamp), none=True)
     for error in errors_of(ranks.engine.poll(one)):
         assert error["engine_state"] == "unchanged"
     forgotten = {"complete": False, "prepared": False, "base": None}
