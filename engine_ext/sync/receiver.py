@@ -268,7 +268,7 @@ class Receiver(SyncOperations):
         )
 
     def _differing(self, scan: Scan) -> set[str]:
-        """Return the tensors of which copies differ, on one rank or between ranks."""
+        """Return the tensors whose copies differ, on one rank or between ranks."""
         digests: dict[tuple[str, str], set[str]] = {}
         for copies in self._ranks.all_gather(scan.copies):
             for box, found in copies.items():
