@@ -49,7 +49,13 @@ class FolderStore:
         if folder is None:
             return {name: FolderFiles(self.local, name) for name in os.listdir(self.local)}
         found = FolderFiles(self.local, folder)
-        return {folder: found} if os.path.isdir(found.path) else {}
+        try:
+            is_folder = stat.S_ISDIR(os.stat(found.path).st_mode)
+        except OSError as error:
+            if error.errno not in (*_GONE, errno.ENOTDIR):
+                raise
+            is_folder = False
+        return {folder: found} if is_folder else {}
 
     def read(self, name: str, most: int) -> bytes:
         """Return the content of a regular file."""
