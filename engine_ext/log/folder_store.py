@@ -98,15 +98,18 @@ class FolderStore:
         for name in names:
             if "/" in name:
                 (self.local / name).unlink(missing_ok=True)
-        for name in folders:
-            hidden = self.local / f".{name}.gone"
-            shutil.rmtree(hidden, ignore_errors=True)
-            os.rename(self.local / name, hidden)
+        hidden = [self.local / f".{name}.gone" for name in folders]
+        for name, target in zip(folders, hidden, strict=True):
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(self.local / name, target)
         if folders:
             sync_folder(self.local)
+            for target in hidden:
+                with contextlib.suppress(FileNotFoundError):  # another process deletes remains
+                    shutil.rmtree(target)
         if folders or not names:
-            for hidden in self.local.glob(".weight_v*.gone"):
-                shutil.rmtree(hidden, ignore_errors=True)
+            for remains in self.local.glob(".weight_v*.gone"):
+                shutil.rmtree(remains, ignore_errors=True)
 
     def turn(self) -> FolderTurn:
         """Lock the folder, which is made if it is missing."""
