@@ -65,7 +65,7 @@ class Publisher:
     Attributes:
         snapshot: The weights that destinations hold, but for what some of them have missed.
         sessions: One for each url.
-        options: Of all destinations; those for syncs count from the next one on.
+        options: Read at every sync.
 
     Raises:
         ValueError: No url is given or one twice, the state file is not one, or `delta_log` names no
@@ -253,7 +253,7 @@ class Publisher:
         if self._is_released:
             return
         self._is_released = True
-        for session in self.sessions:
+        for session in self._all:
             session.destination.stop()
         threads = [] if self._unfinished is None else [*self._unfinished[1]]
         release_all(
