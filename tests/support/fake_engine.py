@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import httpx
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from delta_sender import DeltaSender, MultiSender
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
-from engine_ext.format.part import DecodedPart, ParamDelta, decode_part
+from engine_ext.format.param_delta import ParamDelta
+from engine_ext.format.part import DecodedPart, decode_part
 from engine_ext.format.zstd_frames import FrameReader
 from tests.support.verified_file import identity_of
 
@@ -33,7 +35,7 @@ def digest_of(weights: dict[str, np.ndarray]) -> Digest:
     return sum(tensors, start=Digest.ZERO)
 
 
-def error(status: int, kind: str, state: str = "unchanged", **operands: object) -> httpx.Response:
+def error(status: int, kind: str, state: str = "unchanged", **operands: Any) -> httpx.Response:
     body = {"type": kind, "message": "no", "engine_state": state, **operands}
     return httpx.Response(status, json={"error": body})
 
@@ -51,8 +53,8 @@ class Engine:
     version: int = 0
     run: str | None = None
     has_runs: bool = True
-    owner: dict[str, object] | None = None
-    fenced: dict[str, dict[str, object]] = field(default_factory=dict)
+    owner: dict[str, Any] | None = None
+    fenced: dict[str, dict[str, Any]] = field(default_factory=dict)
     highest: dict[str, int] = field(default_factory=dict)  # by run
     foreign: str | None = None
     has_plan: bool = True
@@ -61,14 +63,14 @@ class Engine:
     undigested: set[str] = field(default_factory=set)
     cast: set[str] = field(default_factory=set)
     committed: set[str] = field(default_factory=set)
-    last_sync: dict[str, object] | None = None
+    last_sync: dict[str, Any] | None = None
     uncertain: bool = False
     staged: dict[int, tuple[DecodedPart, str]] = field(default_factory=dict)
     staging: str | None = None
     bodies: list[bytes] = field(default_factory=list)
     requests: list[httpx.Request] = field(default_factory=list)
     questions: list[httpx.Request] = field(default_factory=list)
-    claims: list[dict[str, object]] = field(default_factory=list)  # and releases
+    claims: list[dict[str, Any]] = field(default_factory=list)  # and releases
     log: list[DecodedPart] = field(default_factory=list)
     faults: dict[int, Callable[[Handler, httpx.Request], httpx.Response]] = field(
         default_factory=dict
@@ -82,7 +84,7 @@ class Engine:
             self.run = "another"
 
     @classmethod
-    def of(cls, model: Model, **state: object) -> Engine:
+    def of(cls, model: Model, **state: Any) -> Engine:
         ignored = state.get("ignored", ())
         return cls({n: bits(t) for n, t in model.items() if n not in ignored}, **state)
 
@@ -104,7 +106,7 @@ class Engine:
         return fault(self.take, request) if fault else self.take(request)
 
     def status(self) -> httpx.Response:
-        answer: dict[str, object] = {"version": self.version, "digest": self.digest().hex()}
+        answer: dict[str, Any] = {"version": self.version, "digest": self.digest().hex()}
         answer["last_sync"] = self.last_sync
         answer["foreign"] = self.foreign
         answer["engine_state"] = "uncertain" if self.uncertain else "certain"
@@ -129,7 +131,7 @@ class Engine:
         self.uncertain, self.last_sync, self.staging, self.foreign = False, None, None, None
         self.staged, self.highest, self.committed, self.fenced = {}, {}, set(), {}
 
-    def take_claim(self, body: dict[str, object]) -> httpx.Response:
+    def take_claim(self, body: dict[str, Any]) -> httpx.Response:
         if not self.has_runs:
             return httpx.Response(404, json={"detail": "Not Found"})
         self.claims.append(body)
@@ -144,7 +146,7 @@ class Engine:
         highest = self.highest.get(str(run["run"]))
         return httpx.Response(200, json={"owner": self.owner, "run": self.run, "highest": highest})
 
-    def enter(self, run: dict[str, object], *, takeover: bool = False) -> httpx.Response | None:
+    def enter(self, run: dict[str, Any], *, takeover: bool = False) -> httpx.Response | None:
         """Make a run the owner, or refuse it."""
         owner, name = self.owner, str(run["run"])
         if name in self.fenced:
@@ -157,8 +159,8 @@ class Engine:
         if owner is None or (owner["run"], owner["epoch"]) != (name, run["epoch"]):
             self.owner = {**run, "since": 1.0}
             self.staging, self.staged = None, {}
-        if owner is not None and owner["run"] != name:
-            self.fenced[str(owner["run"])] = self.owner
+            if owner is not None and owner["run"] != name:
+                self.fenced[str(owner["run"])] = self.owner
         return None
 
     def kind(self, name: str) -> str:
@@ -246,7 +248,7 @@ class Engine:
         self.staged = {}
         return None
 
-    def where(self, delta: ParamDelta) -> object:
+    def where(self, delta: ParamDelta) -> Any:
         return slice(None) if delta.indices is None else delta.indices
 
     def new(self, delta: ParamDelta) -> np.ndarray:
@@ -314,7 +316,7 @@ def train(model: Model, step: int = 0, density: float = 0.05) -> None:
         flat[chosen] ^= 1
 
 
-def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
+def sender_of(engine: Engine, base: Model, **options: Any) -> DeltaSender:
     return DeltaSender("http://engine/", base.items(), client=engine.client(), **options)
 
 

@@ -76,6 +76,7 @@ class ModelledEngine(RuleBasedStateMachine):
 
     kind: ClassVar[type[Model]] = InPlace
     computed: ClassVar[frozenset[str]] = frozenset()  # by post-load processing
+    rig: ServedRig  # once it has started
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,11 +87,10 @@ class ModelledEngine(RuleBasedStateMachine):
         self._rigs = map(str, itertools.count())
         self._ids = map(str, itertools.count())
         self.sent: list[Part] = []
-        self.rig: ServedRig | None = None
 
     def start(self) -> None:
         """Start the engine anew, from its checkpoint; senders do not notice."""
-        if self.rig is not None:
+        if hasattr(self, "rig"):
             self.rig.close()
         folder = Path(self._folder.name, next(self._rigs))
         folder.mkdir()
@@ -102,7 +102,7 @@ class ModelledEngine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self._patches.close()
-        if self.rig is not None:
+        if hasattr(self, "rig"):
             self.rig.close()
         self._folder.cleanup()
 

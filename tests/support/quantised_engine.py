@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -179,7 +179,7 @@ class Serving:
             loading=loading,
             reprocessing=Reprocessing(
                 states=states,
-                loader=lambda copy: copy.load_weights,  # type: ignore[return-value]
+                loader=lambda copy: cast("Model", copy).load_weights,
                 context=context,
                 probe=probe,
             ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,6 +31,11 @@ class ToyModel(nn.Module):
     refused: ClassVar[frozenset[str]] = frozenset()
     dense_only: ClassVar[frozenset[str]] = frozenset()
     needs: ClassVar[dict[str, frozenset[str]]] = {}
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a parameter, which `shapes` names, or what processing has left there."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, **versions: int) -> list[str | None
     """Engines at these hosts; the tokens that they were asked with."""
     tokens: list[str | None] = []
 
-    def get(url: str, headers: dict[str, str], **options: object) -> httpx.Response:
+    def get(url: str, headers: dict[str, str], **options: Any) -> httpx.Response:
         host = httpx.URL(url).host
         tokens.append(headers.get("Authorization"))
         if host not in versions:

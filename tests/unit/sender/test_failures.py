@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from delta_sender import SyncError
-from engine_ext.format.part import ParamDelta
+from engine_ext.format import ParamDelta
 from tests.support.fake_engine import (
     Engine,
     Handler,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import numpy as np
@@ -35,11 +36,11 @@ def client_of(*engines: Engine) -> httpx.Client:
     return httpx.Client(transport=httpx.MockTransport(lambda r: hosts[r.url.host].answer(r)))
 
 
-def sender_of(first: Engine, second: Engine, base: Model, **options: object) -> MultiSender:
+def sender_of(first: Engine, second: Engine, base: Model, **options: Any) -> MultiSender:
     return MultiSender([A, B], base.items(), client=client_of(first, second), **options)
 
 
-def two(model: Model, **state: object) -> tuple[Engine, Engine]:
+def two(model: Model, **state: Any) -> tuple[Engine, Engine]:
     return Engine.of(model, **state), Engine.of(model, **state)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -59,7 +60,7 @@ def ended(sender: MultiSender) -> None:
         time.sleep(0.005)
 
 
-def lagging(model: Model, **options: object) -> tuple[Engine, Engine, MultiSender, Slow]:
+def lagging(model: Model, **options: Any) -> tuple[Engine, Engine, MultiSender, Slow]:
     a, b = two(model)
     slow = Slow()
     b.faults = {0: slow}

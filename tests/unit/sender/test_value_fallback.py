@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -72,7 +73,7 @@ def spoil(held: Model, model: Model, engine: Engine) -> None:
         values[bits(held[name]) != bits(model[name])] ^= 4
 
 
-def refusing(**options: object) -> tuple[Model, Model, Witness, DeltaSender]:
+def refusing(**options: Any) -> tuple[Model, Model, Witness, DeltaSender]:
     """A trainer's model after a step and before it, and an engine that the step does not fit.
 
     The engine is at version 1, which the sender has committed.
