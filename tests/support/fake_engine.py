@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -20,6 +20,7 @@ from engine_ext.format.part import DecodedPart, decode_part
 from engine_ext.format.zstd_frames import FrameReader
 from tests.support.verified_file import identity_of
 
+EngineT = TypeVar("EngineT", bound="Engine")
 Model = dict[str, torch.Tensor]
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -84,7 +85,7 @@ class Engine:
             self.run = "another"
 
     @classmethod
-    def of(cls, model: Model, **state: Any) -> Engine:
+    def of(cls: type[EngineT], model: Model, **state: Any) -> EngineT:
         ignored = state.get("ignored", ())
         return cls({n: bits(t) for n, t in model.items() if n not in ignored}, **state)
 

@@ -83,7 +83,7 @@ def test_applied_and_taken_back(
         def with_change(parts: object) -> dict[str, object]:
             return {**brief([part]), "changes": [(digest - here).hex()]}
 
-        served.peer.brief = with_change  # type: ignore[method-assign, assignment]
+        served.peer.brief = with_change  # type: ignore[method-assign]
     with small_pieces(span):
         assert attempt(served, [part]) is None
     assert memory(served.model) == memory(load(model, target))

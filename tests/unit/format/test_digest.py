@@ -22,6 +22,7 @@ from engine_ext.format.digest import Digest, change_digest, tensor_digest
 PROPERTY = settings(deadline=None, database=None, max_examples=50)
 
 MASK = 2**64 - 1
+KERNEL: Any = digest._kernel
 NAME = "model.layers.0.mlp.experts.7.w1.weight"
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -78,14 +79,14 @@ def reference(name: str, indices: Sequence[int], values: Sequence[int], width: i
 def using(backend: str, chunk: int = 7) -> Iterator[None]:
     """Let that backend answer, in chunks so small that the tests cross their borders."""
     if backend == "numba":
-        assert digest._kernel(2, False, False) is not digest._numpy_dense
-        kernel = digest._kernel
+        assert KERNEL(2, False, False) is not digest._numpy_dense
+        kernel = KERNEL
     else:
 
         def kernel(width: int, sparse: bool, change: bool) -> Any:
             return digest._numpy_sparse if sparse else digest._numpy_dense
 
-    sizes = {f"_{kind}_CHUNK": chunk for kind in ("NUMPY", "NUMBA")}
+    sizes: dict[str, Any] = {f"_{kind}_CHUNK": chunk for kind in ("NUMPY", "NUMBA")}
     with mock.patch.multiple(digest, _kernel=kernel, **sizes):
         yield
 
@@ -327,7 +328,7 @@ def test_threads_share_the_work(backend, threads):
 
 def test_threads_that_meet_before_anything_is_compiled():
     values = random_values(100, 4)
-    digest._kernel.cache_clear()
+    KERNEL.cache_clear()
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: tensor_digest(NAME, values), range(4)))
     assert set(answers) == {digest_of("numpy", values)}
@@ -338,8 +339,8 @@ def test_threads_that_meet_before_anything_is_compiled():
 
 def test_without_numba_numpy_answers(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert digest._kernel.__wrapped__(2, False, True) is digest._numpy_dense
-    assert digest._kernel.__wrapped__(2, True, True) is digest._numpy_sparse
+    assert KERNEL.__wrapped__(2, False, True) is digest._numpy_dense
+    assert KERNEL.__wrapped__(2, True, True) is digest._numpy_sparse
 
 
 def test_numba_without_a_cache(monkeypatch):
@@ -353,7 +354,7 @@ def test_numba_without_a_cache(monkeypatch):
         return njit(*args, **options)
 
     monkeypatch.setattr(numba, "njit", no_cache)
-    kernel = digest._kernel.__wrapped__(2, False, False)
+    kernel = KERNEL.__wrapped__(2, False, False)
     values = random_values(100, 2)
     arguments = np.uint64(1), np.uint64(2), digest._TABLE, 1000, values, None
     lanes = kernel(*arguments)
@@ -389,7 +390,7 @@ def test_other_text_is_no_digest(text):
 
 def test_narrow_indices_are_the_same() -> None:
     values, indices = np.array([1, 2, 3], np.uint16), np.array([0, 5, 2**31 - 1])
-    narrow = indices.astype(np.int32)
+    narrow: Any = indices.astype(np.int32)
     assert tensor_digest(NAME, values, narrow) == tensor_digest(NAME, values, indices)
     assert change_digest(NAME, narrow, values, values[::-1]) == change_digest(
         NAME, indices, values, values[::-1]

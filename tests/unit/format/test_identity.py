@@ -21,8 +21,8 @@ def identity(container: bytes) -> str:
 
 
 def encoded(delta: ParamDelta, **options: Any) -> bytes:
-    settings = {"encoding": "indices", "current_version": 3, **options}
-    return encode_part([delta], **settings)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"encoding": "indices", "current_version": 3, **options}
+    return encode_part([delta], **settings)
 
 
 def test_sending_again_keeps_it() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError
 from delta_sender.encode import part_builder
+from engine_ext.format import encode_part
 from tests.support.fake_engine import Engine, Model, error, loses, model_of, sends, train
 
 ONE = "layers.2.weight"
@@ -239,7 +240,7 @@ def test_each_engine_falls_back_for_itself(
 ) -> None:
     """Who takes differences gets them; a part is encoded once for all who are sent it."""
     encoded: list[str] = []
-    original = part_builder.encode_part
+    original = encode_part
 
     def counted(*arguments: Any, **options: Any) -> bytes:
         encoded.append(str(options["encoding"]))

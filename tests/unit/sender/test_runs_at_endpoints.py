@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -175,7 +176,7 @@ def test_interrupted_sync_is_withdrawn(rig: Rig, model: Model, client: httpx.Cli
     broken = httpx.Client(transport=httpx.MockTransport(answer))
     base = copied(model)
     train(model, 0, 0.5)
-    options = {"client": broken, "bucket_bytes": 1, "posts_in_flight": 1}
+    options: dict[str, Any] = {"client": broken, "bucket_bytes": 1, "posts_in_flight": 1}
     with (
         pytest.raises(KeyboardInterrupt),
         DeltaSender("http://engine", base.items(), **options) as s,

@@ -24,7 +24,6 @@ from tests.support.fake_engine import (
     Model,
     error,
     model_of,
-    sends,
     set_lag_limit,
     train,
 )
@@ -299,7 +298,8 @@ def test_how_those_that_lagged_ended() -> None:
     model = model_of(tensors=2)
     a, b, sender, slow = lagging(model)
     again = Slow()
-    b.faults[1] = lambda take, request: again(sends(error(507, "SpoolFull")), request)
+    full = error(507, "SpoolFull")
+    b.faults[1] = lambda take, request: again(lambda _: full, request)
     with sender:
         train(model, 0, 0.01)
         sender.sync(model.items())

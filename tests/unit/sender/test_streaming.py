@@ -104,7 +104,7 @@ def test_the_snapshot_stays_until_the_engine_has_committed() -> None:
     engine = Engine.of(base)
     sender = sender_of(engine, base)
     snapshot = sender._publisher.snapshot
-    moved = []
+    moved: list[str] = []
 
     def looks(take: Handler, request: httpx.Request) -> httpx.Response:
         moved.extend(

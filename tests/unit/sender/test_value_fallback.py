@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, SyncError
+from delta_sender.diff.snapshot import Changes
 from delta_sender.publish.state_file import StateFile
 from engine_ext.log import open_log
 from engine_ext.log.writer import manifest_of
@@ -246,8 +247,13 @@ def test_foreign_weights_are_replaced_as_a_whole(
         with pytest.raises(SyncError):
             sender.sync(model.items())
     known, tries = len(engine.bodies), 2 if when == "between" else 1
+
+    def reloads(take: Handler, request: httpx.Request) -> httpx.Response:
+        engine.reload(version)
+        return take(request)
+
     if when == "between":
-        engine.faults = {1: lambda take, request: (engine.reload(version), take(request))[1]}
+        engine.faults = {1: reloads}
     else:
         engine.reload(version)
     report = sender.sync(model.items())
@@ -264,8 +270,14 @@ def test_one_of_several_is_healed(bucket_bytes: int, monkeypatch: pytest.MonkeyP
     model = model_of(tensors=3)
     base, engines = copied(model), [Witness.of(model) for _ in "abc"]
     sender = multi_of([*engines], model, bucket_bytes=bucket_bytes)
-    snapshot, moves, advance = sender._publisher.snapshot, [], sender._publisher.snapshot.advance
-    monkeypatch.setattr(snapshot, "advance", lambda new: moves.append(len(new)) or advance(new))
+    snapshot, moves = sender._publisher.snapshot, []
+    advance = snapshot.advance
+
+    def counted(changes: Changes) -> None:
+        moves.append(len(changes))
+        advance(changes)
+
+    monkeypatch.setattr(snapshot, "advance", counted)
     train(model)
     spoil(base, model, engines[1])
     for version in (1, 2):
