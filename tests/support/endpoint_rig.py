@@ -112,6 +112,10 @@ class Rig:
         assert response.status_code == 200
         return response.json()
 
+    def is_paused(self) -> bool:
+        """Return whether the engine's generation is paused."""
+        return self.engine.paused
+
     @staticmethod
     def digest_of(weights: Weights) -> str:
         """The model's digest, in hex."""

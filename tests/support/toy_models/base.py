@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from engine_ext.placement.segments import TensorSpec
 from tests.support.device import DEVICE
+from tests.support.open_module import OpenModule
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Checkpoint = dict[str, torch.Tensor]
@@ -23,7 +24,7 @@ def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
     return nn.Parameter(torch.full(shape, GARBAGE, device=DEVICE).to(dtype), requires_grad=False)
 
 
-class ToyModel(nn.Module):
+class ToyModel(OpenModule):
     """A model with one buffer that serving changes and loading never touches."""
 
     shapes: ClassVar[dict[str, tuple[int, ...]]]
@@ -31,11 +32,6 @@ class ToyModel(nn.Module):
     refused: ClassVar[frozenset[str]] = frozenset()
     dense_only: ClassVar[frozenset[str]] = frozenset()
     needs: ClassVar[dict[str, frozenset[str]]] = {}
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Return a parameter, which `shapes` names, or what processing has left there."""
 
     def __init__(self) -> None:
         super().__init__()

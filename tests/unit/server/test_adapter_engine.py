@@ -121,7 +121,7 @@ def test_a_delta_log_is_the_models(rig: Rig, ranks: list[ToyAdapters]) -> None:
 def test_a_commit_without_an_answer(rig: Rig, ranks: list[ToyAdapters]) -> None:
     rig.engine.loses["commit"] = ConnectionError("gone")
     assert error_of(rig.send(part(), **ONE)) == (500, "CommitFailed")
-    assert rig.engine.paused
+    assert rig.is_paused()
     again = rig.send(part(), **ONE)
     assert again.json()["status"] == "already_applied", again.text
     assert not rig.engine.paused

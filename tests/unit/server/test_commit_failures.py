@@ -206,7 +206,7 @@ def test_repeat_publishes_unpublished_version(rig: Rig) -> None:
 def test_generation_that_is_not_resumed_is_resumed_by_the_repeat(rig: Rig) -> None:
     rig.engine.fails["resume"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
-    assert rig.engine.paused
+    assert rig.is_paused()
     assert rig.send(delta_part()).json()["status"] == "already_applied"
     assert not rig.engine.paused
     assert rig.engine.writes == [1, 1]

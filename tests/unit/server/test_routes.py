@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 import zstandard
 
-from delta_server import spool_files
 from tests.support.delta_bodies import (
     NEXT,
     VERSION,
@@ -169,7 +169,7 @@ def test_a_full_spool(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(spool_files.os, "pwritev", full)
+        patch.setattr(os, "pwritev", full)
         assert_error(rig.send(GOOD), 507, "SpoolFull")
     rig.assert_untouched()
 

@@ -259,7 +259,7 @@ def test_every_adapter_has_its_own_owner(rig: Rig) -> None:
 def test_a_full_sync_does_not_go_back(rig: Rig) -> None:
     rig.send(a_step())
     rig.send(a_step(2))
-    conflict = {"actual": VERSION + 2, "highest": VERSION + 2}
+    conflict: dict[str, Any] = {"actual": VERSION + 2, "highest": VERSION + 2}
     for version in (1, VERSION + 1, VERSION + 2):
         assert_error(rig.send(whole(version, A)), 409, "VersionConflict", **conflict)
     assert rig.send(whole(VERSION + 3, A)).json()["status"] == "committed"

@@ -66,8 +66,8 @@ def test_a_rank_that_has_not_passed_or_fails_shows(rig: Rig) -> None:
     states = [state(), state(passes=0, passed_at=None, error="OSError: no")]
     for receiver, one in zip(rig.engine.receivers, states, strict=True):
         receiver._scrubber = scrubber(one)
-    found = {"passes": 0, "passed_at": None, "mismatched": [], "error": "OSError: no"}
-    assert rig.status()["scrub"] == found
+    found = rig.status()["scrub"]
+    assert found == {"passes": 0, "passed_at": None, "mismatched": [], "error": "OSError: no"}
 
 
 def test_findings_are_counted_and_a_failure_ends_nothing() -> None:

@@ -216,7 +216,7 @@ def test_heartbeats_go_on_while_a_store_is_slow(
 
     proxy.faults = hold
     write_steps(log)
-    beats = set()
+    beats: set[Any] = set()
     while len(beats) < 4:
         assert rig.status()["version"] == VERSION
         if asked.is_set():
@@ -233,7 +233,8 @@ def test_a_cache_without_room(log: DeltaLog, started: Callable[..., Rig], tmp_pa
     while (found := looked(rig))["error"] is None:
         assert found["version"] == VERSION
     assert found["error"]["type"] == "SpoolFull"
-    rig.service.log_replay.log.store._cache._limit = 1 << 20
+    replay: Any = rig.service.log_replay
+    replay.log.store._cache._limit = 1 << 20
     until(rig, version=NEWEST, error=None)
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 
