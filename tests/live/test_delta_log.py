@@ -269,9 +269,9 @@ def test_a_trainer_that_posts_to_no_engine(
         for _ in range(5):
             other.step()
             sender.sync(other.tensors.items())
-        outcome = str(sender.wait(60)[engine.url])
-    assert "another history" in outcome
-    assert "damaged" not in outcome
+        said = str(sender.wait(60)[engine.url])
+    assert "another history" in said
+    assert "damaged" not in said
     assert fingerprint(engine) == seen
     engine.stop()
     fresh = start("vllm", tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors))
@@ -318,6 +318,7 @@ def reach(engine: EngineProcess, version: int) -> None:
 def seen_by(engine: EngineProcess, after: Any = None) -> Any:
     """Return the status, once the engine has looked at the log twice since another one."""
     before = (after or engine.delta_status())["delta_log"]["follow"]["looked_at"]
+    status: dict[str, Any] = {}
     for _ in range(2):
         end = time.monotonic() + 60
         while (status := engine.delta_status())["delta_log"]["follow"]["looked_at"] == before:

@@ -322,8 +322,8 @@ def test_many_random_syncs(server: Server, syncs: int) -> None:
     assert server.digest(scan=True)["digest"] == model_digest(server.trainer.tensors).hex()
 
 
-FIRST = {"run": "first", "run_epoch": "1", "run_owner": "first-host:11"}
-SECOND = {"run": "second", "run_epoch": "1", "run_owner": "second-host:22"}
+FIRST: dict[str, Any] = {"run": "first", "run_epoch": "1", "run_owner": "first-host:11"}
+SECOND: dict[str, Any] = {"run": "second", "run_epoch": "1", "run_owner": "second-host:22"}
 
 
 def test_two_trainers_cannot_replace_each_other(server: Server) -> None:

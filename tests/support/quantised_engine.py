@@ -132,7 +132,7 @@ class Serving:
         group = Group(ranks)
         self.states = [UnprocessedModules(shadow_bytes, moved_too=dummy) for _ in range(ranks)]
         loads = [self._load(rank, context, ThreadRanks(group, rank)) for rank in range(ranks)]
-        self.models = [one.model for one in loads]
+        self.models: list[Any] = [one.model for one in loads]
         self.engine = Engine([], folder)
         chosen = Settings(**{"undo_bytes": 1 << 20, "read_workers": 1, **settings})
         with ThreadPoolExecutor(ranks) as threads:

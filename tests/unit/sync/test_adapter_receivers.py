@@ -172,7 +172,7 @@ def test_an_adapter_that_cannot_be_restored_stops_everything(
     ranks[1].fails = 2
     response = rig.send(part(BASE, NEXT), adapter="one")
     assert error_of(response) == (500, "CommitFailed", "uncertain")
-    assert rig.engine.paused
+    assert rig.is_paused()
     assert rig.status()["engine_state"] == "uncertain"
     assert rig.post("/v1/completions", json={}).status_code == 503
     for body, adapter in (
@@ -182,7 +182,7 @@ def test_an_adapter_that_cannot_be_restored_stops_everything(
         (part(BASE, NEXT), {"adapter": "one"}),
     ):
         assert error_of(rig.send(body, **adapter)) == (503, "EngineUncertain", "uncertain")
-    assert rig.engine.paused
+    assert rig.is_paused()
     # It cannot be forgotten either.
     rig.run(rig.engine.call(ops.UnloadAdapter(adapter="one")))
     body = one_part([dense_delta(n, t) for n, t in only_a(NEXT).items() if n == A])
