@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
 
 from engine_ext.startup.recomputed import ModuleRebuild
 from tests.support.quantised_engine import Serving
@@ -169,7 +168,7 @@ def one(method: type[Method]) -> type[Model]:
     return OneLayer
 
 
-def served_at(module: nn.Module) -> list[int]:
+def served_at(module: Any) -> list[int]:
     """The live objects and tensors that a kernel call or a captured graph has."""
     method: Any = module.lin.quant_method
     made = method.moe_quant_config

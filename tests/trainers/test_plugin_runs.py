@@ -47,7 +47,7 @@ COMMON: dict[str, Any] = {
 }
 
 
-class Steps(transformers.TrainerCallback):
+class Steps(transformers.TrainerCallback):  # type: ignore[misc]
     """Runs a scenario's steps before a trainer's, and notes the reports of the syncs."""
 
     def __init__(self, steps: Sequence[Step], report: Callable[[], SyncReport | None]) -> None:
