@@ -64,7 +64,7 @@ class Scene:
         self._folder, self._numbers, self._prepare = folder, itertools.count(), prepare
         tensors = tiny_models.load_tensors(base)
         with DeltaSender(url, tensors, takeover=True) as sender:
-            sender.sync_full(tensors.items())
+            sender.sync_full(tensors)
 
     def model(self, folder: Path | None = None) -> Any:
         """Return float32 masters of a checkpoint; of the engine's first one if none is given."""
