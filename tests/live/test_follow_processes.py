@@ -64,7 +64,9 @@ def until(clients: list[httpx.Client], **facts: Any) -> list[dict[str, Any]]:
         found = []
         for client in clients:
             status = client.get("/delta_status").json()
-            found.append({**status, **status["delta_log"], **status["delta_log"]["follow"]})
+            version, log = status["version"], status["log"]
+            numbers = {"version": version["number"], "published": version["published"]}
+            found.append({**numbers, **log, **log["follow"]})
         if all(one[name] == value for one in found for name, value in facts.items()):
             return found
         assert time.monotonic() < end, found
@@ -106,7 +108,7 @@ def follow_with_all(
     write_log(log, trainer, 1)
     for client in clients:
         assert client.post("/delta_catch_up").json()["version"] == 4
-    statuses = until(clients, version=4, newest=4, failures=0, weight_version="4")
+    statuses = until(clients, version=4, newest=4, failures=0, published="4")
     found = heartbeat(log, 4)
     assert (found.name, found.state) == (statuses[0]["name"], "following")
     assert shown_by_top(engine.url)[1:] == (4, "certain")
@@ -211,7 +213,7 @@ def reach(engine: EngineProcess, version: int) -> None:
     while True:
         with contextlib.suppress(httpx.HTTPError):  # its process has died just now
             status = engine.delta_status()
-            if status["version"] == version:
+            if status.version.number == version:
                 return
         assert time.monotonic() < end, status
         time.sleep(0.1)
