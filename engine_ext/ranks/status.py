@@ -1,4 +1,4 @@
-"""The answer of ``GET /delta_status``: the only definition of its keys, for who writes and reads it.
+"""The answer of ``GET /delta_status``; whoever writes or reads its keys has them from here.
 
 Times are Unix times in seconds, digests and hashes hex. Readers ignore keys that they do not know.
 """
