@@ -65,8 +65,12 @@ def until(clients: list[httpx.Client], **facts: Any) -> list[dict[str, Any]]:
         for client in clients:
             status = client.get("/delta_status").json()
             version, log = status["version"], status["log"]
-            numbers = {"version": version["number"], "published": version["published"]}
-            found.append({**numbers, **log, **log["follow"]})
+            known = {
+                "version": version["number"],
+                "published": version["published"],
+                "state": status["health"]["state"],
+            }
+            found.append({**known, **log, **log["follow"]})
         if all(one[name] == value for one in found for name, value in facts.items()):
             return found
         assert time.monotonic() < end, found
@@ -200,7 +204,7 @@ def test_another_of_sglangs_processes_takes_over(
     reach(sglang, 7)
     write_log(log, trainer, 1)
     with one_client_each(sglang, PROCESSES) as clients:
-        statuses = until(clients, version=8, newest=8, weight_version="8", engine_state="certain")
+        statuses = until(clients, version=8, newest=8, published="8", state="certain")
         assert {one["name"] for one in statuses} == {name}
         assert pid not in {one["pid"] for one in statuses}
     check_scan(sglang, trainer)

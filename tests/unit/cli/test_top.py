@@ -226,6 +226,13 @@ def test_an_engine_cannot_steer_the_terminal(status: EngineStatus) -> None:
     assert "[red]x" in printed
 
 
+def test_it_reads_a_status_without_torch() -> None:
+    """Whose import takes longer than the question."""
+    program = "import sys, engine_ext.cli.top; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"False\n"
+
+
 @pytest.mark.parametrize(
     "wrong", [[], ["host:8000"], ["http://h", "--interval", "0"], ["http://h", "--syncs", "-1"]]
 )

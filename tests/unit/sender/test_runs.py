@@ -172,7 +172,7 @@ def test_nobody_comes_before_a_full_sync(model: Model) -> None:
     def comes_between(request: httpx.Request) -> httpx.Response:
         answer = engine.answer(request)
         is_status = request.url.path == "/delta_status"
-        if engine.loaded and is_status and posts and "digest" in answer.json():
+        if engine.loaded and is_status and posts:
             try:
                 another.sync(theirs.items())
                 outcomes.append("committed")
