@@ -112,9 +112,9 @@ def test_an_engine_whose_store_is_down_waits(
     proxy.faults = lambda method, path, number: Fault(status=403)
     rig = started(follow=True, follow_interval=0.01)
     assert f"waits for its log and serves what it has loaded: {log.location}" in caplog.text
-    until(rig, engine_state="waiting_for_log", version=VERSION)
+    until(rig, state="waiting_for_log", version=VERSION)
     proxy.faults = lambda method, path, number: None
-    until(rig, engine_state="certain", version=NEWEST, error=None)
+    until(rig, state="certain", version=NEWEST, error=None)
 
 
 def test_engines_of_a_host_fetch_each_part_once(
