@@ -231,7 +231,7 @@ class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
 
 
 class FileStamp(msgspec.Struct, frozen=True, kw_only=True):
-    """What changes with a file: where it is on the disk, its size, and when it was written."""
+    """The facts that change with a file: its place on the disk, its size, when it was written."""
 
     inode: int
     size: int  # bytes

@@ -268,7 +268,7 @@ class Receiver(SyncOperations):
         )
 
     def _differing_copies(self) -> set[str]:
-        """Return the tensors of which copies differ, on one rank or between ranks."""
+        """Return the tensors whose copies differ, on one rank or between ranks."""
         digests: dict[tuple[str, str], set[str]] = {}
         for copies in self._ranks.all_gather(together(self._ranks, self._applier.scan_copies)):
             for box, found in copies.items():
