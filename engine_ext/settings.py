@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import itertools
 import logging
 import os
 import re
@@ -82,7 +83,8 @@ def from_environment() -> Settings | None:
 def from_namespace(args: argparse.Namespace) -> Settings | None:
     """Return the settings in parsed arguments, or None without ``--enable-delta-updates``.
 
-    ValueError is raised if another delta flag is given without it, or a value is given twice.
+    The last value of a key of the tuning counts. ValueError is raised if another delta flag is
+    given without it.
     """
     given: dict[str, tuple[str, Any]] = {}
     for flags in FLAGS.values():
@@ -96,10 +98,7 @@ def from_namespace(args: argparse.Namespace) -> Settings | None:
                 "does not accept the old form",
                 *(key, key),
             )
-    for key, value in getattr(args, "delta_tuning", None) or ():
-        before = given[_field(key)][1]
-        if before is not None:
-            raise ValueError(f"--delta-tuning {key} is given twice")
+    for key, value in itertools.chain(*(getattr(args, "delta_tuning", None) or ())):
         given[_field(key)] = (f"--delta-tuning {key}", value)
     given = {field: pair for field, pair in given.items() if pair[1] is not None}
     if not getattr(args, "enable_delta_updates", False):
@@ -415,12 +414,23 @@ TUNING: Final[dict[str, Tuned]] = {
 """The keys of ``--delta-tuning``. Each was a flag of its own, ``--delta-KEY``."""
 
 
-def _parse_tuning(text: str) -> tuple[str, Any]:
+def _parse_tuning(text: str) -> list[tuple[str, Any]]:
+    """Return keys and values of ``KEY=VALUE``, or of a JSON object, as files can have them."""
+    if text.lstrip().startswith("{"):
+        try:
+            found = msgspec.json.decode(text, type=dict[str, str | int | float])
+        except msgspec.MsgspecError as error:
+            raise argparse.ArgumentTypeError(f"not a JSON object of keys: {error}") from None
+        return [_parse_tuned(key, str(value)) for key, value in found.items()]
     key, equals, value = text.partition("=")
-    if not equals or key not in TUNING:
-        raise argparse.ArgumentTypeError(
-            f"not KEY=VALUE with a known key: {text!r} (keys: {', '.join(TUNING)})"
-        )
+    if not equals:
+        raise argparse.ArgumentTypeError(f"not KEY=VALUE: {text!r} (keys: {', '.join(TUNING)})")
+    return [_parse_tuned(key, value)]
+
+
+def _parse_tuned(key: str, value: str) -> tuple[str, Any]:
+    if key not in TUNING:
+        raise argparse.ArgumentTypeError(f"not a key: {key!r} (keys: {', '.join(TUNING)})")
     try:
         return key, TUNING[key].parse(value)
     except argparse.ArgumentTypeError as error:

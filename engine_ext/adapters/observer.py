@@ -87,11 +87,13 @@ class ModelLoadObserver(Generic[Engine]):
         self._hooks = contextlib.ExitStack()
 
     def __enter__(self) -> ModelLoadObserver[Engine]:
-        self._hooks.enter_context(self.engine.constants_kept())
-        self.learner = self._hooks.enter_context(self.engine.learner(self._trace, self._states))
-        # It keeps the function that it finds, which can be the learner's by now.
-        watch = ConstantsWatch(*self.engine.constructor())
-        self.constants = self._hooks.enter_context(watch)
+        with contextlib.ExitStack() as hooks:
+            hooks.enter_context(self.engine.constants_kept())
+            self.learner = hooks.enter_context(self.engine.learner(self._trace, self._states))
+            # It keeps the function that it finds, which can be the learner's by now.
+            watch = ConstantsWatch(*self.engine.constructor())
+            self.constants = hooks.enter_context(watch)
+            self._hooks = hooks.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:

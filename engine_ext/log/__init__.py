@@ -51,9 +51,10 @@ from engine_ext.log.objects import ObjectFacts, Objects
 from engine_ext.log.store import Store
 
 if TYPE_CHECKING:
-    from engine_ext.log.fold import digests_of, fold_versions, read_version, verify_version
+    from engine_ext.log.fold import fold_versions, read_manifests, read_version, verify_version
     from engine_ext.log.object_store import ObjectStore, fetch_object
     from engine_ext.log.records import (
+        declared_digests,
         listed_record,
         read_digests,
         read_identities,
@@ -63,9 +64,15 @@ if TYPE_CHECKING:
 
 # What imports torch and all of `engine_ext.format`, by module.
 _LATER: Final = {
-    "fold": ("digests_of", "fold_versions", "read_version", "verify_version"),
+    "fold": ("fold_versions", "read_manifests", "read_version", "verify_version"),
     "object_store": ("ObjectStore", "fetch_object"),
-    "records": ("listed_record", "read_digests", "read_identities", "read_record"),
+    "records": (
+        "declared_digests",
+        "listed_record",
+        "read_digests",
+        "read_identities",
+        "read_record",
+    ),
     "writer": ("Draft", "LogWriter"),
 }
 
@@ -87,7 +94,7 @@ __all__ = [
     "ObjectStore",
     "Objects",
     "Store",
-    "digests_of",
+    "declared_digests",
     "fetch_object",
     "fold_versions",
     "follower_lags",
@@ -98,6 +105,7 @@ __all__ = [
     "read_digests",
     "read_heartbeats",
     "read_identities",
+    "read_manifests",
     "read_record",
     "read_version",
     "removable",

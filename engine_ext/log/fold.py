@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import xxhash
@@ -27,7 +27,7 @@ from engine_ext.format import (
 from engine_ext.log.catalog import CannotFold, Entry, folder_name
 from engine_ext.log.delta_log import DeltaLog
 from engine_ext.log.folder_store import open_regular
-from engine_ext.log.records import Digests, declared_digests
+from engine_ext.log.records import Digests, declared_digests, read_header
 from engine_ext.log.spilled import SpilledDeltas
 from engine_ext.log.values import ModelValues
 from engine_ext.version_folders import (
@@ -37,6 +37,8 @@ from engine_ext.version_folders import (
     read_tensor,
     read_version_folder,
 )
+
+_Read = TypeVar("_Read")
 
 _ENCODING = "deltas_zstd"  # of a folded part; it sends values
 BUCKET_BYTES = 64 << 20  # of a folded part, before compression
@@ -48,9 +50,20 @@ def read_version(entry: Entry) -> list[DecodedPart]:
     Raises:
         LogDamaged: something is missing, or differs from what the sender wrote.
     """
-    parts = list(_read_parts(entry))
+    parts = list(_read_parts(entry, decode_part))
     _check_together(entry, [part.manifest for part in parts])
     return parts
+
+
+def read_manifests(entry: Entry) -> list[Manifest]:
+    """Read and verify all parts of a version, one at a time, and decode their manifests alone.
+
+    Raises:
+        LogDamaged: something is missing, or differs from what the sender wrote.
+    """
+    manifests = list(_read_parts(entry, _manifest))
+    _check_together(entry, manifests)
+    return manifests
 
 
 def verify_version(entry: Entry) -> Digests:
@@ -65,7 +78,8 @@ def verify_version(entry: Entry) -> Digests:
         LogDamaged: something is missing, or differs from what the sender wrote.
     """
     if not entry.foreign:
-        manifests = [part.manifest for part in _read_parts(entry)]  # one part in memory
+        # One part is in memory.
+        manifests = [part.manifest for part in _read_parts(entry, decode_part)]
         _check_together(entry, manifests)
         return declared_digests(manifests)
     limits = Limits()
@@ -88,11 +102,6 @@ def verify_version(entry: Entry) -> Digests:
     except DeltaError as error:
         raise entry.damaged(f"{file}: {error.message}", file=file) from error
     return Digests(None, None)
-
-
-def digests_of(parts: Iterable[DecodedPart]) -> Digests:
-    """Return the digests of the whole model that the parts of one version declare."""
-    return declared_digests(part.manifest for part in parts)
 
 
 def fold_versions(
@@ -144,7 +153,7 @@ def fold_versions(
             is_folded = number >= len(earlier)
             manifests = []
             with (source or log).fetched(entry):
-                for part in _read_parts(entry):  # one in memory
+                for part in _read_parts(entry, decode_part):  # one in memory
                     manifests.append(part.manifest)
                     deltas = _deltas(part, values)
                     if is_folded:
@@ -213,11 +222,15 @@ def _deltas(part: DecodedPart, values: ModelValues | None) -> list[ParamDelta]:
     return [*part.deltas]
 
 
-def _read_parts(entry: Entry) -> Iterator[DecodedPart]:
+def _manifest(container: bytes) -> Manifest:
+    return read_header([container]).manifest
+
+
+def _read_parts(entry: Entry, decode: Callable[[bytes], _Read]) -> Iterator[_Read]:
     entry.require_files()
     for path in entry.paths:
         try:
-            part = _read_part(entry, path)
+            part = decode(_read_container(entry, path))
         except OSError as error:
             raise entry.damaged(f"{path.name}: {error.strerror}", file=path.name) from error
         except DeltaError as error:
@@ -225,7 +238,8 @@ def _read_parts(entry: Entry) -> Iterator[DecodedPart]:
         yield part
 
 
-def _read_part(entry: Entry, path: Path) -> DecodedPart:
+def _read_container(entry: Entry, path: Path) -> bytes:
+    """Return a part without its frame; verified."""
     data = path.read_bytes()
     key = signing_key()
     if key is not None:
@@ -239,7 +253,7 @@ def _read_part(entry: Entry, path: Path) -> DecodedPart:
     frame = FrameReader(Limits().max_part_bytes)
     container = b"".join(frame.feed(data))
     frame.finish()
-    return decode_part(container)
+    return container
 
 
 def _check_together(entry: Entry, manifests: Sequence[Manifest]) -> None:

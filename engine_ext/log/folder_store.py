@@ -49,7 +49,13 @@ class FolderStore:
         if folder is None:
             return {name: FolderFiles(self.local, name) for name in os.listdir(self.local)}
         found = FolderFiles(self.local, folder)
-        return {folder: found} if os.path.isdir(found.path) else {}
+        try:
+            is_folder = stat.S_ISDIR(os.stat(found.path).st_mode)
+        except OSError as error:
+            if error.errno not in (*_GONE, errno.ENOTDIR):
+                raise
+            is_folder = False
+        return {folder: found} if is_folder else {}
 
     def read(self, name: str, most: int) -> bytes:
         """Return the content of a regular file."""
@@ -92,15 +98,18 @@ class FolderStore:
         for name in names:
             if "/" in name:
                 (self.local / name).unlink(missing_ok=True)
-        for name in folders:
-            hidden = self.local / f".{name}.gone"
-            shutil.rmtree(hidden, ignore_errors=True)
-            os.rename(self.local / name, hidden)
+        hidden = [self.local / f".{name}.gone" for name in folders]
+        for name, target in zip(folders, hidden, strict=True):
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(self.local / name, target)
         if folders:
             sync_folder(self.local)
+            for target in hidden:
+                with contextlib.suppress(FileNotFoundError):  # another process deletes remains
+                    shutil.rmtree(target)
         if folders or not names:
-            for hidden in self.local.glob(".weight_v*.gone"):
-                shutil.rmtree(hidden, ignore_errors=True)
+            for remains in self.local.glob(".weight_v*.gone"):
+                shutil.rmtree(remains, ignore_errors=True)
 
     def turn(self) -> FolderTurn:
         """Lock the folder, which is made if it is missing."""

@@ -83,6 +83,7 @@ def read_heartbeats(log: DeltaLog) -> list[tuple[Heartbeat, float]]:
     clock.
 
     Raises:
+        LogDamaged: a heartbeat is there and cannot be read.
         OSError: the log cannot be read.
     """
     store = log.store
@@ -99,16 +100,22 @@ def read_heartbeats(log: DeltaLog) -> list[tuple[Heartbeat, float]]:
         store.delete([f"{FOLDER}/{probe}"])
     found = []
     for name in sorted(name for name in files.names if name.endswith(_SUFFIX)):
-        # Such a file was removed since, or is no heartbeat.
-        with contextlib.suppress(FileNotFoundError, LogDamaged, msgspec.MsgspecError):
-            text = store.read(f"{FOLDER}/{name}", _MAX_BYTES)
-            age = max(0.0, now - files.written_at(name))
+        # Such a file was removed since, or is no heartbeat. One that cannot be read might be of an
+        # engine that needs what prune deletes.
+        with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
+            try:
+                if files.size(name) > _MAX_BYTES:
+                    continue
+                text = store.read(f"{FOLDER}/{name}", _MAX_BYTES)
+                age = max(0.0, now - files.written_at(name))
+            except LogDamaged as error:
+                raise LogDamaged(f"{FOLDER}: {error.message}") from error
             found.append((msgspec.json.decode(text, type=Heartbeat), age))
     return found
 
 
 def live_heartbeats(log: DeltaLog) -> list[Heartbeat]:
-    """Return the heartbeats that still count; see `read_heartbeats`."""
+    """Return the heartbeats that still count; raises what `read_heartbeats` raises."""
     return [beat for beat, age in read_heartbeats(log) if age <= beat.expires_s]
 
 

@@ -27,7 +27,7 @@ class MergedDelta:
     """
 
     def __init__(self, first: ParamDelta) -> None:
-        self._like = replace(first, indices=None, values=first.values[:0], stream=None)
+        self._like = without_elements(first)
         is_small = first.numel <= np.iinfo(np.int32).max
         self._index: type[np.signedinteger[Any]] = np.int32 if is_small else np.int64
         # Ascending indices and their values; the first ones are older.
@@ -45,7 +45,7 @@ class MergedDelta:
         """
         like = self._like
         if delta.indices is None:  # whatever was before
-            self._like = replace(delta, indices=None, values=delta.values[:0], stream=None)
+            self._like = without_elements(delta)
             self._sorted, self._waiting = [], 0
             self._values, self._changed = delta.values.copy(), None
             return
@@ -113,6 +113,11 @@ class MergedDelta:
             self._values, self._changed = np.zeros(numel, values.dtype), np.zeros(numel, np.bool_)
             self._values[indices], self._changed[indices] = values, True
             self._sorted = []
+
+
+def without_elements(delta: ParamDelta) -> ParamDelta:
+    """Return a delta's name, dtype and shape; a slice of its values would keep the whole part."""
+    return replace(delta, indices=None, values=np.empty(0, delta.values.dtype), stream=None)
 
 
 def payload_bytes(like: ParamDelta, count: int) -> int:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from engine_ext.format import ParamDelta
-from engine_ext.log.merged import MergedDelta, add_delta, payload_bytes
+from engine_ext.log.merged import MergedDelta, add_delta, payload_bytes, without_elements
 
 WINDOW_BYTES: Final = 64 << 20
 
@@ -60,8 +60,9 @@ class SpilledDeltas(AbstractContextManager["SpilledDeltas"]):
 
         Raises:
             CannotFold: the tensor has had another dtype or shape.
-            OSError: the file cannot be read.
+            OSError: the file cannot be read, or not be written.
         """
+        self._store()
         merged: dict[str, MergedDelta] = {}
         for one in self._stored[name]:
             indices = one.indices
@@ -80,8 +81,7 @@ class SpilledDeltas(AbstractContextManager["SpilledDeltas"]):
         for name in [*self._now]:
             delta = self._now.pop(name).result()
             indices = None if delta.indices is None else self._write(delta.indices)
-            like = replace(delta, indices=None, values=delta.values[:0].copy())
-            one = _Stored(like, indices, self._write(delta.values))
+            one = _Stored(without_elements(delta), indices, self._write(delta.values))
             # A dense one replaces what was before.
             self._stored[name] = [*([] if indices is None else self._stored.get(name, [])), one]
 

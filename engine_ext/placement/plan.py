@@ -119,29 +119,33 @@ class Plan:
                 found[name] = found.get(name, Digest.ZERO) + digest
         return found
 
-    def scan_copies(self) -> dict[tuple[str, str], set[str]]:
-        """Return the digests of the copies of elements that are held more than once.
+    def scan_all(self) -> tuple[dict[str, Digest], dict[tuple[str, str], set[str]]]:
+        """Return what `scan` does, and the digests of what is held more than once; in one pass.
 
-        Each rank returns those of its own copies. All copies of a box of elements have one digest,
-        on all ranks, while nothing but syncs has written to them.
+        All copies of a box of elements have one digest, on all ranks, while nothing but syncs has
+        written to them.
 
         Returns:
-            By tensor and box of its elements the digests of the copies on this rank, in hex.
+            The digests of the elements that this rank counts; and by tensor and box of its elements
+            the digests of the copies on this rank, in hex.
         """
-        found: dict[tuple[str, str], set[str]] = {}
+        counted: dict[str, Digest] = {}
+        shared: dict[tuple[str, str], set[str]] = {}
         for name in self.digested:
             targets = self.targets.get(name, ())
             firsts = Counter(target.first for target in targets)
             copies: dict[tuple[int, int], Digest] = {}
             for number, start, copy in self.pieces(name, copies=True):
+                digest = self.piece_digest(name, number, start, copy)
+                copies[number, copy] = copies.get((number, copy), Digest.ZERO) + digest
+            for (number, copy), digest in copies.items():
                 one = targets[number]
+                if one.ranks[0] == self.rank and one.first == number and copy == 0:
+                    counted[name] = counted.get(name, Digest.ZERO) + digest
                 if len(one.ranks) > 1 or firsts[one.first] > 1 or one.locator.copies > 1:
-                    digest = self.piece_digest(name, number, start, copy)
-                    copies[number, copy] = copies.get((number, copy), Digest.ZERO) + digest
-            for (number, _), digest in copies.items():
-                box = box_of(targets[number].segment)
-                found.setdefault((name, str(box)), set()).add(digest.hex())
-        return found
+                    box = str(box_of(one.segment))
+                    shared.setdefault((name, box), set()).add(digest.hex())
+        return counted, shared
 
     def pieces(self, name: str, *, copies: bool = False) -> Iterator[tuple[int, int, int]]:
         """Yield the pieces in which `piece_digest` takes a tensor, each once.

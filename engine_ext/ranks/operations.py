@@ -231,7 +231,7 @@ class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
 
 
 class FileStamp(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that change with a file: its place on the disk, its size, when it was written."""
+    """Place, size and time of writing of a file; another file, or another content, has others."""
 
     inode: int
     size: int  # bytes

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine_ext.format import DecodedPart, Digest
 from engine_ext.placement import Plan
 from engine_ext.sync.staged import StagedPart, UndoLog
+
+
+class Scan(NamedTuple):
+    """What a rank has found in live memory.
+
+    Attributes:
+        digests: as `Applier.digests`.
+        corrupted: the tensors that have moved, or whose modules are not what processing makes.
+        copies: by tensor and box of elements the digests, in hex, of the copies on this rank of
+            what is held more than once; see `engine_ext.placement.plan.Plan.scan_all`.
+    """
+
+    digests: dict[str, Digest]
+    corrupted: list[str]
+    copies: dict[tuple[str, str], set[str]]
 
 
 class Applier(Protocol):
@@ -53,17 +68,8 @@ class Applier(Protocol):
     def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
         """Return whether `prepare` is done with a sync."""
 
-    def scan(self) -> tuple[dict[str, Digest], list[str]]:
-        """Return `digests` from live memory, and the tensors that are not what was written.
-
-        The digests of tensors that have moved are left out.
-        """
-
-    def scan_copies(self) -> dict[tuple[str, str], set[str]]:
-        """Return, by tensor and box of elements, the digests of the copies in live memory.
-
-        See `engine_ext.placement.plan.Plan.scan_copies`; tensors that have moved are left out.
-        """
+    def scan(self) -> Scan:
+        """Read the weights in live memory; those of tensors that have moved are left out."""
 
     def search_again(self) -> bool:
         """Refuse weights that the engine has copied since start-up.

@@ -24,6 +24,7 @@ from engine_ext.placement import Certified, Placed, Plan, WholeBox, summary, unc
 from engine_ext.ranks import Ranks, SingleRank
 from engine_ext.startup import LaterCopies, Recomputed
 from engine_ext.sync import checks, consensus
+from engine_ext.sync.applier import Scan
 from engine_ext.sync.host_table import HostTable
 from engine_ext.sync.moved_tensors import MovedTensors, TraceAgain
 from engine_ext.sync.new_states import GatheredProof
@@ -222,24 +223,16 @@ class DeltaApplier:
         rebuilt = self._rebuilds is None or not self._rebuilds.pending(staged)
         return rebuilt and self._proof.is_done(staged)
 
-    def scan(self) -> tuple[dict[str, Digest], list[str]]:
-        """Compute `digests` from live memory, and rebuild every module; all ranks must call it.
-
-        Returns:
-            The digests, and the tensors that have moved or whose modules are not what processing
-            makes of them. Those that have moved have no digest: their places hold what is left.
-        """
+    def scan(self) -> Scan:
+        """Read the weights in live memory, and rebuild every module; all ranks must call it."""
         corrupted = set() if self._rebuilds is None else {*self._rebuilds.corrupted()}
-        moved = set(self.moved())
-        found = {name: digest for name, digest in self.plan.scan().items() if name not in moved}
-        return found, sorted(corrupted | moved)
-
-    def scan_copies(self) -> dict[tuple[str, str], set[str]]:
-        """Return the digests of elements that are held more than once, by tensor and box."""
-        moved = set(self.moved())
-        return {
-            key: copies for key, copies in self.plan.scan_copies().items() if key[0] not in moved
-        }
+        moved = set(self.moved())  # their places hold what is left
+        digests, copies = self.plan.scan_all()
+        return Scan(
+            {name: digest for name, digest in digests.items() if name not in moved},
+            sorted(corrupted | moved),
+            {(name, box): found for (name, box), found in copies.items() if name not in moved},
+        )
 
     def search_again(self) -> bool:
         """Refuse the weights that the engine has come to keep copies of since it was loaded.

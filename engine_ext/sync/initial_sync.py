@@ -29,6 +29,7 @@ from engine_ext.placement import (
 )
 from engine_ext.ranks import Ranks, together
 from engine_ext.startup import CheckpointReader, Traced
+from engine_ext.sync.applier import Scan
 from engine_ext.sync.masked import densify
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.sync.tied import tied_differ
@@ -120,13 +121,9 @@ class InitialSyncApplier:
         """Return True: nothing precedes the reload."""
         return True
 
-    def scan(self) -> tuple[dict[str, Digest], list[str]]:
+    def scan(self) -> Scan:
         """Return nothing: no weight is known."""
-        return {}, []
-
-    def scan_copies(self) -> dict[tuple[str, str], set[str]]:
-        """Return nothing: no weight is known."""
-        return {}
+        return Scan({}, [], {})
 
     def search_again(self) -> bool:
         """Return True: the model is searched when the sync has loaded it."""

@@ -24,7 +24,7 @@ from engine_ext.dtypes import TORCH_DTYPE, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
 from engine_ext.format import ParamDelta
 from engine_ext.kernels import typed
-from engine_ext.model import StorageIndex
+from engine_ext.model import StorageIndex, TracingError
 from engine_ext.placement import Placed, Placement, Status
 from engine_ext.startup import COPY_REPLACED, LoaderDryRun, LoadWeights
 from engine_ext.sync.staged import StagedPart, Write
@@ -60,14 +60,21 @@ class MaskedWriter:
         """Check that the loader treats these tensors alone as it treated the whole checkpoint.
 
         Raises:
-            NotUpdatable: names the tensors that it treats differently. Nothing was written.
+            NotUpdatable: names the tensors that it treats differently, or the loader cannot be run
+                dry now. Nothing was written.
+            TracingError: the dry run has changed the model.
         """
         deltas = self._deltas(staged)
         calls = [[delta.name for delta in chunk] for chunk in chunks(deltas, self._chunk_bytes)]
         if calls == self._rehearsed:
             return
         for names in calls:
-            reasons = self._dry_run.rehearse(names, self._placement)
+            try:
+                reasons = self._dry_run.rehearse(names, self._placement)
+            except TracingError:
+                raise
+            except RuntimeError as error:
+                raise NotUpdatable(str(error), tensors=names) from error
             if reasons:
                 raise NotUpdatable(
                     f"this engine cannot update these exactly: {reasons}",

@@ -18,7 +18,7 @@ from engine_ext.ranks import Ranks, together
 from engine_ext.ranks import operations as ops
 from engine_ext.remote_parts import Locate
 from engine_ext.resources import no_full_collections
-from engine_ext.sync.applier import Applier
+from engine_ext.sync.applier import Applier, Scan
 from engine_ext.sync.background_staging import BackgroundStaging
 from engine_ext.sync.following import SharedFollowing
 from engine_ext.sync.lease import Lease
@@ -255,8 +255,8 @@ class Receiver(SyncOperations):
         tracked, corrupted = self._applier.digests, list[str]()
         found = tracked
         if request.scan:
-            found, corrupted = together(self._ranks, self._applier.scan)
-            corrupted = sorted({*corrupted, *self._differing_copies()})
+            scan = together(self._ranks, self._applier.scan)
+            found, corrupted = scan.digests, sorted({*scan.corrupted, *self._differing(scan)})
             wrong = {name for name, digest in tracked.items() if found.get(name) != digest}
             everywhere = self._ranks.all_gather(sorted(wrong.union(corrupted)))
             self._sync_state.mismatched |= {name for names in everywhere for name in names}
@@ -267,10 +267,10 @@ class Receiver(SyncOperations):
             corrupted=corrupted,
         )
 
-    def _differing_copies(self) -> set[str]:
+    def _differing(self, scan: Scan) -> set[str]:
         """Return the tensors whose copies differ, on one rank or between ranks."""
         digests: dict[tuple[str, str], set[str]] = {}
-        for copies in self._ranks.all_gather(together(self._ranks, self._applier.scan_copies)):
+        for copies in self._ranks.all_gather(scan.copies):
             for box, found in copies.items():
                 digests.setdefault(box, set()).update(found)
         return {name for (name, _), found in digests.items() if len(found) > 1}

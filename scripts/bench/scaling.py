@@ -4,9 +4,11 @@
     python -m scripts.bench.scaling --engines 16     # one trainer host sends to each
 
 Nothing is measured here. `COSTS` are what one core of an Intel Xeon with AMX took in an earlier
-tree, with two ranks of a live vLLM for the fixed costs. `gap8_ulp`, parts of 64 MiB before
-compression; a trainer host of 96 cores that encodes with eight threads; engines of eight ranks on
-one host, with 48 cores and six threads for each rank.
+tree, with two ranks of a live vLLM for the fixed costs. There one rank decoded a part for all of
+its host; now the HTTP process decompresses it, and every rank expands the gap streams. So `receive`
+and `stage` are not those of this tree. `gap8_ulp`, parts of 64 MiB before compression; a trainer
+host of 96 cores that encodes with eight threads; engines of eight ranks on one host, with 48 cores
+and six threads for each rank.
 
 columns, in seconds of all parts, as if the stage ran alone:
   GB          sent to one engine
@@ -104,7 +106,7 @@ def stages(model: Model, density: float) -> dict[str, float]:
     """Return the seconds of each stage, of all parts."""
     nnz, nbytes = model.numel * density, wire_bytes(model, density)
     parts, own = parts_of(nnz), nnz / _RANKS
-    work = nnz * COSTS.decode_ns / _RANKS  # a part is decoded once on a host
+    work = nnz * COSTS.decode_ns / _RANKS  # a part was decoded once on a host
     work += own * COSTS.stage_own_ns + (nnz - own) * COSTS.stage_other_ns
     work = work * 1e-9 + parts * COSTS.rank_part_s
     turns = model.tensors * COSTS.rank_param_ns * 1e-9

@@ -17,6 +17,7 @@ from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess
 from scripts.live_engine.vllm import VllmProcess
 from tests.live.programs import environment
+from tests.support.fake_engine import set_lag_limit
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.plain_trainer import Trainer, model_digest
 
@@ -107,7 +108,7 @@ def test_one_that_lags_holds_up_nobody(both: Both) -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             assert both.versions() == [version + 2, version + 1]
-            sender._publisher.lag_limit = None
+            set_lag_limit(sender, None)
             trainer.step()
             reports = sender.sync(trainer.tensors.items())
             assert [report.full for report in reports.values()] == [False, False]

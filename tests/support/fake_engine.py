@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 import numpy as np
 import torch
 
-from delta_sender import DeltaSender
+from delta_sender import DeltaSender, MultiSender
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.format.part import DecodedPart, ParamDelta, decode_part
@@ -316,6 +316,12 @@ def train(model: Model, step: int = 0, density: float = 0.05) -> None:
 
 def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
     return DeltaSender("http://engine/", base.items(), client=engine.client(), **options)
+
+
+def set_lag_limit(sender: MultiSender, seconds: float | None) -> None:
+    """Change the option `lag_limit` from the next sync on."""
+    publisher = sender._publisher
+    publisher.options = replace(publisher.options, lag_limit=seconds)
 
 
 def snapshot_is(sender: DeltaSender, engine: Engine) -> bool:

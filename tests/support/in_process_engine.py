@@ -17,6 +17,7 @@ from engine_ext.format import DecodedPart, ParamDelta
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
 from engine_ext.settings import Settings
+from engine_ext.sync.applier import Scan
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from tests.support.delta_bodies import SHAPES, Weights, fresh_weights
@@ -174,15 +175,12 @@ class Shard:
     def table(self) -> list[dict[str, Any]]:
         return [{"name": name, "status": "exact", "digested": True} for name in SHAPES]
 
-    def scan_copies(self) -> dict[tuple[str, str], set[str]]:
-        return {}
-
-    def scan(self) -> tuple[dict[str, Digest], list[str]]:
+    def scan(self) -> Scan:
         found = {
             name: tensor_digest(name, bits, start=self._spans[name][0])
             for name, bits in self.bits.items()
         }
-        return found, []
+        return Scan(found, [], {})
 
     @property
     def digests(self) -> dict[str, Digest]:

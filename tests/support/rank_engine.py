@@ -13,6 +13,7 @@ import msgspec
 from engine_ext.format import DecodedPart, PartId, decode_part
 from engine_ext.format.digest import Digest
 from engine_ext.ranks.operations import FileStamp
+from engine_ext.sync.applier import Scan
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from tests.support.thread_group import HANGS_AFTER_S, Group, ThreadRanks
@@ -59,11 +60,8 @@ class RecordingApplier:
     def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
         return True
 
-    def scan_copies(self) -> dict[tuple[str, str], set[str]]:
-        return {}
-
-    def scan(self) -> tuple[dict[str, Digest], list[str]]:
-        return dict(self.digests), []
+    def scan(self) -> Scan:
+        return Scan(dict(self.digests), [], {})
 
     def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
         return True

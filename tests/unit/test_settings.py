@@ -138,20 +138,40 @@ def test_an_old_flag_warns_and_works(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("first", ["--delta-streams=2", "--delta-tuning=streams=2"])
-def test_a_value_is_given_once(first: str) -> None:
-    with pytest.raises(ValueError, match="streams is given twice"):
-        parse("--enable-delta-updates", first, "--delta-tuning=streams=3")
+def test_the_last_value_of_a_key_counts(first: str) -> None:
+    """As of other flags: an engine's configuration file comes before its command line."""
+    assert parse("--enable-delta-updates", first, "--delta-tuning=streams=3") == Settings(streams=3)
 
 
-@pytest.mark.parametrize("text", ["streams", "streams=0", "uploads=3", "=3", "apply=loader"])
-def test_tuning_names_what_is_wrong(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tuning_takes_a_json_object() -> None:
+    """As vLLM passes a mapping of its configuration file."""
+    text = '{"streams": 4, "max-body-bytes": "2G", "stage-timeout": 1.5}'
+    assert parse("--enable-delta-updates", "--delta-tuning", text) == Settings(
+        streams=4, max_body_bytes=2 << 30, stage_timeout=1.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("streams", "not KEY=VALUE: 'streams'"),
+        ("streams=0", "streams: not a positive number: '0'"),
+        ("uploads=3", "not a key: 'uploads'"),
+        ("=3", "not a key: ''"),
+        ("apply=loader", "apply: not scatter or masked: 'loader'"),
+        ('{"streams": []}', "not a JSON object"),
+        ('{"uploads": 3}', "not a key: 'uploads'"),
+    ],
+)
+def test_tuning_names_what_is_wrong(
+    text: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     with pytest.raises(SystemExit):
         parser.parse_args(["--enable-delta-updates", "--delta-tuning", text])
     shown = capsys.readouterr().err
-    assert "--delta-tuning" in shown
-    assert text.rpartition("=")[2] in shown
+    assert f"argument --delta-tuning: {wrong}" in shown
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,8 @@ def log_location(url: str | Path) -> str | Path | None:
     """
     if isinstance(url, Path):
         return url
-    scheme = urlsplit(url).scheme
-    if scheme in ("http", "https"):
+    if not names_log(url):
         return None
-    if scheme == "file" or is_store_url(url):
-        return log_of(url)
     if url.startswith(_FOLDERS):
         warnings.warn(
             f"{url!r}: give the folder of a delta log as pathlib.Path, as file:///PATH, or to "
@@ -67,6 +64,20 @@ def log_location(url: str | Path) -> str | Path | None:
             stacklevel=3,
         )
         return Path(url)
+    return log_of(url)
+
+
+def names_log(url: str) -> bool:
+    """Return whether a sender's url names a delta log, and not an engine.
+
+    Raises:
+        ValueError: It names neither.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme in ("http", "https"):
+        return False
+    if scheme == "file" or is_store_url(url) or url.startswith(_FOLDERS):
+        return True
     raise ValueError(
         f"{url!r} names neither an engine nor a delta log. An engine is given by the root of its "
         "server, http://host:port; a delta log as LogSender(PATH) (delta-send --log), a "

@@ -94,7 +94,9 @@ def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> Publisher:
         if arguments.log is not None:
             asked = [] if engine is None else [engine]
             asked += [EngineClient(one, options) for one in arguments.notify or ()]
-            return LogDestination(open_log(arguments.log), asked, options.hmac_key)
+            log = LogDestination(open_log(arguments.log), asked, options.hmac_key)
+            log.take_turn()
+            return log
         return EngineClient(url, options)
 
     urls = arguments.url or [""]
@@ -295,7 +297,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
             console.print(f"{url}: version {outcome.version}: committed late")
         else:
             failures[url] = outcome
-    if options.notify is not None and not options.dry_run:
+    if options.notify is not None and reports and not options.dry_run:
         tell(options, max(report.version for report in reports.values()), console)
     for url, failed in failures.items():
         console.print(f"{url}: failed: {failed}" if several else f"failed: {failed}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -158,78 +160,39 @@ class SenderOptions:
 
 
 DEFAULTS: Final = {each.name: each.default for each in fields(SenderOptions)}
-# Flags of the command line by field: what `argparse`'s ``add_argument`` takes. A field that is on
-# by default has a flag that turns it off; some fields have none.
-FLAGS: Final[dict[str, dict[str, Any]]] = {
-    "base_version": {
-        "help": "version that the engines are at, if no digest shows what they hold",
-        "type": int,
-        "metavar": "N",
-    },
-    "encoding": {
-        "help": "how changes travel; auto picks by density and link speed",
-        "choices": CHOICES,
-    },
-    "bucket_bytes": {
-        "help": "most bytes of positions and values in one part, before compression",
-        "type": int,
-        "metavar": "N",
-    },
-    "posts_in_flight": {
-        "help": "parts that are posted to an engine at once",
-        "type": int,
-        "metavar": "N",
-    },
+
+
+def _first_sentences(documented: str | None) -> dict[str, str]:
+    """Return how the documentation of each attribute begins, as the help of a flag."""
+    text = inspect.cleandoc(documented or "")
+    found = re.findall(r"^ {4}(\w+): (.+?)\.(?=\s|$)", text, re.M | re.S)
+    return {name: " ".join((said[0].lower() + said[1:]).split()) for name, said in found}
+
+
+# Flags of the command line by field: what `argparse`'s ``add_argument`` takes; with a help where
+# the beginning of the documentation is none. A field that is on by default has a flag that turns it
+# off; some fields have none.
+_KEYWORDS: Final[dict[str, dict[str, Any]]] = {
+    "base_version": {"type": int, "metavar": "N"},
+    "encoding": {"choices": CHOICES},
+    "bucket_bytes": {"type": int, "metavar": "N"},
+    "posts_in_flight": {"type": int, "metavar": "N"},
     "digest": {"help": "send no digests along"},
     "api_key": {"help": "bearer token (default: that in DELTA_API_KEY)", "metavar": "KEY"},
-    "pause_mode": {
-        "help": (
-            "what happens to requests in flight: they continue with the new weights (keep), finish "
-            "first (wait), or end (abort)"
-        ),
-        "choices": ("keep", "wait", "abort"),
-    },
+    "pause_mode": {"choices": ("keep", "wait", "abort")},
     "flush_cache": {"help": "keep KV entries of the old weights"},
     "bandwidth_limit": {
         "help": "most bytes per second to all engines together, for links that are shared",
         "type": float,
         "metavar": "BYTES",
     },
-    "refuse_nonfinite": {
-        "help": "refuse a sync in which a value has become NaN or infinite",
-        "action": "store_true",
-    },
-    "takeover": {"help": "take an engine from the run that owns it", "action": "store_true"},
-    "adapter": {
-        "help": (
-            "name of a LoRA adapter that the engines have loaded; its own tensors are sent, not "
-            "the model's"
-        ),
-        "metavar": "NAME",
-    },
-    "delta_log": {
-        "help": (
-            "folder, or URL in an object store (``s3://BUCKET/PREFIX``), that gets every version, "
-            "durably, before an engine commits it, for engines that are started with --delta-log"
-        ),
-        "metavar": "LOG",
-    },
-    "log_differences": {
-        "help": "let the delta log carry differences, if `encoding` sends any",
-        "action": "store_true",
-    },
-    "state": {
-        "help": (
-            "file that remembers over a restart of the sender its run, and what each engine has "
-            "acknowledged"
-        ),
-        "type": Path,
-        "metavar": "FILE",
-    },
-    "quantize": {
-        "help": "how to quantise the given tensors, if the base is a quantised checkpoint",
-        "choices": tuple(FORMS),
-    },
+    "refuse_nonfinite": {"action": "store_true"},
+    "takeover": {"action": "store_true"},
+    "adapter": {"metavar": "NAME"},
+    "delta_log": {"metavar": "LOG"},
+    "log_differences": {"action": "store_true"},
+    "state": {"type": Path, "metavar": "FILE"},
+    "quantize": {"choices": tuple(FORMS)},
     "lag_limit": {
         "help": (
             "continue without engines that need SECONDS longer than the first; inf waits for all"
@@ -237,4 +200,8 @@ FLAGS: Final[dict[str, dict[str, Any]]] = {
         "type": _seconds,
         "metavar": "SECONDS",
     },
+}
+_DOCUMENTED: Final = _first_sentences(SenderOptions.__doc__)
+FLAGS: Final[dict[str, dict[str, Any]]] = {
+    name: {"help": _DOCUMENTED.get(name, ""), **keywords} for name, keywords in _KEYWORDS.items()
 }

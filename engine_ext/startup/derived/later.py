@@ -4,13 +4,14 @@ Some models keep a copy (in another dtype, merged, transposed) from their first 
 a number that was an element of a tensor. The search at start-up cannot find it, and no sync would
 reach it. So the model is searched again once the engine has generated. A tensor that was not there
 before might be computed from weights. A buffer that was there before any weight was loaded, and
-still has its memory, is the engine's working memory, whatever it holds by now. One that has grown
-(a table of position embeddings, after a larger image) is the table it was if that is its beginning.
+still has its memory, is the engine's working memory, whatever it holds by now. A table of position
+embeddings can grow, for a larger image; by its name and its beginning it is the table it was.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
@@ -31,6 +32,8 @@ _PLAIN: Final = (0.0, 1.0)
 _SMALL: Final = 1 << 20  # elements
 # Of positions and masks, which models keep of an input. Packed weights are int32 at the most.
 _INPUTS: Final = frozenset([torch.int64, torch.bool])
+# Names of tables of positions, which are computed from no weight.
+_POSITIONS: Final = re.compile(r"(^|_)pos(itions?|itional)?_", re.IGNORECASE)
 # Ends of the names of classes.
 _SETTINGS: Final = ("Config", "Args")
 
@@ -61,7 +64,8 @@ class LaterCopies:
         if not self._known(path, tensor):
             return False
         self._before[path] = location(tensor)
-        if path in self._not_persistent and not is_constant(path, tensor):
+        is_table = path in self._not_persistent and _POSITIONS.search(path.rpartition(".")[2])
+        if is_table and not is_constant(path, tensor):
             self._tables[path] = _Table(tensor)
         return True
 

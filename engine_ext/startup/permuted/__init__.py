@@ -1,7 +1,7 @@
 """Learn what the engine's post-load processing moves.
 
 A parameter's elements are replaced by the digits of their index, the engine's processing runs on a
-copy of the module, and the result is a permutation or no repack (`load_hook`, `infer`).
+copy of the module, and the result is a permutation or no repack (`learner`, `infer`).
 
 Imports: `engine_ext.placement` and the rooms below it.
 """

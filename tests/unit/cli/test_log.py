@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -220,6 +222,27 @@ def test_prune_keeps_the_versions_of_engines_that_follow(
     assert main(["prune", str(log), "--keep", "1", "--base-version", "5"]) == OK
     assert "1 engine(s) follow the log, the oldest at version 3" in capsys.readouterr().out
     assert folders(log) == ["followers", *(f"weight_v{version:06d}" for version in (3, 4, 5, 6))]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_prune_refuses_where_a_heartbeat_is_unreadable(
+    log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It might be that of an engine that needs what would be deleted."""
+    facts: dict[str, Any] = {"engine": "vllm", "newest": 6, "state": "held", "failures": 0}
+    beat = Heartbeat(name="live", version=3, behind=3, at=0.0, expires_s=1e6, **facts)
+    write_heartbeat(open_log(log), beat)
+    before, open_file = folders(log), os.open
+
+    def fails(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith("live.json"):
+            raise OSError(number, os.strerror(number))
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", fails)
+    assert main(["prune", str(log), "--keep", "1", "--base-version", "5"]) == DAMAGED
+    assert "followers: its live.json cannot be read" in capsys.readouterr().err
+    assert folders(log) == before
 
 
 def test_prune_of_a_broken_log(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

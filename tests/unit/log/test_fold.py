@@ -15,7 +15,15 @@ from engine_ext.errors import LogDamaged
 from engine_ext.format import ParamDelta, encode_part
 from engine_ext.format.digest import Digest, change_digest
 from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
-from engine_ext.log import CannotFold, digests_of, fold_versions, open_log, read_version, spilled
+from engine_ext.log import (
+    CannotFold,
+    fold_versions,
+    open_log,
+    read_manifests,
+    read_version,
+    spilled,
+    verify_version,
+)
 from engine_ext.log import fold as delta_log_fold
 from engine_ext.log.catalog import DONE, folder_name, route
 from tests.support.served_models import PROPERTY
@@ -138,8 +146,10 @@ def test_the_digests_of_the_model_are_kept(tmp_path: Path) -> None:
     first, middle, last = "1" * 32, "2" * 32, "3" * 32
     write(tmp_path, 1, [sparse("a", {1: 2})], digest_before=first, digest_after=middle)
     write(tmp_path, 2, [sparse("b", {1: 2})], digest_before=middle, digest_after=last)
-    parts = read_version(entry_of(tmp_path, folded(tmp_path, 0)))
-    found = digests_of(parts)
+    entry = entry_of(tmp_path, folded(tmp_path, 0))
+    parts = read_version(entry)
+    assert read_manifests(entry) == [part.manifest for part in parts]
+    found = verify_version(entry)
     assert (found.before, found.after) == (first, last)
     assert len({part.manifest.sync_id for part in parts}) == 1
     assert [part.manifest.digest_part for part in parts] == [None, None]

@@ -86,6 +86,24 @@ def test_lock_ends_with_its_writer(tmp_path: Path) -> None:
     log.writer().close()
 
 
+def test_deletion_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is visible in part, and the next deletion removes what is left."""
+    log = open_log(tmp_path)
+    for version in (1, 2):
+        write(log, version)
+
+    def fails(*arguments: object, **named: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            log.discard(FIRST)
+    assert versions(log) == [(1, 2)]
+    log.tidy(log.listing())
+    assert os.listdir(tmp_path) == ["weight_v000002"]
+
+
 def test_interrupted_deletion_is_finished(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     write(log, 1)

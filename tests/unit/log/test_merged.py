@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from engine_ext.format import ParamDelta, encode_part
 from engine_ext.log import CannotFold, fold_versions, open_log, read_version
 from engine_ext.log.merged import MergedDelta, add_delta
+from engine_ext.log.spilled import SpilledDeltas
 from tests.support.served_models import PROPERTY
 
 NUMEL = 64
@@ -55,6 +57,30 @@ def test_nothing_of_another_dtype_is_added() -> None:
     with pytest.raises(CannotFold):
         merged.add(other)
     assert merged.result().values.tolist() == [2]
+
+
+@pytest.mark.parametrize("kinds", [["sparse"], ["dense"], ["sparse", "dense", "sparse"]])
+def test_no_buffer_of_a_part_is_kept(kinds: list[str]) -> None:
+    merged: dict[str, MergedDelta] = {}
+    buffers = []
+    with SpilledDeltas() as spilled:
+        for kind in kinds:
+            buffer = np.zeros(2 * NUMEL, np.uint16)
+            buffers.append(weakref.ref(buffer))
+            indices = np.arange(3) if kind == "sparse" else None
+            values = buffer[: 3 if kind == "sparse" else NUMEL]
+            one = ParamDelta("w", "bfloat16", (NUMEL,), indices, values)
+            add_delta(merged, one)
+            spilled.add([one])
+            del buffer, values, one
+        assert [buffer() for buffer in buffers] == [None] * len(kinds)
+        assert same_delta(merged["w"].result(), spilled.result("w"))
+
+
+def same_delta(one: ParamDelta, other: ParamDelta) -> bool:
+    assert (one.indices is None) == (other.indices is None)
+    same_places = one.indices is None or np.array_equal(one.indices, other.indices)
+    return same_places and np.array_equal(one.values, other.values)
 
 
 def test_many_versions_cost_what_reading_them_costs(tmp_path: Path) -> None:

@@ -10,20 +10,26 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from delta_sender import cli
+from delta_sender import SyncError, cli
+from delta_sender.publish import contact, publisher
+from delta_sender.publish.http_client import EngineClient
+from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.publisher import Publisher
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, tensor_digest
 from engine_ext.format.part import DecodedPart, decode_part
 from engine_ext.format.zstd_frames import FrameReader
+from engine_ext.log import Draft
 
 URL = "http://engine:8000"
 CHANGES = {("a.weight", 3, 2.0), ("c.scale", 0, 5.0), ("c.scale", 6, 7.0)}
@@ -514,6 +520,58 @@ def test_engines_that_follow_the_log_are_told(
     assert f"{URL}: at version 1" in printed.err
     assert "http://down:8000: " in printed.err
     assert "finds the version at its next look" in printed.err
+
+
+def test_without_a_plan_the_failure_is_said(
+    base: Path,
+    target: Path,
+    tmp_path: Path,
+    serve: Callable[..., list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody is asked to look at the log, which has nothing new."""
+
+    def fails(engine: EngineClient) -> object:
+        raise SyncError("the engine is down")
+
+    monkeypatch.setattr(EngineClient, "plan", fails)
+    requests = serve(accept)
+    arguments = ["--base", str(base), "--target", str(target), "--log", str(tmp_path / "log")]
+    assert cli.main([*arguments, "--notify", URL]) == 1
+    printed = capsys.readouterr()
+    assert "failed: the engine is down" in printed.err
+    assert (printed.out, requests) == ("", [])
+
+
+def test_interrupted_while_the_log_is_written(
+    base: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No draft is deleted under the thread that writes it."""
+    add, close = Draft.add, LogDestination.close
+    writing, done = threading.Event(), list[str]()
+
+    def slow(draft: Draft, *arguments: Any) -> None:
+        writing.set()
+        time.sleep(0.3)
+        add(draft, *arguments)
+        done.append("added")
+
+    def closed(log: LogDestination) -> None:
+        done.append("closed")
+        close(log)
+
+    def interrupts(*arguments: object) -> None:
+        assert writing.wait(10)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Draft, "add", slow)
+    monkeypatch.setattr(LogDestination, "close", closed)
+    monkeypatch.setattr(publisher, "wait_for", interrupts)
+    monkeypatch.setattr(contact, "_RELEASE_S", 0.0)
+    arguments = ["--base", str(base), "--target", str(target), "--log", str(tmp_path / "log")]
+    assert cli.main(arguments) == 130
+    assert done == ["added", "closed"]
 
 
 def test_unlike_or_unreadable_checkpoints(

@@ -100,9 +100,10 @@ class Log(Rig):
         super().__init__(base)
         self.log, self.monkeypatch = log, monkeypatch
 
-    def open(self, model: Model, **options: Any) -> Any:
+    def open(self, model: Model, base: Any = None, **options: Any) -> Any:
         client = httpx.Client(transport=httpx.MockTransport(self._answer))
-        return LogSender(self.log, model.items(), notify=URLS, client=client, **options)
+        base = model.items() if base is None else base
+        return LogSender(self.log, base, notify=URLS, client=client, **options)
 
     def held(self) -> list[Engine]:
         engine, log = Engine.of(self.base), open_log(self.log)
@@ -260,6 +261,26 @@ def test_another_sender_is_kept_out_until_close(rig: Rig, model: Model) -> None:
             rig.sync(second, model)
     with rig.open(model) as third:
         rig.sync(third, model)
+    assert follows(rig, model)
+
+
+def other(model: Model) -> Model:
+    return {name: tensor + 1 for name, tensor in model.items()}
+
+
+@pytest.mark.parametrize("rig", ["folder", "store"], indirect=True)
+@pytest.mark.parametrize("wrong", ["missing", "other weights"])
+def test_a_wrong_base_leaves_the_log_to_its_sender(
+    rig: Rig, model: Model, tmp_path: Path, wrong: str
+) -> None:
+    with rig.open(model) as first:
+        train(model)
+        rig.sync(first, model)
+        base = tmp_path / "none" if wrong == "missing" else other(model).items()
+        with pytest.raises((FileNotFoundError, ValueError), match=r"none|is not what version 1"):
+            rig.open(model, base=base)
+        train(model, 1)
+        rig.sync(first, model)
     assert follows(rig, model)
 
 

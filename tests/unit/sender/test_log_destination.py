@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -281,6 +281,26 @@ def test_another_sender_goes_on_in_the_same_log(tmp_path: Path) -> None:
     assert report.full  # the engine was at version 2
     assert chain(tmp_path) == [(0, 1), (1, 2), (0, 3)]
     assert replayed(tmp_path, first).holds(model)
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_the_log_is_given_as_to_other_senders(tmp_path: Path, form: str) -> None:
+    model = model_of(tensors=1)
+    base = copied(model)
+    a, b = two(model)
+    with sender_of(a, b, model, delta_log=form.format(tmp_path)) as sender:
+        train(model)
+        sender.sync(model.items())
+    assert replayed(tmp_path, base).holds(model)
+
+
+def test_what_is_no_log_is_refused_before_the_base_is_read() -> None:
+    def base() -> Iterator[tuple[str, torch.Tensor]]:
+        pytest.fail("the base is read")
+        yield
+
+    with pytest.raises(ValueError, match="'http://engine' is no delta log"):
+        DeltaSender(A, base(), delta_log="http://engine")
 
 
 def test_one_sender_at_a_time(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 
 from delta_sender import DeltaSender, LogSender, MultiSender, SyncError
 from delta_sender.arguments import log_location, log_of
-from delta_sender.publish import log_destination
+from delta_sender.publish import contact, log_destination, publisher
+from engine_ext.log import Draft
 from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.unit.sender.test_log_destination import chain, replayed
 
@@ -139,6 +142,61 @@ def test_the_first_plan_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         sender.sync(model.items())
 
 
+@pytest.mark.parametrize("ends", ["error", "close"])
+def test_nobody_waits_for_a_plan_at_the_end(tmp_path: Path, ends: str) -> None:
+    model = model_of()
+    followers = Followers(tmp_path, model)
+    followers.hangs = {"one"}
+    sender = sender_of(tmp_path, model, notify=NOTIFY[:1], client=followers.client())
+    failure = ZeroDivisionError() if ends == "error" else KeyboardInterrupt()
+
+    def fails() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(iter(model.items()))
+        raise failure
+
+    began = time.monotonic()
+    with pytest.raises(type(failure)):
+        sender.sync(fails())
+    sender.close()
+    assert time.monotonic() - began < 0.8
+    assert followers.hangs == {"one"}
+    assert chain(tmp_path) == []
+
+
+def test_close_waits_for_a_part_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No draft is deleted under the thread that writes it."""
+    model, add, drop = model_of(), Draft.add, Draft.drop
+    writing, done = threading.Event(), list[str]()
+
+    def slow(draft: Draft, *arguments: Any) -> None:
+        writing.set()
+        time.sleep(0.3)
+        add(draft, *arguments)
+        done.append("added")
+
+    def dropped(draft: Draft) -> None:
+        done.append("dropped")
+        drop(draft)
+
+    def interrupts(*arguments: object) -> None:
+        assert writing.wait(10)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Draft, "add", slow)
+    monkeypatch.setattr(Draft, "drop", dropped)
+    monkeypatch.setattr(publisher, "wait_for", interrupts)
+    monkeypatch.setattr(contact, "_RELEASE_S", 0.0)
+    sender = sender_of(tmp_path, model, bucket_bytes=1)
+    train(model)
+    with pytest.raises(KeyboardInterrupt):
+        sender.sync(model.items())
+    sender.close()
+    assert done == ["added", "dropped"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_closing_waits_for_nobody(tmp_path: Path) -> None:
     """Engines that were not asked yet are not asked any more."""
     model = model_of()
@@ -262,6 +320,10 @@ def test_what_names_neither_is_refused(url: str) -> None:
 def test_a_plain_path_is_a_log_and_warned_of(url: str) -> None:
     with pytest.warns(DeprecationWarning, match=r"LogSender \(delta-send --log\)"):
         assert log_location(url) == Path(url)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="a delta log is no engine"):
+            MultiSender([url], model_of().items())
 
 
 @pytest.mark.parametrize(

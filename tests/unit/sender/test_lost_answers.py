@@ -25,6 +25,7 @@ from tests.support.fake_engine import (
     loses,
     model_of,
     sends,
+    set_lag_limit,
     train,
 )
 from tests.unit.sender.test_log_destination import chain, copied, replayed
@@ -143,7 +144,7 @@ def test_others_go_on_while_one_is_asked_what_it_holds(naps: list[float]) -> Non
         with pytest.raises(PartialSyncError):
             sender.sync(model.items())
         assert b.version == 1
-        sender._publisher.lag_limit = SOON
+        set_lag_limit(sender, SOON)
         b.status = status  # type: ignore[method-assign]
         for step in (1, 2):
             train(model, step, 0.01)

@@ -17,7 +17,16 @@ from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncReport
 from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.state_file import StateFile
-from tests.support.fake_engine import Engine, Handler, Model, error, model_of, sends, train
+from tests.support.fake_engine import (
+    Engine,
+    Handler,
+    Model,
+    error,
+    model_of,
+    sends,
+    set_lag_limit,
+    train,
+)
 from tests.unit.sender.test_log_destination import chain, copied, replayed
 from tests.unit.sender.test_multi_sender import A, B, refuse, sender_of, two
 
@@ -43,7 +52,7 @@ class Slow:
 
 def ended(sender: MultiSender) -> None:
     """Wait until no engine lags; from now on every engine is waited for."""
-    sender._publisher.lag_limit = None
+    set_lag_limit(sender, None)
     deadline = time.monotonic() + 20
     while sender.lagging:
         assert time.monotonic() < deadline
@@ -164,7 +173,7 @@ def test_without_a_limit_all_are_waited_for() -> None:
 def test_no_engine_holds_up_the_others_for_ever() -> None:
     a, b = two(model := model_of(tensors=2))
     with sender_of(a, b, model) as sender:
-        assert sender._publisher.lag_limit == 60
+        assert sender._publisher.options.lag_limit == 60
 
 
 def test_where_all_lag_one_is_waited_for() -> None:
@@ -249,7 +258,7 @@ def test_restart_resyncs_engine_that_committed_other_bytes(
     a, b, sender, slow = lagging(model, state=file)
     if not late:
         slow.go.set()
-        sender._publisher.lag_limit = None
+        set_lag_limit(sender, None)
 
     def corrupts(take: Handler, request: httpx.Request) -> httpx.Response:
         answer = slow(take, request)
@@ -295,7 +304,7 @@ def test_how_those_that_lagged_ended() -> None:
         sender.sync(model.items())
         slow.go.set()
         ended(sender)
-        sender._publisher.lag_limit = SOON
+        set_lag_limit(sender, SOON)
         train(model, 1, 0.01)
         sender.sync(model.items())
         report = sender.late_outcomes[B]

@@ -55,6 +55,16 @@ def test_the_file_is_never_half_written(file: Path, monkeypatch: pytest.MonkeyPa
     assert StateFile(file).state == State(in_flight=Known(3, "a" * 32), highest=3)
 
 
+def test_a_sender_that_fails_gives_the_file_back(file: Path, tmp_path: Path) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    with pytest.raises(FileNotFoundError) as failed:
+        DeltaSender(A, tmp_path / "none", state=file)
+    synced(engine, model, file)
+    assert failed.value.__traceback__ is not None  # it keeps what the sender had opened
+    assert engine.holds(model)
+
+
 def test_two_senders_do_not_share_it(file: Path) -> None:
     model = model_of(tensors=2)
     engine = Engine.of(model)

@@ -1,6 +1,7 @@
 """Keep the weights that engines hold, and find how new ones differ.
 
-Tensors in host memory are compared with `diff_host`, those on an accelerator with `diff_device`.
+`compare` finds the differences of tensors in host memory, `device` those of tensors on an
+accelerator.
 """
 
 from __future__ import annotations
@@ -27,6 +28,19 @@ from engine_ext.kernels import gather_scatter
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.resources import usable_cores
 
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Changes = dict[str, Change]  # by name in the snapshot
+Keep = Callable[[Change], Change]
+_Given: TypeAlias = tuple[str, torch.Tensor, str]  # name, tensor, key
+
+# Collections that keep their tensors.
+_HOLDING: Final[tuple[type, ...]] = (list, tuple, type({}.items()))
+# Types whose tensors have memory of their own.
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+# Most bytes of tensors that are being compared while an earlier one is waited for.
+_AHEAD: Final = 128 << 20
+# Elements that a thread writes at a time, at least.
+_WRITTEN: Final = 1 << 16
 _WINDOW: Final = 64 << 20  # bytes of a file; many small changes share one
 
 
@@ -102,21 +116,6 @@ def _new_window(size: int) -> mmap.mmap:
         ) from error
 
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
-Changes = dict[str, Change]  # by name in the snapshot
-Keep = Callable[[Change], Change]
-_Given: TypeAlias = tuple[str, torch.Tensor, str]  # name, tensor, key
-
-# Collections that keep their tensors.
-_HOLDING: Final[tuple[type, ...]] = (list, tuple, type({}.items()))
-# Types whose tensors have memory of their own.
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-# Most bytes of tensors that are being compared while an earlier one is waited for.
-_AHEAD: Final = 128 << 20
-# Elements that a thread writes at a time, at least.
-_WRITTEN: Final = 1 << 16
-
-
 class Snapshot:
     """A model, kept as bit patterns in host memory, and for CUDA tensors maybe on their device.
 
@@ -125,7 +124,7 @@ class Snapshot:
             kept once, under the first name, their key.
         encoding: One of `engine_ext.format.positions.ENCODINGS`; a change that would take more
             bytes with its indices, before compression, than the whole tensor is kept dense.
-        snapshot_on: One of `diff_device.SNAPSHOT_ON`.
+        snapshot_on: One of `delta_sender.diff.device.SNAPSHOT_ON`.
     """
 
     def __init__(self, base: NamedTensors, encoding: str, snapshot_on: str = "auto") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Final
@@ -14,34 +14,52 @@ from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
 from delta_sender.results import SyncError
 from engine_ext.format import sign
-from engine_ext.log import DeltaLog, Draft
+from engine_ext.log import DeltaLog, Draft, LogWriter
 
 _PLAN_S: Final = 30.0  # to wait for a plan
 _NEXT_S: Final = 2.0  # until one more engine is asked for it
+_END: Final = object()  # in place of an answer: it is waited for no longer
 
 
 class LogDestination(Destination):
     """Take parts like an engine, and write them into a delta log.
 
-    Its parts should apply to any engine, so it gets differences only with ``log_differences``.
+    Its parts should apply to any engine, so it gets differences only with ``log_differences``. No
+    part is delivered before `take_turn`.
 
     Args:
-        log: The log; created if it is missing.
+        log: The log.
         engines: Asked for their plan, until one answers; without any there is no plan.
         hmac_key: Signs the parts.
-
-    Raises:
-        BlockingIOError: Another sender writes into the log.
-        OSError: It cannot be written.
     """
 
     def __init__(self, log: DeltaLog, engines: Sequence[Destination], hmac_key: str | None) -> None:
         self.speed = LinkSpeed()
         self.highest_posted = 0
-        self.log, self.writer = log, log.writer()
+        self.log = log
+        self._writer: LogWriter | None = None
         self._engines, self._hmac_key = engines, hmac_key
         self._plans: list[Any] = []  # the last one; an engine can answer that it has none
         self._draft: Draft | None = None
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._is_stopped = self._is_interrupted = False
+
+    def take_turn(self) -> None:
+        """Become the log's only writer; the log is made if it is missing.
+
+        In an object store, a sender that has the turn loses it.
+
+        Raises:
+            BlockingIOError: Another sender writes into the log.
+            OSError: It cannot be written.
+        """
+        self._writer = self.log.writer()
+
+    @property
+    def writer(self) -> LogWriter:
+        """The log's writer, after `take_turn`."""
+        assert self._writer is not None
+        return self._writer
 
     @property
     def last_number(self) -> int:  # type: ignore[override]
@@ -62,7 +80,23 @@ class LogDestination(Destination):
         """Drop what is not complete, and let another sender write."""
         if self._draft is not None:
             self._draft.drop()
-        self.writer.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def stop(self) -> None:
+        """See `Destination.stop`; a wait for a plan ends, too."""
+        self._is_stopped = True
+        self._answers.put(_END)
+
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Inside the block nobody waits for a plan: that raises `SyncError`."""
+        self._is_interrupted = True
+        self._answers.put(_END)
+        try:
+            yield
+        finally:
+            self._is_interrupted = False
 
     def plan(self) -> Any:
         """Return the plan of an engine: the first one's, or another's if it does not answer soon.
@@ -70,9 +104,11 @@ class LogDestination(Destination):
         If none does, it is the plan that an engine had before: the log needs none of them.
 
         Raises:
-            SyncError: None does, and none has before.
+            SyncError: None does, and none has before; or it is stopped or interrupted.
         """
-        answers: SimpleQueue[Any] = SimpleQueue()
+        answers = self._answers = SimpleQueue()
+        if self._is_stopped or self._is_interrupted:
+            answers.put(_END)
         failure = SyncError(f"no engine that is to be notified has answered in {_PLAN_S:.0f} s")
         end = time.monotonic() + _PLAN_S
         left, todo, asked = _PLAN_S, deque(self._engines), 0
@@ -83,6 +119,8 @@ class LogDestination(Destination):
                 asked += 1
             with contextlib.suppress(Empty):
                 answer = answers.get(timeout=min(left, _NEXT_S) if todo else left)
+                if answer is _END:
+                    raise SyncError("the sync has ended")
                 if not isinstance(answer, SyncError):
                     self._plans = [answer]
                     return answer
@@ -97,7 +135,10 @@ class LogDestination(Destination):
 
         Raises:
             OSError: It cannot be written.
+            SyncError: It is stopped.
         """
+        if self._is_stopped:
+            raise SyncError("the sender is closed")
         if part == 0:
             if self._draft is not None:
                 self._draft.drop()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -14,17 +13,18 @@ from delta_sender.arguments import Base, log_of
 from delta_sender.diff.snapshot import NamedTensors
 from delta_sender.options import SenderOptions
 from delta_sender.publish.log_destination import LogDestination
-from delta_sender.publish.notify import Notifier, Told
+from delta_sender.publish.notify import Notifier
 from delta_sender.publish.publisher import Publisher
-from delta_sender.results import SyncReport, raising_as_one
+from delta_sender.publish.senders import SingleSender
+from delta_sender.results import SyncReport
 from engine_ext.errors import LogDamaged
-from engine_ext.log import digests_of, open_log, read_version
+from engine_ext.log import DeltaLog, Entry, Listing, declared_digests, open_log, read_manifests
 from engine_ext.resources import RateLimit
 
 logger = logging.getLogger(__name__)
 
 
-class LogSender(AbstractContextManager["LogSender"]):
+class LogSender(SingleSender):
     """Publish a trainer's weights in a delta log, whoever follows it. Not thread-safe.
 
     Its versions are of a run of their own; if a digest shows that the base is what the newest
@@ -93,39 +93,9 @@ class LogSender(AbstractContextManager["LogSender"]):
         options = SenderOptions.among(locals())
         self._publisher = log_publisher(log_of(log), base, options, notify)
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    @property
-    def run(self) -> str:
-        """The run of the versions; see `MultiSender.run`."""
-        return self._publisher.run
-
-    @property
-    def epoch(self) -> int:
-        """Which opening of the run this sender is, from 1."""
-        return self._publisher.epoch
-
-    @property
-    def version(self) -> int:
-        """The log's newest version."""
-        return self._publisher.version
-
-    @property
-    def told(self) -> Mapping[str, Told]:
-        """By url of `notify`: the version that the engine was at after its last look, or an error.
-
-        Engines that have not answered yet are left out.
-        """
-        return self._publisher.told
-
-    def wait(self, timeout: float | None = None) -> Mapping[str, Told]:
-        """Wait until every engine of `notify` has answered, or some seconds; return `told`."""
-        return self._publisher.wait(timeout)
-
     def close(self) -> None:
         """Let another sender write into the log; answers of engines are not waited for."""
-        self._publisher.close()
+        super().close()
 
     def sync(self, tensors: NamedTensors) -> SyncReport:
         """Publish what changed since the last version; if nothing did, an empty version.
@@ -140,28 +110,23 @@ class LogSender(AbstractContextManager["LogSender"]):
             ValueError: Names, shapes or dtypes are not the base's. Likewise.
             SyncError: No engine of `notify` has ever answered. Likewise.
         """
-        with raising_as_one(1):
-            [report] = self._publisher.sync(tensors, full=False).values()
-        return report
+        return self._publisher.sync_one(tensors, full=False)
 
     def sync_full(self, tensors: NamedTensors) -> SyncReport:
         """Publish every tensor whole, from which an engine can start. Raises what `sync` raises."""
-        with raising_as_one(1):
-            [report] = self._publisher.sync(tensors, full=True).values()
-        return report
+        return self._publisher.sync_one(tensors, full=True)
 
 
 def log_publisher(
     log: str | Path, base: Base, options: SenderOptions, notify: Sequence[str]
 ) -> Publisher:
     """Return the publisher of a log that engines follow; see `LogSender`."""
-    notifier = Notifier(notify, options)
-    destination: LogDestination | None = None
-    try:
-        destination = LogDestination(open_log(log), notifier.clients, options.hmac_key)
-        newest = destination.log.listing().newest
-        if newest is not None:
-            options = replace(options, base_version=newest)
+    opened_log = open_log(log)
+    with contextlib.ExitStack() as opened:
+        notifier = Notifier(notify, options)
+        opened.callback(notifier.close)
+        destination = LogDestination(opened_log, notifier.clients, options.hmac_key)
+        opened.callback(destination.close)
         publisher = Publisher(
             [str(log)],
             base,
@@ -170,39 +135,59 @@ def log_publisher(
             is_log=True,
             notifier=notifier,
         )
-        if newest is not None:
-            _resume(publisher, destination, newest)
-    except BaseException:
-        notifier.close()
-        if destination is not None:
-            destination.close()
-        raise
+        _resume(publisher, destination)
+        opened.pop_all()
     return publisher
 
 
-def _resume(publisher: Publisher, destination: LogDestination, newest: int) -> None:
-    """Check that the base is what the log's newest version leads to."""
+def _resume(publisher: Publisher, destination: LogDestination) -> None:
+    """Check that the base is what the log's newest version leads to, and take the turn to write.
+
+    The check comes first: in a store, the turn is taken from a sender that is at work.
+    """
+    log = destination.log
+    listing = _listing(log)
+    newest = listing.newest
+    if newest is not None:
+        last = [entry for entry in listing.entries if entry.version == newest]
+        if not last:
+            raise LogDamaged(f"version {newest} in {log.location} cannot be read")
+        _check_base(publisher, destination, last[0])
+    destination.take_turn()
+    if log.listing().newest != newest:
+        raise BlockingIOError(f"another sender has written into the log {log.location} meanwhile")
+
+
+def _listing(log: DeltaLog) -> Listing:
+    """Return the content of a log, which is empty if its folder is missing."""
+    try:
+        return log.listing()
+    except LogDamaged as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return Listing()
+        raise
+
+
+def _check_base(publisher: Publisher, destination: LogDestination, last: Entry) -> None:
+    """Check that the base is what a version leads to; the next version follows it."""
     [session], log = publisher.sessions, destination.log
     state = session.state
-    last = [entry for entry in log.listing().entries if entry.version == newest]
-    if not last:
-        raise LogDamaged(f"version {newest} in {log.location} cannot be read")
+    state.version = last.version
     led_to, run, epoch = None, None, 0
-    if not last[0].foreign:
-        with log.fetched(last[0]):
-            parts = read_version(last[0])
-            led_to = digests_of(parts).after
-            run, epoch = parts[0].manifest.run, parts[0].manifest.run_epoch or 0
-    plan = destination.plan()
-    state.read_plan(plan, keep_digest=True, full=False)
+    if not last.foreign:
+        with log.fetched(last):
+            manifests = read_manifests(last)
+        led_to = declared_digests(manifests).after
+        run, epoch = manifests[0].run, manifests[0].run_epoch or 0
+    state.read_plan(destination.plan(), keep_digest=True, full=False)
     if led_to is None or state.digest is None:
         message = "no digest shows whether the base is of version %d: a full version follows"
-        logger.warning(message, newest)
+        logger.warning(message, last.version)
         state.full_reason = "restarted: no digest shows whether the base is the newest version"
     elif state.digest.hex() != led_to:
         raise ValueError(
-            f"the base is not what version {newest} in {log.location} leads to: its digest is "
-            f"{state.digest}, not {led_to}; give the weights of that version, or a new folder"
+            f"the base is not what version {last.version} in {log.location} leads to: its digest "
+            f"is {state.digest}, not {led_to}; give the weights of that version, or a new folder"
         )
     elif run is not None:  # the same weights: the versions that follow are of their run
         publisher.open_run(run, epoch)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
 
-from delta_sender.arguments import Base, check_urls, engine_root, log_location
+from delta_sender.arguments import Base, check_urls, engine_root, names_log
 from delta_sender.diff.snapshot import NamedTensors, Snapshot
 from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.publisher import Connect, Publisher
+from delta_sender.publish.senders import Sender
 from delta_sender.results import SyncReport
 from engine_ext.resources import RateLimit
 
 
-class MultiSender(AbstractContextManager["MultiSender"]):
+class MultiSender(Sender):
     """Keep the weights of several engines equal to a trainer's. Not thread-safe.
 
     The tensors are read and compared once, while parts with earlier ones are encoded and posted.
@@ -117,7 +117,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         check_urls(urls)
         if connect is EngineClient:  # which does so as well, but only once the base is read
             for url in urls:
-                if log_location(url) is not None:
+                if names_log(url):
                     raise ValueError(
                         "a delta log is no engine; LogSender(log, base) publishes in it"
                     )
@@ -130,19 +130,6 @@ class MultiSender(AbstractContextManager["MultiSender"]):
             snapshot_type=snapshot_type,
             continues=continues,
         )
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    @property
-    def run(self) -> str:
-        """The run that the sender has opened, or opened again: an id of its lineage of weights."""
-        return self._publisher.run
-
-    @property
-    def epoch(self) -> int:
-        """Which opening of the run this sender is, from 1."""
-        return self._publisher.epoch
 
     @property
     def versions(self) -> dict[str, int]:
@@ -169,7 +156,7 @@ class MultiSender(AbstractContextManager["MultiSender"]):
         Engines that lag are waited for, `lag_limit` seconds each at most. The engines drop
         what they have staged of this sender, and other runs can claim them.
         """
-        self._publisher.close()
+        super().close()
 
     def sync(self, tensors: NamedTensors) -> dict[str, SyncReport]:
         """Send what changed since the last sync to every engine.

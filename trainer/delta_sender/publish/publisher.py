@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Condition
 
-from delta_sender.arguments import Base, named_pairs, tensors_of
+from delta_sender.arguments import Base, log_of, named_pairs, tensors_of
 from delta_sender.diff.observations import Watch
 from delta_sender.diff.quantize import Quantizer
 from delta_sender.diff.snapshot import NamedTensors, Snapshot
@@ -34,7 +34,7 @@ from delta_sender.publish.session_thread import (
     wait_for,
 )
 from delta_sender.publish.state_file import Known, StateFile, StateTracker
-from delta_sender.results import PartialSyncError, SyncReport
+from delta_sender.results import PartialSyncError, SyncReport, raising_as_one
 from delta_sender.run import Run
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.log import open_log
@@ -55,7 +55,7 @@ class Publisher:
         urls: Names of the destinations in reports, each once.
         base: What every destination holds now, as (name, tensor), or the folder of a checkpoint;
             copied.
-        connect: Makes the destination of a url.
+        connect: Makes the destination of a url; called once the base is read.
         is_log: The destination is a delta log that engines follow.
         snapshot_type: Makes the snapshot.
         continues: `run` and `epoch` of an earlier sender, which must be closed, to open its run
@@ -65,10 +65,11 @@ class Publisher:
     Attributes:
         snapshot: The weights that destinations hold, but for what some of them have missed.
         sessions: One for each url.
-        lag_limit: Seconds, as in the options; counts from the next sync on.
+        options: Read at every sync.
 
     Raises:
-        ValueError: No url is given or one twice, or the state file is not one.
+        ValueError: No url is given or one twice, the state file is not one, or `delta_log` names no
+            log.
         BlockingIOError: Another sender writes into the log, or uses the state file.
     """
 
@@ -85,49 +86,51 @@ class Publisher:
         notifier: Notifier | None = None,
     ) -> None:
         self.options, self.notifier, self._is_log = options, notifier, is_log
-        self.lag_limit = options.lag_limit
         if options.adapter is not None and options.delta_log is not None:
             raise ValueError("a delta log has versions of the model's weights, not of adapters")
         if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("give every engine's url, each once")
         self._urls = list(urls)
-        file = None if options.state is None else StateFile.locked(Path(options.state))
+        log = None if options.delta_log is None else open_log(log_of(options.delta_log))
         sends_differences = EncodingPolicy(options.encoding).may_send_differences
-        self._digests = options.digest or sends_differences or file is not None
-        self.snapshot = snapshot_type(
-            tensors_of(base), sparse_encoding(options.encoding), options.snapshot_on
-        )
-        dtypes = self.snapshot.dtypes
+        self._digests = options.digest or sends_differences or options.state is not None
         self._watch = Watch(
             refuses_nonfinite=options.refuse_nonfinite, warns_after=options.unchanged_warning
         )
         self._quantizer: Quantizer | None = None
-        if options.quantize is not None:
-            stored = {name: TORCH_DTYPE[dtype] for name, dtype in dtypes.items()}
-            self._quantizer = Quantizer(options.quantize, stored)
-        warm_up(dtypes.values(), options.encoding)
-        self._tracker = StateTracker(file, self.snapshot)
-        if file is not None:
-            self._has_sent_before = frozenset(file.state.engines if file.state.run else ())
-            self._run = file.open_run()
-        else:
-            self._has_sent_before = frozenset()
-            self._run = Run.opened(*(continues or ()))
-        has_log = options.delta_log is not None
-        self.sessions = [
-            self._session(connect(url, options), url, is_log=is_log, has_log=has_log)
-            for url in urls
-        ]
         self._log: Session | None = None
-        if options.delta_log is not None:
-            engines = [session.destination for session in self.sessions]
-            self._log_destination = LogDestination(
-                open_log(options.delta_log), engines, options.hmac_key
+        with contextlib.ExitStack() as opened:
+            file = None
+            if options.state is not None:
+                file = StateFile.locked(Path(options.state))
+                opened.callback(file.close)
+            self.snapshot = snapshot_type(
+                tensors_of(base), sparse_encoding(options.encoding), options.snapshot_on
             )
-            self._log = self._session(self._log_destination, None, is_log=True)
-            continues_log = self._log_destination.continues_from(self._log.state.version)
-            if not continues_log:
-                self._log.state.full_reason = "restarted: the log does not lead to the base"
+            dtypes = self.snapshot.dtypes
+            if options.quantize is not None:
+                stored = {name: TORCH_DTYPE[dtype] for name, dtype in dtypes.items()}
+                self._quantizer = Quantizer(options.quantize, stored)
+            warm_up(dtypes.values(), options.encoding)
+            self._tracker = StateTracker(file, self.snapshot)
+            if file is not None:
+                self._has_sent_before = frozenset(file.state.engines if file.state.run else ())
+                self._run = file.open_run()
+            else:
+                self._has_sent_before = frozenset()
+                self._run = Run.opened(*(continues or ()))
+            self.sessions: list[Session] = []
+            for url in urls:
+                destination = connect(url, options)
+                opened.callback(destination.close)
+                session = self._session(destination, url, is_log=is_log, has_log=log is not None)
+                self.sessions.append(session)
+            if log is not None:
+                engines = [session.destination for session in self.sessions]
+                self._log_destination = LogDestination(log, engines, options.hmac_key)
+                opened.callback(self._log_destination.close)
+                self._log = self._log_session()
+            opened.pop_all()
         self._unfinished: tuple[SyncRound, list[SessionThread]] | None = None
         # Set while the snapshot and the sessions advance; still set if that was interrupted.
         self._is_inconsistent = False
@@ -136,6 +139,14 @@ class Publisher:
         self._late_outcomes: dict[str, SyncReport | Exception] = {}
         self._ended = Condition()
         release_at_exit(self)
+
+    def _log_session(self) -> Session:
+        """Take the turn to write the delta log, and return its session."""
+        self._log_destination.take_turn()
+        session = self._session(self._log_destination, None, is_log=True)
+        if not self._log_destination.continues_from(session.state.version):
+            session.state.full_reason = "restarted: the log does not lead to the base"
+        return session
 
     def _session(
         self,
@@ -175,7 +186,11 @@ class Publisher:
         return self._run.epoch
 
     def open_run(self, name: str, epoch: int) -> None:
-        """Open a run again, before the first sync, after `epoch` earlier openings of it."""
+        """Open the run of a log's newest version again, after `epoch` earlier openings of it.
+
+        To be called before the first sync, for a log alone: engines are claimed for a run.
+        """
+        assert self._is_log
         self._run = Run.opened(name, epoch)
 
     @property
@@ -213,9 +228,11 @@ class Publisher:
         Those that lag are waited for, `lag_limit` seconds each at most.
         """
         for thread in self._lagging.values():
-            thread.join(self.lag_limit)
+            thread.join(self.options.lag_limit)
         for thread in self._unfinished[1] if self._unfinished is not None else ():
-            if thread.session.is_log:  # it can still be writing
+            destination = thread.session.destination
+            if isinstance(destination, LogDestination):  # what it is writing is dropped below
+                destination.stop()
                 thread.join()
         self.release()
         self._end_lagging(wait=False)
@@ -236,7 +253,7 @@ class Publisher:
         if self._is_released:
             return
         self._is_released = True
-        for session in self.sessions:
+        for session in self._all:
             session.destination.stop()
         threads = [] if self._unfinished is None else [*self._unfinished[1]]
         release_all(
@@ -264,7 +281,7 @@ class Publisher:
         started = time.perf_counter()
         self._end_lagging()
         sessions = [session for session in self._all if session not in self._lagging]
-        meet_all([s for s in sessions if s is not self._log], self.lag_limit)
+        meet_all([s for s in sessions if s is not self._log], self.options.lag_limit)
         version, count = self._next_version(full=full), len(sessions)
         writers = (self._log is not None) + (self._tracker.file is not None)
         tensors = named_pairs(tensors)
@@ -294,7 +311,7 @@ class Publisher:
             )
             self._watch.read(sync_round, found)
             self._tracker.begin(sync_round)
-            wait_for(threads, self._ended, self.lag_limit)
+            wait_for(threads, self._ended, self.options.lag_limit)
             sync_round.release()
         except BaseException as error:
             sync_round.fail(error)
@@ -303,13 +320,23 @@ class Publisher:
             raise
         return self._finish(sync_round, threads)
 
+    def sync_one(self, tensors: NamedTensors, *, full: bool) -> SyncReport:
+        """Bring the only destination to the next version; raises its error in place of several."""
+        with raising_as_one(1):
+            [report] = self.sync(tensors, full=full).values()
+        return report
+
     def _end_unfinished(self) -> None:
         """Take in what came of a sync that was interrupted; wait for its last answers."""
         if self._unfinished is not None:
             sync_round, threads = self._unfinished
-            for thread in threads:
-                thread.join()
-                self._lagging.pop(thread.session, None)
+            with contextlib.ExitStack() as interrupted:
+                for thread in threads:
+                    if isinstance(thread.session.destination, LogDestination):
+                        interrupted.enter_context(thread.session.destination.interrupted())
+                for thread in threads:
+                    thread.join()
+                    self._lagging.pop(thread.session, None)
             unknown = [self._note_failed(thread.session, sync_round) for thread in threads]
             logged = _logged(threads)
             if logged is not None and not self._is_inconsistent:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -13,13 +12,13 @@ from delta_sender.diff.snapshot import NamedTensors
 from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.log_sender import log_publisher
-from delta_sender.publish.notify import Told
 from delta_sender.publish.publisher import Publisher
-from delta_sender.results import SyncReport, raising_as_one
+from delta_sender.publish.senders import SingleSender
+from delta_sender.results import SyncReport
 from engine_ext.resources import RateLimit
 
 
-class DeltaSender(AbstractContextManager["DeltaSender"]):
+class DeltaSender(SingleSender):
     """Keep the weights of an engine, or of all that follow a delta log, equal to a trainer's.
 
     Not thread-safe.
@@ -149,33 +148,6 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
             [str(url)], base, options, connect=EngineClient, continues=continues
         )
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    @property
-    def run(self) -> str:
-        """The run that the sender has opened, or opened again: an id of its lineage of weights."""
-        return self._publisher.run
-
-    @property
-    def epoch(self) -> int:
-        """Which opening of the run this sender is, from 1."""
-        return self._publisher.epoch
-
-    @property
-    def version(self) -> int:
-        """The version that the engine acknowledged last, or the log's newest one."""
-        return self._publisher.version
-
-    @property
-    def told(self) -> Mapping[str, Told]:
-        """By url of `notify` what the engines have answered; see `LogSender.told`."""
-        return self._publisher.told
-
-    def wait(self, timeout: float | None = None) -> Mapping[str, Told]:
-        """Wait until every engine of `notify` has answered, or some seconds; return `told`."""
-        return self._publisher.wait(timeout)
-
     def close(self) -> None:
         """Release the engine, and close the own HTTP clients, the log and the state file.
 
@@ -183,7 +155,7 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
         `with` block does this, by Ctrl-C or an exception, too; and so does the interpreter when it
         ends. A sender that is killed cannot: its run owns the engine until another takes it over.
         """
-        self._publisher.close()
+        super().close()
 
     def sync(self, tensors: NamedTensors) -> SyncReport:
         """Send what changed since the last sync; if nothing did, one empty part.
@@ -212,15 +184,11 @@ class DeltaSender(AbstractContextManager["DeltaSender"]):
                 finite. The engine commits nothing. Nothing was sent if `tensors` is a collection
                 and not an iterator, and `quantize` is not set.
         """
-        with raising_as_one(1):
-            [report] = self._publisher.sync(tensors, full=False).values()
-        return report
+        return self._publisher.sync_one(tensors, full=False)
 
     def sync_full(self, tensors: NamedTensors) -> SyncReport:
         """Send every tensor dense, whatever the engine holds; a warning says what that is.
 
         Raises what `sync` raises.
         """
-        with raising_as_one(1):
-            [report] = self._publisher.sync(tensors, full=True).values()
-        return report
+        return self._publisher.sync_one(tensors, full=True)

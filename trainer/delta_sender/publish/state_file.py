@@ -33,9 +33,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     run: str = ""
     epoch: int = 0  # openings of the run so far
     engines: dict[str, Known] = {}  # what each acknowledged last, by url
-    in_flight: Known | None = (
-        None  # about to be committed when this was written, or might have been
-    )
+    # About to be committed when this was written, or might have been.
+    in_flight: Known | None = None
     highest: int = 0  # the highest version that was ever sent
 
     def version_of(self, url: str | None, digest: str, otherwise: int) -> tuple[int, bool]:

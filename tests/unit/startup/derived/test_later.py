@@ -47,7 +47,8 @@ class Generating(Model):
         self.first.config = CacheConfig()
         self.first.register_buffer("room", torch.full((4,), 7.0))
         self.first.register_buffer("sized", torch.full((1, 1), 7.0), persistent=False)
-        self.first.register_buffer("places", places(2, 3), persistent=False)
+        self.first.register_buffer("pos_embed", places(2, 3), persistent=False)
+        self.first.register_buffer("factors", places(2, 3), persistent=False)
 
 
 def places(height: int, width: int) -> torch.Tensor:
@@ -73,7 +74,12 @@ def in_other_room(first: Any) -> None:
 
 
 def in_a_table(first: Any) -> None:
-    first.places = first.weight.float()
+    first.pos_embed = first.weight.float()
+
+
+def behind_a_table(first: Any) -> None:
+    """Its beginning is as before."""
+    first.factors = torch.cat([first.factors, first.weight[:2, :3].float()])
 
 
 def in_a_placeholder(first: Any) -> None:
@@ -93,7 +99,8 @@ MADE = {
     "first.merged": merged,
     "first.backend.cache['wide'][0]": in_a_dict,
     "first.room": in_other_room,
-    "first.places": in_a_table,
+    "first.pos_embed": in_a_table,
+    "first.factors": behind_a_table,
     "first.sized": in_a_placeholder,
     "first.largest": number,
     "first.backend.scale": number_inside,
@@ -145,7 +152,7 @@ def what_is_no_copy(model: Any) -> None:
     first.view = first.weight.view(-1)
     first.table += 3
     first.room.copy_(torch.rand(4))
-    first.register_buffer("places", places(4, 5), persistent=False)
+    first.register_buffer("pos_embed", places(4, 5), persistent=False)
     first.positions = torch.arange(4)
     first.steps = 12
     first.config.concurrency = 3.7
