@@ -10,6 +10,7 @@ each step the answer, the status, the digest and every byte of each rank's memor
 from __future__ import annotations
 
 import copy
+import random
 from collections import Counter
 from typing import Any, get_args
 
@@ -344,7 +345,8 @@ class EngineModel(ModelledEngine):
     @rule(process=PROCESSES, seed=SEEDS)
     def recover(self, process: int, seed: int) -> None:
         """A full sync of the owner ends every bad state, once no one else's parts are staged."""
-        if self.known.certain or self.known.asleep:
+        self.wake_up()
+        if self.known.certain:
             return
         self.wait(TIMEOUT)
         commits = self.known.commits
@@ -359,6 +361,37 @@ class EngineModel(ModelledEngine):
             self.deliver(process, part)
         assert self.known.commits == commits + 1
         assert self.known.certain
+
+    @rule(
+        process=PROCESSES,
+        seed=SEEDS,
+        full=FULL,
+        count=st.integers(1, 2),
+        rank=st.integers(0, 1),
+        writes=WRITES,
+        happens=RARELY,
+    )
+    def fail_in_every_way(
+        self,
+        process: int,
+        seed: int,
+        full: bool,
+        count: int,
+        rank: int,
+        writes: int,
+        happens: bool,
+    ) -> None:
+        """Each fault in turn happens to a sync of the owner, and its last part is sent again."""
+        if not happens:
+            return
+        order = random.Random(seed)
+        for number, fault in enumerate(get_args(Fault)):
+            self.recover(process, seed)
+            self.wait(TIMEOUT)
+            owner, new = self.known.owner, seed + 17 * number
+            self.sync(process, owner, new, full, count, order, fault, rank, writes, True, True)
+            self.memory_is_of_the_version_to_the_bit()
+            self.send_again(process, -1, None, rank, writes)
 
     # What must hold always ---------------------------------------------------------------------
 
@@ -429,15 +462,17 @@ def test_engine_holds_what_model_says() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a history that fails is made short
 def test_every_fault_happens_to_engine() -> None:
-    occurred = run_machine(EngineModel, examples=120, steps=40)
+    occurred = run_machine(EngineModel, examples=60, steps=40)
     wanted = {*get_args(Fault), *ERRORS.values(), *REFUSALS} - {"unprocessed"}
     assert wanted - set(occurred) == set(), occurred
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a history that fails is made short
 def test_every_fault_happens_to_engine_that_rebuilds() -> None:
-    occurred = run_machine(RebuiltModel, examples=40, steps=25)
+    occurred = run_machine(RebuiltModel, examples=40, steps=30)
     assert set(get_args(Fault)) - set(occurred) == set(), occurred
 
 
