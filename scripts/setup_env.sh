@@ -29,7 +29,7 @@ die() {
 }
 
 [[ -f ${locks[0]} ]] || die "no environment for $name: there is no ${locks[0]}"
-# Of pyproject.toml: how the project is built and installed, not how its code is checked.
+# The tables of pyproject.toml by which the project is built and installed; not those of checks.
 installs() { awk '/^\[/ { reads = /^\[(build-system|project|tool\.hatch)[].]/ } reads' pyproject.toml; }
 key=$({ pwd -P && cat "${locks[@]}" && installs; } | sha256sum)
 is_current() { [[ -x $venv/bin/python && -f $venv/.complete && $(<"$venv/.complete") == "$key" ]]; }

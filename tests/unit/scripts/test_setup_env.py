@@ -91,7 +91,7 @@ def test_what_is_installed_makes_environment_anew(
 
 
 def test_environment_half_deleted_is_made_anew(folder: Path) -> None:
-    """What deletes the former one is killed, and the lock is as it was again."""
+    """Its deletion is killed, and then the lock is as it was again."""
     lock = folder / "requirements/dev.lock"
     before = lock.read_text()
     lock.write_text(before + "\n")
