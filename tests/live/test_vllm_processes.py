@@ -65,7 +65,7 @@ class Live:
     def at_one_version(self) -> None:
         """Every process reports the trainer's version, and that the ranks hold its weights."""
         version = self.trainer.version
-        status: dict[str, Any] = {}
+        held: dict[str, Any] = {}
         for client in self.clients:
             status = client.get("/delta_status").json()
             held = status["version"]

@@ -16,6 +16,7 @@ import pytest
 import zstandard
 
 from delta_server.intake import Intake, VerifiedPart
+from delta_server.spool_files import SpoolFile
 from delta_server.upload_limits import MinimumRate
 from engine_ext.errors import (
     ChecksumMismatch,
@@ -281,14 +282,14 @@ def test_nothing_stays_of_a_cancelled_signed_frame(
 ) -> None:
     """A thread writes the part to another file, and the request is given up meanwhile."""
     reached, given_up = threading.Event(), threading.Event()
-    original = spool_files.SpoolFile.seal
+    original = SpoolFile.seal
 
-    def seal(file: spool_files.SpoolFile) -> Any:
+    def seal(file: SpoolFile) -> Any:
         reached.set()
         assert given_up.wait(20)
         return original(file)
 
-    monkeypatch.setattr(spool_files.SpoolFile, "seal", seal)
+    monkeypatch.setattr(SpoolFile, "seal", seal)
 
     async def cancelled() -> None:
         verifier = Verifier("a key", sign("a key", ZSTD))

@@ -11,6 +11,7 @@ from engine_ext.ranks import operations as ops
 from tests.support.delta_bodies import VERSION, delta_part, full_part
 from tests.support.endpoint_rig import Rig
 from tests.support.in_process_engine import RANKS
+from tests.support.present import present
 from tests.support.served_models import delta_between, dense_delta, one_part
 from tests.support.toy_adapters import (
     A,
@@ -67,7 +68,7 @@ def error_of(response: Any) -> tuple[int, str, str]:
 
 
 def versions(rig: Rig) -> dict[str, int]:
-    return {one.name: one.version for one in rig.status().adapters}
+    return {one.name: one.version for one in present(rig.status().adapters)}
 
 
 def test_a_delta_reaches_one_adapter_on_every_rank(rig: Rig, ranks: list[ToyAdapters]) -> None:
