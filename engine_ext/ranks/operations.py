@@ -19,22 +19,17 @@ from engine_ext.errors import DeltaError, as_delta_error, from_wire
 from engine_ext.format import PartId, RunSender
 from engine_ext.ranks.replies import (
     Admission,
+    BoardItem,
+    BoardLease,
     CallerPause,
-    CallerPaused,
     CommittedSync,
     Delivery,
-    EngineLease,
-    Following,
-    History,
-    LeaseGrant,
+    EngineUse,
     LoadedAdapter,
-    LogLook,
     LogRecords,
     PartBegun,
     PartProgress,
     PartSettled,
-    Pulled,
-    PulledFolder,
     RankDigest,
     RankPlan,
     RankState,
@@ -48,38 +43,31 @@ from engine_ext.ranks.replies import (
     ScrubState,
     StagedSync,
     SyncPrepared,
-    SyncRecord,
     Unseen,
     Written,
 )
 
 __all__ = [
-    "AcquireFollowLease",
-    "AcquireLease",
-    "AcquireLogLease",
     "Admission",
     "BeginPart",
+    "BoardItem",
+    "BoardLease",
     "CallerPause",
-    "CallerPaused",
     "ClaimRun",
     "CommitSync",
     "CommittedSync",
     "Delivery",
     "DropSync",
-    "EngineLease",
+    "EngineUse",
     "FileStamp",
-    "FindPull",
     "FindUnseen",
-    "Following",
     "GetDigest",
-    "GetHistory",
+    "GetItem",
     "GetPlan",
     "GetState",
     "GetStatus",
-    "History",
-    "LeaseGrant",
+    "LeaseItem",
     "LoadedAdapter",
-    "LogLook",
     "LogRecords",
     "Operation",
     "PartBegun",
@@ -87,17 +75,11 @@ __all__ = [
     "PartSettled",
     "PollPart",
     "PrepareSync",
-    "Pulled",
-    "PulledFolder",
+    "PutItem",
     "RankDigest",
     "RankPlan",
     "RankState",
     "RankStatus",
-    "RecordPause",
-    "RecordPull",
-    "RecordSync",
-    "ReleaseLease",
-    "ReleaseLogLease",
     "ReleaseRun",
     "Reply",
     "ReplyT",
@@ -110,11 +92,8 @@ __all__ = [
     "ScrubFindings",
     "ScrubState",
     "SettlePart",
-    "ShareFollowing",
-    "ShareLogRecords",
     "StagedSync",
     "SyncPrepared",
-    "SyncRecord",
     "TakeScrubFindings",
     "UnloadAdapter",
     "Unseen",
@@ -161,65 +140,31 @@ class GetState(Operation[RankState], frozen=True, tag="state"):
     """Describe what every HTTP process must know; cheap."""
 
 
-class AcquireLease(Operation[EngineLease], frozen=True, kw_only=True, tag="acquire_lease"):
-    """Let one HTTP process pause the engine; see `engine_ext.sync.lease.Lease.acquire`."""
+class GetItem(Operation[BoardItem], frozen=True, kw_only=True, tag="get"):
+    """Read an item of the board with its entries, see `engine_ext.ranks.board.Board`."""
 
+    key: str
+
+
+class PutItem(Operation[BoardItem], frozen=True, kw_only=True, tag="put"):
+    """Replace the value of an item of the board, see `engine_ext.ranks.board.Board.put`."""
+
+    key: str
+    value: Any
+    expected: int
+    append: Any = None
+    most: int = 0
+
+
+class LeaseItem(Operation[BoardLease], frozen=True, kw_only=True, tag="lease"):
+    """Acquire or release the lease of an item, see `engine_ext.ranks.board.Board.lease`."""
+
+    key: str
     holder: str
-    resumes: bool
-    instead_of: str | None
-
-
-class ReleaseLease(Operation[Reply], frozen=True, kw_only=True, tag="release_lease"):
-    """Return the lease; `owed` if generation must still be resumed."""
-
-    holder: str
-    owed: bool
-
-
-class RecordPause(Operation[CallerPaused], frozen=True, kw_only=True, tag="record_pause"):
-    """Record a pause that is not a commit's, or that there is none."""
-
-    pause: CallerPause | None
-    begins: bool  # the engine was not paused just before; else the known pause stays
-
-
-class AcquireLogLease(Operation[LeaseGrant], frozen=True, kw_only=True, tag="acquire_log_lease"):
-    """Let one HTTP process replay the delta log."""
-
-    holder: str
-    instead_of: str | None
-
-
-class ReleaseLogLease(Operation[Reply], frozen=True, kw_only=True, tag="release_log_lease"):
-    """Return the lease of the delta log."""
-
-    holder: str
-
-
-class AcquireFollowLease(
-    Operation[LeaseGrant], frozen=True, kw_only=True, tag="acquire_follow_lease"
-):
-    """Let one HTTP process follow the delta log, until it is dead."""
-
-    holder: str
-    instead_of: str | None
-
-
-class ShareFollowing(Operation[Following], frozen=True, kw_only=True, tag="share_following"):
-    """Read, and change, the state that all HTTP processes of a log's follower share."""
-
-    follower: str  # the engine's name among the log's followers, if it has none yet
-    look: LogLook | None = None  # has just ended
-    was_read: bool = False  # the log could be read
-    pins: bool = False  # `pin` counts
-    pin: int | None = None
-
-
-class ShareLogRecords(Operation[LogRecords], frozen=True, kw_only=True, tag="share_log_records"):
-    """Read the delta log's records of the versions up to the engine's, and add some."""
-
-    version: int  # the version that the added records lead to
-    seen: dict[str, str] = {}  # records to add, by folder's name, in order of version
+    release: bool = False
+    instead_of: str | None = None
+    value: Any = None
+    expected: int | None = None
 
 
 class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
@@ -319,19 +264,6 @@ class RollBack(Operation[RolledBack], frozen=True, tag="rollback"):
     """Restore the version before the last one."""
 
 
-class RecordPull(Operation[Reply], frozen=True, kw_only=True, tag="record_pull"):
-    """Record the versions that were pulled under the name of a checkpoint."""
-
-    checkpoint: str
-    pulled: Pulled
-
-
-class FindPull(Operation[Pulled], frozen=True, kw_only=True, tag="find_pull"):
-    """Find the versions that were pulled under the name of a checkpoint."""
-
-    checkpoint: str
-
-
 class GetPlan(Operation[RankPlan], frozen=True, tag="plan"):
     """List every checkpoint tensor with its placement on this rank."""
 
@@ -344,16 +276,6 @@ class GetDigest(Operation[RankDigest], frozen=True, kw_only=True, tag="digest"):
 
 class TakeScrubFindings(Operation[ScrubFindings], frozen=True, tag="take_scrub_findings"):
     """Return the mismatches that scrubbing has found since the last request of any process."""
-
-
-class RecordSync(Operation[SyncRecord], frozen=True, kw_only=True, tag="record"):
-    """Add a request to the history; the reply includes the parts staged before it."""
-
-    record: SyncRecord
-
-
-class GetHistory(Operation[History], frozen=True, tag="history"):
-    """List the last syncs."""
 
 
 class UnloadAdapter(Operation[Reply], frozen=True, tag="unload_adapter"):

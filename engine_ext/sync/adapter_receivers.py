@@ -156,7 +156,7 @@ class AdapterReceivers:
         if any(receiver.uncertain for receiver in self._all()):
             if isinstance(reply, ops.RankState):
                 facts["engine_state"] = "uncertain"
-            elif isinstance(reply, ops.EngineLease):
+            elif isinstance(reply, ops.BoardLease):
                 state = msgspec.structs.replace(reply.state, engine_state="uncertain")
                 facts["state"] = state
         if isinstance(request, ops.GetStatus) and request.adapter is None:

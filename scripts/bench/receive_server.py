@@ -43,8 +43,8 @@ class IdleEngine:
             return [ops.PartProgress(done=True)]
         if isinstance(request, ops.SettlePart):
             return [ops.PartSettled(complete=False, prepared=False)]
-        if isinstance(request, ops.RecordSync):
-            return [request.record]
+        if isinstance(request, ops.PutItem):
+            return [ops.BoardItem(value=request.value, written=True)]
         raise NotImplementedError(request.name)
 
 

@@ -38,8 +38,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from delta_server.commit import EngineCommitter, call_all_ranks
-from delta_server.engine import Engine
+from delta_server.commit import EngineCommitter
+from delta_server.engine import Engine, call_all_ranks
 from delta_server.intake import VerifiedPart
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import Options

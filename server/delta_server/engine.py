@@ -1,4 +1,4 @@
-"""The protocol that an engine adapter implements for the delta service."""
+"""The protocol that an engine adapter implements for the delta service, and calls of all ranks."""
 
 from __future__ import annotations
 
@@ -38,3 +38,18 @@ class Engine(Protocol):
     async def set_weight_version(self, version: str) -> None: ...
 
     async def get_weight_version(self) -> str: ...
+
+
+async def call_all_ranks(engine: Engine, request: Operation[ReplyT]) -> list[ReplyT]:
+    """Carry out one operation on every rank; returns the replies in rank order.
+
+    Raises:
+        DeltaError: the error of the first rank that has one. The other ranks might have carried
+            the operation out, which is harmless for every operation except commits and rollbacks.
+    """
+    replies: list[ReplyT] = []
+    for answer in await engine.call(request):
+        if isinstance(answer, DeltaError):
+            raise answer
+        replies.append(answer)
+    return replies

@@ -12,9 +12,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server import pauses
 from delta_server.auth import check_access
-from delta_server.commit import call_all_ranks
 from delta_server.dashboard import asks_for_token, page_response
 from delta_server.empty_syncs import advance
+from delta_server.engine import call_all_ranks
 from delta_server.log_follower import refuse_pushes
 from delta_server.pulls import commit_pulled, is_pulled, pull
 from delta_server.request_options import (

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from delta_server import metrics
-from delta_server.commit import call_all_ranks
-from delta_server.engine import Engine
+from delta_server.engine import Engine, call_all_ranks
 from engine_ext.ranks.operations import RankStatus, TakeScrubFindings
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ import msgspec
 
 from delta_server import metrics, pauses
 from delta_server.adapter_engine import AdapterEngine
-from delta_server.commit import EngineCommitter, call_all_ranks, total_digest
+from delta_server.commit import EngineCommitter, total_digest
 from delta_server.coordinator import Coordinator
 from delta_server.digests import describe_digests
-from delta_server.engine import Engine
+from delta_server.engine import Engine, call_all_ranks
 from delta_server.follow_state import FollowState
 from delta_server.intake import Intake, VerifiedPart
 from delta_server.log_follower import LogFollower

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from delta_server.commit import call_all_ranks
-from delta_server.engine import Engine
+from delta_server.engine import Engine, call_all_ranks
 from delta_server.intake import VerifiedPart
 from delta_server.part_server import PartServer
 from delta_server.published import not_applied

@@ -19,7 +19,7 @@ from engine_ext.sync import AdapterReceivers, Receiver
 
 PART = PartId(version=2, base_version=1, identity="i", sync_id="s", part=1, num_parts=3)
 STATE = ops.RankState(version=1, engine_state="certain", resume_owed=False)
-GRANT = ops.LeaseGrant(granted=False, holder="h")
+ITEM = ops.BoardItem(value={"a": [1]}, revision=3, holder="h", written=True, entries=[1, "b"])
 COMMITTED = ops.CommittedSync(
     version=2, base_version=1, run="r", base_run=None, sync_id=None, full=False, apply="scatter",
     parts=1, nnz=2, tensors=1, elements=9, commit_ms=1.5, rollback=True, digest="00",
@@ -36,32 +36,16 @@ STATUS = ops.RankStatus(
     apply="scatter", certification={"exact": 3}, uncertified={"w": "why"}, digest="00",
     scrub=ops.ScrubState(passes=2, passed_at=1.5, mismatched=["w"], error=None),
 )  # fmt: skip
-PAUSE = ops.CallerPause(since=1.5, began=0.5, by="10.0.0.3")
-RECORD = ops.SyncRecord(at=1.5, outcome="committed", version=2, timings_ms={"stage_ms": 0.5})
-LOOK = ops.LogLook(at=1.5, newest=3, behind=1, problem=None, error={"type": "E"}, asleep=False)
 
 # Each operation with one of its replies.
 EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
     (ops.GetStatus(), STATUS),
     (ops.GetState(), STATE),
+    (ops.GetItem(key="k"), ITEM),
+    (ops.PutItem(key="k", value=[1], expected=2, append={"a": 1}, most=3), ITEM),
     (
-        ops.AcquireLease(holder="h", resumes=True, instead_of=None),
-        ops.EngineLease(grant=GRANT, state=STATE),
-    ),
-    (ops.ReleaseLease(holder="h", owed=True), ops.Reply()),
-    (ops.RecordPause(pause=PAUSE, begins=True), ops.CallerPaused(pause=PAUSE)),
-    (ops.AcquireLogLease(holder="h", instead_of="d"), GRANT),
-    (ops.ReleaseLogLease(holder="h"), ops.Reply()),
-    (ops.AcquireFollowLease(holder="h", instead_of="d"), GRANT),
-    (
-        ops.ShareFollowing(follower="n", look=LOOK, was_read=True, pins=True, pin=3),
-        ops.Following(
-            name="n", process="p", pin=3, look=LOOK, was_read=True, failures=2, in_a_row=1
-        ),
-    ),
-    (
-        ops.ShareLogRecords(version=3, seen={"weight_v000003": "ab"}),
-        ops.LogRecords(records={"weight_v000003": "ab"}),
+        ops.LeaseItem(key="k", holder="h", instead_of="d", value={"b": 1}, expected=2),
+        ops.BoardLease(granted=True, item=ITEM, state=STATE),
     ),
     (ops.FindUnseen(version=1, run="r", identities=["a", "b"]), ops.Unseen(unseen=["b"])),
     (
@@ -80,18 +64,11 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
     (ops.CommitSync(version=2, sync_id=None), COMMITTED),
     (ops.TakeScrubFindings(), ops.ScrubFindings(mismatched=["w"])),
     (ops.RollBack(), ops.RolledBack(version=1, rolled_back=2, commit_ms=1, digest="00", run="r")),
-    (
-        ops.RecordPull(checkpoint="/c", pulled=ops.Pulled(source="/s", target=3, sync_id="s")),
-        ops.Reply(),
-    ),
-    (ops.FindPull(checkpoint="/c"), ops.Pulled()),
     (ops.GetPlan(), ops.RankPlan(tensors=[{"name": "w", "live": ["w"]}])),
     (
         ops.GetDigest(scan=True),
         ops.RankDigest(version=1, tensors={"w": "00"}, tracked={"w": "01"}, corrupted=["w"]),
     ),
-    (ops.RecordSync(record=RECORD), RECORD),
-    (ops.GetHistory(), ops.History(syncs=[RECORD])),
     (ops.UnloadAdapter(adapter="a"), ops.Reply()),
 ]
 NAMES = [request.name for request, _ in EXAMPLES]

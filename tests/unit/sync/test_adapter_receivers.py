@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine_ext.ranks import operations as ops
+from engine_ext.ranks.board import ENGINE
 from tests.support.delta_bodies import VERSION, delta_part, full_part
 from tests.support.endpoint_rig import Rig
 from tests.support.in_process_engine import RANKS
@@ -210,7 +211,7 @@ def test_an_uncertain_model_stops_adapters(rig: Rig, ranks: list[ToyAdapters]) -
 def test_the_lease_shows_an_uncertain_adapter(rig: Rig, ranks: list[ToyAdapters]) -> None:
     ranks[0].fails = 2
     rig.send(part(BASE, NEXT), adapter="one")
-    request = ops.AcquireLease(holder="another process", resumes=False, instead_of=None)
+    request = ops.LeaseItem(key=ENGINE, holder="another process")
     for reply in rig.run(rig.engine.call(request)):
         assert reply.state.engine_state == "uncertain"
 
