@@ -32,6 +32,11 @@ class _Item:
     held: bool = False
     entries: deque[Any] = field(default_factory=deque)
 
+    def write(self, value: Any) -> None:
+        """Replace the value; the same one again is no change that another process must see."""
+        if value != self.value:
+            self.value, self.revision = value, self.revision + 1
+
 
 class Board:
     """Named items: a value, the last of many entries, and a lease that one process can hold."""
@@ -56,7 +61,7 @@ class Board:
         item = self._items.setdefault(key, _Item())
         if item.revision != expected:
             return _shown(item)
-        item.value, item.revision = value, item.revision + 1
+        item.write(value)
         if append is not None:
             item.entries.append(append)
             while len(item.entries) > most:
@@ -86,8 +91,8 @@ class Board:
             return False, _shown(item)
         written = item.holder in (None, holder) and item.revision == expected
         if written:
-            item.value = value
-        if written or item.holder != holder:
+            item.write(value)
+        if item.holder != holder:
             item.revision += 1
         item.holder, item.held = holder, True
         return True, _shown(item, written=written)
@@ -106,7 +111,7 @@ class Board:
         item.held = False
         written = item.revision == expected
         if written:
-            item.value, item.revision = value, item.revision + 1
+            item.write(value)
         return _shown(item, written=written)
 
 

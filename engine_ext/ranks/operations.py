@@ -29,25 +29,24 @@ from engine_ext.ranks.replies import (
     LogRecords,
     PartBegun,
     PartProgress,
-    PartSettled,
     RankDigest,
     RankPlan,
+    RankReport,
     RankState,
     RankStatus,
     Reply,
     RolledBack,
     RunClaimed,
     RunOwner,
-    RunReleased,
-    ScrubFindings,
     ScrubState,
+    Serving,
     StagedSync,
     SyncPrepared,
-    Unseen,
     Written,
 )
 
 __all__ = [
+    "AbortSync",
     "Admission",
     "BeginPart",
     "BoardItem",
@@ -57,14 +56,11 @@ __all__ = [
     "CommitSync",
     "CommittedSync",
     "Delivery",
-    "DropSync",
     "EngineUse",
     "FileStamp",
-    "FindUnseen",
     "GetDigest",
     "GetItem",
     "GetPlan",
-    "GetState",
     "GetStatus",
     "LeaseItem",
     "LoadedAdapter",
@@ -72,15 +68,15 @@ __all__ = [
     "Operation",
     "PartBegun",
     "PartProgress",
-    "PartSettled",
+    "Parts",
     "PollPart",
     "PrepareSync",
     "PutItem",
     "RankDigest",
     "RankPlan",
+    "RankReport",
     "RankState",
     "RankStatus",
-    "ReleaseRun",
     "Reply",
     "ReplyT",
     "Request",
@@ -88,15 +84,10 @@ __all__ = [
     "RolledBack",
     "RunClaimed",
     "RunOwner",
-    "RunReleased",
-    "ScrubFindings",
     "ScrubState",
-    "SettlePart",
+    "Serving",
     "StagedSync",
     "SyncPrepared",
-    "TakeScrubFindings",
-    "UnloadAdapter",
-    "Unseen",
     "Written",
     "decode_answers",
     "decode_request",
@@ -132,12 +123,19 @@ class Operation(
         return str(self.__struct_config__.tag)
 
 
-class GetStatus(Operation[RankStatus], frozen=True, tag="status"):
-    """Describe the receiver."""
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """Parts of one version, by their identities."""
+
+    version: int
+    run: str | None = None  # that the parts name
+    identities: list[str]
 
 
-class GetState(Operation[RankState], frozen=True, tag="state"):
-    """Describe what every HTTP process must know; cheap."""
+class GetStatus(Operation[RankReport], frozen=True, kw_only=True, tag="status"):
+    """Describe the rank; without `details` only what every HTTP process must know, cheaply."""
+
+    details: bool = True
+    parts: Parts | None = None  # find which of them were not committed at their version
 
 
 class GetItem(Operation[BoardItem], frozen=True, kw_only=True, tag="get"):
@@ -165,14 +163,6 @@ class LeaseItem(Operation[BoardLease], frozen=True, kw_only=True, tag="lease"):
     instead_of: str | None = None
     value: Any = None
     expected: int | None = None
-
-
-class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
-    """Find which parts were not committed at this version."""
-
-    version: int
-    run: str | None = None  # that the parts name
-    identities: list[str]
 
 
 class FileStamp(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,39 +208,45 @@ class PollPart(Operation[PartProgress], frozen=True, kw_only=True, tag="poll"):
     part: PartId
 
 
-class SettlePart(Operation[PartSettled], frozen=True, kw_only=True, tag="settle"):
-    """Keep a part that every rank has staged, or forget one that some rank refused."""
-
-    part: PartId
-    staged: bool
-
-
 class PrepareSync(Operation[SyncPrepared], frozen=True, kw_only=True, tag="prepare"):
-    """Do a share of the work before the commit of a staged sync; `part` is one of its parts."""
+    """Keep a part that every rank has staged; else do a share of the work before the commit.
+
+    That work is of the whole sync that the part belongs to, see `SyncOperations.prepare`.
+    """
 
     part: PartId
+    keep: bool = False
 
 
-class DropSync(Operation[Reply], frozen=True, kw_only=True, tag="drop"):
-    """Forget the staged sync; with a version, only if it is that one."""
+class AbortSync(Operation[Reply], frozen=True, kw_only=True, tag="abort"):
+    """Forget the staged sync, if there is one.
 
+    Attributes:
+        part: forget this part alone, which some rank has refused.
+        version, sync_id: forget the sync only if it is this one.
+        unloads: requests cannot name the adapter any more, so that no more syncs are taken for it.
+    """
+
+    part: PartId | None = None
     version: int | None = None
     sync_id: str | None = None
+    unloads: bool = False
 
 
-class ClaimRun(Operation[RunClaimed], frozen=True, kw_only=True, tag="claim_run"):
-    """Let only the process of a run change the weights from now on."""
+class ClaimRun(Operation[RunClaimed], frozen=True, kw_only=True, tag="claim"):
+    """Let only the process of a run change the weights from now on.
+
+    Attributes:
+        releases: end that instead, and drop what the process has staged.
+        takeover: also from another run, which is fenced.
+        now, at: as in `BeginPart`.
+    """
 
     sender: RunSender
-    takeover: bool  # from another run, which is fenced
-    now: float  # as in `BeginPart`
+    releases: bool = False
+    takeover: bool = False
+    now: float
     at: float
-
-
-class ReleaseRun(Operation[RunReleased], frozen=True, kw_only=True, tag="release_run"):
-    """Let anyone change the weights, and drop what the process of a run has staged."""
-
-    sender: RunSender
 
 
 class CommitSync(Operation[CommittedSync], frozen=True, kw_only=True, tag="commit"):
@@ -272,14 +268,6 @@ class GetDigest(Operation[RankDigest], frozen=True, kw_only=True, tag="digest"):
     """Compute the digests; with `scan` from live memory."""
 
     scan: bool
-
-
-class TakeScrubFindings(Operation[ScrubFindings], frozen=True, tag="take_scrub_findings"):
-    """Return the mismatches that scrubbing has found since the last request of any process."""
-
-
-class UnloadAdapter(Operation[Reply], frozen=True, tag="unload_adapter"):
-    """Record that requests cannot name the adapter any more."""
 
 
 # The operations above; an adapter can define more for itself.

@@ -67,16 +67,11 @@ class RunOwner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunClaimed(Reply, frozen=True, kw_only=True):
-    """A run owns the weights."""
+    """The owner of the weights after a claim or its end."""
 
-    owner: RunOwner
+    owner: RunOwner | None
+    released: bool = False  # whether the run has owned them until now, and gave them up
     highest: int | None  # number that a version of the run has had; None before the first
-
-
-class RunReleased(Reply, frozen=True, kw_only=True):
-    """Whether the run has owned the weights until now."""
-
-    released: bool
 
 
 class StagedSync(Reply, frozen=True, kw_only=True):
@@ -171,10 +166,21 @@ class RankStatus(RankState, frozen=True, kw_only=True):
     scrub: ScrubState | None = None  # None if scrubbing is off
 
 
-class Unseen(Reply, frozen=True, kw_only=True):
-    """The identities that were not committed at the version in question."""
+class Serving(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts that only the ranks know of an engine with several HTTP processes (SGLang)."""
 
-    unseen: list[str]
+    idle: bool  # no request runs
+    weight_version: str
+
+
+class RankReport(Reply, frozen=True, kw_only=True):
+    """The state of one rank."""
+
+    state: RankState
+    status: RankStatus | None = None  # if it was asked for
+    unseen: list[str] = []  # the identities in question that were not committed
+    findings: int = 0  # of scrubbing since the start: a tensor counts whenever it becomes wrong
+    serving: Serving | None = None  # if the engine's adapter adds it
 
 
 class PartBegun(Reply, frozen=True, kw_only=True):
@@ -189,19 +195,13 @@ class PartProgress(Reply, frozen=True, kw_only=True):
     done: bool
 
 
-class PartSettled(Reply, frozen=True, kw_only=True):
-    """Whether all parts of the staged sync are staged, and it needs no `PrepareSync`."""
-
-    complete: bool
-    prepared: bool
-    base: Delivery | None = None  # if complete: of the version that it replaces, unless it is full
-
-
 class SyncPrepared(Reply, frozen=True, kw_only=True):
-    """Whether the staged sync can be committed now."""
+    """How far the staged sync is."""
 
-    done: bool
-    rebuilt: int  # modules rebuilt so far on this rank
+    complete: bool  # all of its parts are staged
+    done: bool  # it is complete, and can be committed now
+    rebuilt: int = 0  # modules rebuilt so far on this rank
+    base: Delivery | None = None  # if complete: of the version that it replaces, unless it is full
 
 
 class LogRecords(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,12 +219,6 @@ class RankPlan(Reply, frozen=True, kw_only=True):
     """One row per checkpoint tensor, or None if the engine has loaded no checkpoint yet."""
 
     tensors: list[dict[str, Any]] | None
-
-
-class ScrubFindings(Reply, frozen=True, kw_only=True):
-    """The tensors that scrubbing has found to be other than written, each reported once."""
-
-    mismatched: list[str]
 
 
 class RankDigest(Reply, frozen=True, kw_only=True):

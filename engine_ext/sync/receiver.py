@@ -132,8 +132,16 @@ class Receiver(SyncOperations):
             reply: ops.ReplyT = getattr(self, request.name)(request)
             return reply
 
-    def status(self, request: ops.GetStatus) -> ops.RankStatus:
-        """Describe the receiver. The first time, copies that the engine has made are looked for."""
+    def status(self, request: ops.GetStatus) -> ops.RankReport:
+        """Describe the rank. The first time, copies that the engine has made are looked for."""
+        return ops.RankReport(
+            state=self._state(),
+            status=self._described() if request.details else None,
+            unseen=[] if request.parts is None else self._unseen(request.parts),
+            findings=self._scrubber.findings,
+        )
+
+    def _described(self) -> ops.RankStatus:
         if not self._searched:
             self._searched = True  # it has warmed up
             try:
@@ -141,7 +149,7 @@ class Receiver(SyncOperations):
             except Exception:  # the first sync searches, too
                 logger.exception("delta updates: the model could not be searched for copies")
         return ops.RankStatus(
-            **msgspec.structs.asdict(self.state(ops.GetState())),
+            **msgspec.structs.asdict(self._state()),
             asleep=self._sync_state.asleep,
             foreign=self._sync_state.foreign,
             run=self._sync_state.run,
@@ -156,8 +164,7 @@ class Receiver(SyncOperations):
             **self._applier.describe(),
         )
 
-    def state(self, request: ops.GetState) -> ops.RankState:
-        """Describe what every HTTP process must know; cheap."""
+    def _state(self) -> ops.RankState:
         use = msgspec.convert(self._board.get(ENGINE).value or {}, ops.EngineUse)
         return ops.RankState(
             version=self._sync_state.version,
@@ -165,6 +172,10 @@ class Receiver(SyncOperations):
             resume_owed=use.resume_owed,
             paused=use.pause,
         )
+
+    def _unseen(self, parts: ops.Parts) -> list[str]:
+        seen = self._sync_state.seen
+        return [one for one in parts.identities if not seen(parts.version, one, parts.run)]
 
     def get(self, request: ops.GetItem) -> ops.BoardItem:
         """Read an item of the board."""
@@ -191,19 +202,12 @@ class Receiver(SyncOperations):
         else:
             dead = request.instead_of
             granted, item = self._board.lease(key, holder, instead_of=dead, **new)
-        return ops.BoardLease(granted=granted, item=item, state=self.state(ops.GetState()))
+        return ops.BoardLease(granted=granted, item=item, state=self._state())
 
     def _log_records(self, *, written: bool = False) -> ops.BoardItem:
         state = self._sync_state
         value = msgspec.to_builtins(state.log_records)
         return ops.BoardItem(value=value, revision=state.writes, written=written)
-
-    def unseen(self, request: ops.FindUnseen) -> ops.Unseen:
-        """Find which parts were not committed at this version."""
-        seen = self._sync_state.seen
-        version, run = request.version, request.run
-        unseen = [one for one in request.identities if not seen(version, one, run)]
-        return ops.Unseen(unseen=unseen)
 
     def plan(self, request: ops.GetPlan) -> ops.RankPlan:
         """List every checkpoint tensor with its placement on this rank."""
@@ -247,10 +251,6 @@ class Receiver(SyncOperations):
             for box, found in copies.items():
                 digests.setdefault(box, set()).update(found)
         return {name for (name, _), found in digests.items() if len(found) > 1}
-
-    def take_scrub_findings(self, request: ops.TakeScrubFindings) -> ops.ScrubFindings:
-        """Return what scrubbing has found since it was last asked."""
-        return ops.ScrubFindings(mismatched=self._scrubber.take_untold())
 
     # ------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ FOLLOW: Final = "follow"
 HISTORY: Final = "history"
 LOG: Final = "log"
 PULLS: Final = "pulls"
+SCRUB: Final = "scrub"
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 

@@ -28,19 +28,17 @@ import msgspec
 
 from delta_server import metrics, pauses
 from delta_server.board import Item
-from delta_server.engine import Engine, call_all_ranks
+from delta_server.engine import Engine, call_all_ranks, rank_states, rank_statuses
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
 from engine_ext.errors import CommitFailed, CommittedNotResumed, DeltaError, EngineUncertain
 from engine_ext.format import Digest
 from engine_ext.ranks.board import ENGINE
 from engine_ext.ranks.operations import (
+    AbortSync,
     CallerPause,
     CommittedSync,
-    DropSync,
     EngineUse,
-    GetState,
-    GetStatus,
     Operation,
     RankState,
     RankStatus,
@@ -96,7 +94,7 @@ class EngineCommitter:
 
     async def status(self, engine: Engine | None = None) -> list[RankStatus]:
         """Return the state of every rank's receiver, and update `uncertain`."""
-        replies = await call_all_ranks(engine or self._engine, GetStatus())
+        replies = await rank_statuses(engine or self._engine)
         self._update_state(replies)
         if engine is None or engine is self._engine:
             metrics.show_run(replies[0].run)
@@ -104,7 +102,7 @@ class EngineCommitter:
 
     async def states(self) -> list[RankState]:
         """Return what every HTTP process must know of the ranks."""
-        return await call_all_ranks(self._engine, GetState())
+        return await rank_states(self._engine)
 
     async def is_uncertain(self) -> bool:
         """Return whether generation must not be served; asks the ranks if the engine is shared.
@@ -116,7 +114,7 @@ class EngineCommitter:
         if self._engine.shared and now - self._state_read_at >= _STATE_MAX_AGE_S:
             self._state_read_at = now
             try:
-                self._update_state(await call_all_ranks(self._engine, GetState()))
+                self._update_state(await rank_states(self._engine))
             except Exception:
                 logger.exception("the state of the ranks could not be read")
         return self.uncertain
@@ -241,7 +239,7 @@ class EngineCommitter:
         seen begin counts from the first call that finds it, and one that nobody has seen end is
         forgotten.
         """
-        [state, *_] = await call_all_ranks(self._engine, GetState())
+        [state, *_] = await rank_states(self._engine)
         if state.paused is None and not await self._engine.is_paused():
             return
         async with self._lease(pauses=False) as lease:
@@ -340,7 +338,7 @@ class EngineCommitter:
         except Exception as error:
             # A sync that is still staged would keep out the full sync that ends this state.
             with contextlib.suppress(Exception):
-                await call_all_ranks(engine, DropSync())
+                await call_all_ranks(engine, AbortSync())
             raise CommitFailed(
                 f"the ranks did not answer whether they committed: {type(error).__name__}: "
                 f"{error}; generation answers 503 until a repeat or a full sync is answered"

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from engine_ext.errors import DeltaError
-from engine_ext.ranks.operations import Operation, ReplyT
+from engine_ext.ranks.operations import (
+    GetStatus,
+    Operation,
+    Parts,
+    RankState,
+    RankStatus,
+    ReplyT,
+)
 
 
 class Engine(Protocol):
@@ -53,3 +60,28 @@ async def call_all_ranks(engine: Engine, request: Operation[ReplyT]) -> list[Rep
             raise answer
         replies.append(answer)
     return replies
+
+
+async def rank_states(engine: Engine) -> list[RankState]:
+    """Return what every HTTP process must know of the ranks, in rank order; cheap."""
+    reports = await call_all_ranks(engine, GetStatus(details=False))
+    return [report.state for report in reports]
+
+
+async def rank_statuses(engine: Engine) -> list[RankStatus]:
+    """Return the state of every rank's receiver, in rank order."""
+    reports = await call_all_ranks(engine, GetStatus())
+    return [report.status for report in reports if report.status is not None]
+
+
+async def unseen_parts(
+    engine: Engine, version: int, identities: list[str], run: str | None = None
+) -> set[str]:
+    """Return the identities of parts that some rank has not committed at a version.
+
+    Args:
+        run: that the parts name.
+    """
+    parts = Parts(version=version, run=run, identities=identities)
+    reports = await call_all_ranks(engine, GetStatus(details=False, parts=parts))
+    return {identity for report in reports for identity in report.unseen}

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from delta_server.board import Item
-from delta_server.engine import Engine, call_all_ranks
+from delta_server.engine import Engine, unseen_parts
 from engine_ext.errors import LogDamaged, LogDiverged
 from engine_ext.log import (
     DeltaLog,
@@ -28,7 +28,7 @@ from engine_ext.log import (
     version_of,
 )
 from engine_ext.ranks.board import LOG_RECORDS
-from engine_ext.ranks.operations import FindUnseen, LogRecords
+from engine_ext.ranks.operations import LogRecords
 
 _MOST_COMPARED: Final = 128  # versions before the engine's; half of what the ranks keep
 _MOST_NAMED: Final = 8
@@ -117,12 +117,8 @@ class LogHistory:
             after, parts = await self._content(entry)
             if after is not None:
                 found.add(after == digest)
-            elif parts:
-                unseen = await call_all_ranks(
-                    self._engine, FindUnseen(version=version, identities=parts)
-                )
-                if not any(answer.unseen for answer in unseen):
-                    found.add(True)
+            elif parts and not await unseen_parts(self._engine, version, parts):
+                found.add(True)
         return max(found, default=None)
 
     async def _content(self, entry: Entry) -> tuple[str | None, list[str]]:

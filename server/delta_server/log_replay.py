@@ -56,7 +56,7 @@ from engine_ext.log import (
     route,
     why_not_newer,
 )
-from engine_ext.ranks.operations import DropSync
+from engine_ext.ranks.operations import AbortSync
 from engine_ext.store_urls import is_store_url
 
 logger = logging.getLogger(__name__)
@@ -392,7 +392,7 @@ class LogReplay:
             except DeltaError as error:
                 # Other parts of it that stay staged would keep out what leads around it.
                 for part in record.parts[:1]:
-                    drop = DropSync(version=part.version, sync_id=part.sync_id)
+                    drop = AbortSync(version=part.version, sync_id=part.sync_id)
                     with contextlib.suppress(Exception):
                         await call_all_ranks(self._engine, drop)
                 unproven = declared.before is None and not (entry.full or entry.foreign)
@@ -401,7 +401,7 @@ class LogReplay:
                 raise
         if answer["status"] != "committed":
             if answer["status"] == "staged":
-                await call_all_ranks(self._engine, DropSync())
+                await call_all_ranks(self._engine, AbortSync())
             raise entry.damaged(f"its parts are not all of a sync ({answer['status']})")
 
     async def _state(self) -> tuple[int, bool, str]:

@@ -17,7 +17,7 @@ import msgspec
 
 from delta_server.board import PULLS, Item
 from delta_server.empty_syncs import advance
-from delta_server.engine import call_all_ranks
+from delta_server.engine import rank_states
 from delta_server.published import folder_of
 from delta_server.pull_source import PullSource
 from delta_server.request_options import DiskRequest, Options, PullRequest
@@ -35,7 +35,6 @@ from engine_ext.errors import (
 )
 from engine_ext.format import PartId
 from engine_ext.ranks.operations import (
-    GetState,
     RankState,
 )
 
@@ -276,7 +275,7 @@ async def _state(service: DeltaService) -> RankState:
         raise BaseMismatch(f"{by} changed the weights outside of delta sync; send a full sync")
     if wrong := mismatched(replies):
         raise BaseMismatch.in_memory(wrong)
-    [state, *_] = await call_all_ranks(service.engine, GetState())
+    [state, *_] = await rank_states(service.engine)
     return state
 
 

@@ -55,6 +55,14 @@ def test_only_the_last_entries_are_kept() -> None:
     assert board.get("key").entries == [7, 8, 9]
 
 
+def test_entries_alone_are_no_change_to_others() -> None:
+    board = Board()
+    seen = put(board, "same", 0).revision
+    assert put(board, "same", seen, append="of a", most=2).written
+    assert put(board, "same", seen, append="of b", most=2).written
+    assert board.get("key").entries == ["of a", "of b"]
+
+
 # Leases ----------------------------------------------------------------------------------------
 
 

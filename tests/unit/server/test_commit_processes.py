@@ -126,10 +126,10 @@ def test_a_process_that_dies_in_its_commit(
 
 
 def test_ranks_that_do_not_answer_leave_the_guard_as_it_is(rig: Rig, other: Process) -> None:
-    rig.engine.fails["state"] = ConnectionError("lost")
+    rig.engine.fails["status"] = ConnectionError("lost")
     assert other.complete().status_code == 200
     rig.fail_commit()
-    rig.engine.fails["state"] = ConnectionError("lost")
+    rig.engine.fails["status"] = ConnectionError("lost")
     assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
 
 
@@ -147,7 +147,7 @@ def test_the_ranks_are_asked_seldom(rig: Rig, shared: bool, expected: int) -> No
     rig.engine.shared = shared
     for _ in range(5):
         assert rig.post(COMPLETIONS).status_code == 200
-    assert asked == ["state"] * expected
+    assert asked == ["status"] * expected
 
 
 # One at a time -------------------------------------------------------------------------------

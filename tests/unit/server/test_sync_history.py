@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from delta_server.sync_history import SyncHistory, SyncRecord
+from engine_ext.ranks.operations import Operation
 from tests.support.endpoint_rig import Rig
 
 
@@ -42,6 +45,23 @@ def test_a_sync_of_many_parts_is_one(rig: Rig) -> None:
     assert whole.timings_ms == {"receive_ms": 101.0, "stage_ms": 200.0, "pause_ms": 5.0}
     repeat = record("already_applied")
     assert rig.run(processes[1].add(repeat)) == repeat
+
+
+def test_syncs_of_one_request_are_one_call_each(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while several processes take them in turns."""
+    processes, calls = [SyncHistory(rig.engine) for _ in range(2)], list[str]()
+    for process in processes:  # each learns once what there is
+        rig.run(process.add(record()))
+    original = rig.engine.call
+
+    async def counted(request: Operation[Any]) -> Any:
+        calls.append(request.name)
+        return await original(request)
+
+    monkeypatch.setattr(rig.engine, "call", counted)
+    for number in range(6):
+        rig.run(processes[number % 2].add(record(version=number)))
+    assert calls == ["put"] * 6
 
 
 def test_a_dropped_sync_adds_nothing_to_another(rig: Rig) -> None:

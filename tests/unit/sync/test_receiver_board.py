@@ -49,12 +49,13 @@ def test_all_ranks_answer_alike(ranks: Ranks) -> None:
 
 def test_status_shows_who_has_paused_the_engine(ranks: Ranks) -> None:
     pause = CallerPause(since=1.5, began=0.5, by="10.0.0.3")
-    assert answer(ranks, "status")["paused"] is None
+    assert answer(ranks, "status", details=False)["state"]["paused"] is None
     value = msgspec.to_builtins(EngineUse(resume_owed=True, pause=pause))
     leased = answer(ranks, "lease", key=ENGINE, holder="a", value=value, expected=0)
     assert leased["state"]["resume_owed"]
-    status = answer(ranks, "status")
-    assert (status["resume_owed"], status["paused"]) == (True, msgspec.to_builtins(pause))
+    report = answer(ranks, "status")
+    for part in (report["state"], report["status"]):
+        assert (part["resume_owed"], part["paused"]) == (True, msgspec.to_builtins(pause))
 
 
 def test_log_records_are_those_of_the_version(ranks: Ranks) -> None:
