@@ -7,6 +7,7 @@ has what the HTTP processes of an engine share. `group` has the ranks of one pro
 Imports: `engine_ext.format`, and the ground floor.
 """
 
+from engine_ext.ranks.board import ENGINE, LOG_RECORDS, Board
 from engine_ext.ranks.group import (
     Bytes,
     GroupRanks,
@@ -19,6 +20,9 @@ from engine_ext.ranks.group import (
 from engine_ext.ranks.replicas import ReplicaRanks, among_replicas
 
 __all__ = [
+    "ENGINE",
+    "LOG_RECORDS",
+    "Board",
     "Bytes",
     "GroupRanks",
     "Ranks",

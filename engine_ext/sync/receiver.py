@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 
 from engine_ext.errors import AdapterNotLoaded, WeightsAsleep
-from engine_ext.ranks import Ranks, together
+from engine_ext.ranks import ENGINE, LOG_RECORDS, Board, Ranks, together
 from engine_ext.ranks import operations as ops
-from engine_ext.ranks.board import ENGINE, LOG_RECORDS, Board
 from engine_ext.remote_parts import Locate
 from engine_ext.resources import no_full_collections
 from engine_ext.sync.applier import Applier, Scan
