@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from delta_server.intake import VerifiedPart
-from delta_server.sync_history import SyncRecord
 from engine_ext.errors import (
     CommitFailed,
     CommittedNotResumed,
@@ -17,6 +16,7 @@ from engine_ext.errors import (
     WriteUndone,
 )
 from engine_ext.format import Origin, PartId
+from engine_ext.ranks.operations import SyncRecord
 
 _MAX_TEXT = 200
 _NO_REASON = "sent in full"

@@ -12,8 +12,7 @@ from importlib.resources import files
 import httpx
 import pytest
 
-from delta_server.sync_history import SyncRecord
-from engine_ext.ranks.operations import RankStatus
+from engine_ext.ranks.operations import RankStatus, SyncRecord
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.support.delta_bodies import delta_part
 from tests.support.endpoint_rig import Rig, assert_error
