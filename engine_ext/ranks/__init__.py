@@ -11,11 +11,11 @@ from engine_ext.ranks.board import ENGINE, LOG_RECORDS, Board
 from engine_ext.ranks.group import (
     Bytes,
     GroupRanks,
-    Ranks,
+    RankGroup,
     SingleRank,
     cores_per_rank,
     gather_bytes,
-    together,
+    run_on_all_or_none,
 )
 from engine_ext.ranks.replicas import ReplicaRanks, among_replicas
 
@@ -25,11 +25,11 @@ __all__ = [
     "Board",
     "Bytes",
     "GroupRanks",
-    "Ranks",
+    "RankGroup",
     "ReplicaRanks",
     "SingleRank",
     "among_replicas",
     "cores_per_rank",
     "gather_bytes",
-    "together",
+    "run_on_all_or_none",
 ]
