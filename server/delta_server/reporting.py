@@ -91,9 +91,9 @@ class SyncReporter:
         }
         logger.warning("%s", format_line("run replaced", facts))
 
-    async def history(self, adapter: str | None = None) -> list[dict[str, Any]]:
-        """Return the last syncs of the model or an adapter as JSON objects, the newest one last."""
-        return [msgspec.structs.asdict(sync) for sync in await self._history(adapter).syncs()]
+    async def history(self, adapter: str | None = None) -> list[SyncRecord]:
+        """Return the last syncs of the model or an adapter, the newest one last."""
+        return await self._history(adapter).syncs()
 
     async def flush(self) -> None:
         """Wait until everything is reported."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from delta_server import metrics
 from delta_server.board import SCRUB, Item
 from delta_server.engine import Engine, call_all_ranks
-from engine_ext.ranks.operations import GetStatus, RankStatus
+from engine_ext.ranks.operations import GetStatus, RankStatus, ScrubState
 
 logger = logging.getLogger(__name__)
 
@@ -24,18 +24,18 @@ def mismatched(replies: Sequence[RankStatus]) -> list[str]:
     return sorted({name for reply in replies for name in reply.mismatched})
 
 
-def combined(replies: Sequence[RankStatus]) -> dict[str, Any] | None:
-    """Return what scrubbing has found on all ranks as JSON; None if it is off."""
+def combined(replies: Sequence[RankStatus]) -> ScrubState | None:
+    """Return what scrubbing has found on all ranks; None if it is off."""
     states = [reply.scrub for reply in replies if reply.scrub is not None]
     if not states:
         return None
     ended = [state.passed_at for state in states if state.passed_at is not None]
-    return {
-        "passes": min(state.passes for state in states),
-        "passed_at": min(ended) if len(ended) == len(states) else None,
-        "mismatched": sorted({name for state in states for name in state.mismatched}),
-        "error": next((state.error for state in states if state.error), None),
-    }
+    return ScrubState(
+        passes=min(state.passes for state in states),
+        passed_at=min(ended) if len(ended) == len(states) else None,
+        mismatched=sorted({name for state in states for name in state.mismatched}),
+        error=next((state.error for state in states if state.error), None),
+    )
 
 
 class Counted(msgspec.Struct, frozen=True):
