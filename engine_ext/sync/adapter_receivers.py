@@ -28,7 +28,6 @@ from engine_ext.settings import Settings
 from engine_ext.startup import Recomputed
 from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.receiver import Receiver
-from engine_ext.sync.scatter import ScatterWriter
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +213,6 @@ def make_adapter_receiver(store: AdapterStore, ranks: Ranks, settings: Settings)
         model,
         index,
         plan,
-        ScatterWriter(),
         undo_bytes=settings.undo_bytes,
         threads=cores,
         recomputed=[installed],

@@ -27,10 +27,9 @@ from engine_ext.placement.segments import Placed, Placement
 from engine_ext.ranks import Ranks, SingleRank
 from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import host_table, stager
-from engine_ext.sync.delta_applier import DeltaApplier, Writer
+from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.host_table import HostTable
-from engine_ext.sync.masked import MaskedWriter
-from engine_ext.sync.scatter import ScatterWriter
+from engine_ext.sync.masked import MaskedApplier
 from engine_ext.sync.staged import StagedPart
 from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel
@@ -234,13 +233,11 @@ def make_applier(
     threads: int = 1,
     ranks: Ranks | None = None,
 ) -> DeltaApplier:
-    writer: Writer = ScatterWriter()
+    options: Any = {"undo_bytes": undo_bytes, "threads": threads, "ranks": ranks}
     if apply == "masked":
         dry_run = LoaderDryRun(live, live.load_weights, index)
-        writer = MaskedWriter(dry_run, plan.placement, chunk_bytes=chunk_bytes)
-    return DeltaApplier(
-        live, index, plan, writer, undo_bytes=undo_bytes, threads=threads, ranks=ranks
-    )
+        return MaskedApplier(dry_run, plan, chunk_bytes=chunk_bytes, **options)
+    return DeltaApplier(live, index, plan, **options)
 
 
 def serve(

@@ -19,8 +19,8 @@ OWN = {"engine_ext.ranks.operations", "engine_ext.kernels.triton"}
 WITHOUT_USER = {
     *("ParamEntry", "StateHash"),
     *("Store", "removable", "ModuleCopy", "Probe", "Reload"),
-    *("AdapterStores", "Applier", "InitialSyncApplier", "MaskedWriter", "RebuildPlan"),
-    *("Scrubber", "TraceAgain", "Transaction", "Writer"),
+    *("AdapterStores", "Applier", "InitialSyncApplier", "MaskedApplier", "RebuildPlan"),
+    *("Scrubber", "TraceAgain", "Transaction"),
 }
 
 
