@@ -18,7 +18,7 @@ from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.initial_sync import InitialSyncApplier
 from engine_ext.sync.masked import MaskedApplier, apply_masked
 from engine_ext.sync.moved_tensors import TraceAgain
-from engine_ext.sync.rebuild_plan import RebuildPlan
+from engine_ext.sync.post_load import PostLoad
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.scrubber import Scrubber
 from engine_ext.sync.staged import StagedPart, UndoLog
@@ -33,7 +33,7 @@ __all__ = [
     "DeltaApplier",
     "InitialSyncApplier",
     "MaskedApplier",
-    "RebuildPlan",
+    "PostLoad",
     "Receiver",
     "Scrubber",
     "StagedPart",

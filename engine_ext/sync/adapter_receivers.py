@@ -27,6 +27,7 @@ from engine_ext.ranks import operations as ops
 from engine_ext.settings import Settings
 from engine_ext.startup import Recomputed
 from engine_ext.sync.delta_applier import DeltaApplier
+from engine_ext.sync.post_load import PostLoad
 from engine_ext.sync.receiver import Receiver
 
 logger = logging.getLogger(__name__)
@@ -215,7 +216,7 @@ def make_adapter_receiver(store: AdapterStore, ranks: Ranks, settings: Settings)
         plan,
         undo_bytes=settings.undo_bytes,
         threads=cores,
-        recomputed=[installed],
+        post_load=PostLoad(model, index, placement, ranks, recomputed=[installed]),
         ranks=ranks,
     )
     logger.info("delta updates: adapter %s: %d tensors", store.name, len(store.tensors))

@@ -31,7 +31,7 @@ from engine_ext.sync.applier import Applier
 from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.initial_sync import InitialSyncApplier
 from engine_ext.sync.masked import MaskedApplier
-from engine_ext.sync.rebuild_plan import RebuildPlan
+from engine_ext.sync.post_load import PostLoad
 from engine_ext.sync.receiver import Receiver
 
 logger = logging.getLogger(__name__)
@@ -85,10 +85,11 @@ def make_delta_applier(
     loaded: LoadedModel, settings: Settings, traced: Traced, plan: Plan, later: LaterCopies
 ) -> DeltaApplier:
     """Make the applier of a certified model by its plan. All ranks must call it."""
-    rebuilds = None
-    if loaded.reprocessing is not None:
-        own, placement = traced.rebuilds, traced.placement
-        rebuilds = RebuildPlan(loaded.model, traced.live, own, placement, loaded.ranks)
+    post_load = PostLoad(
+        *(loaded.model, traced.live, traced.placement, loaded.ranks),
+        rebuilds=traced.rebuilds,
+        recomputed=traced.recomputed,
+    )
     dry_run = traced.dry_run
     make: Callable[..., DeltaApplier]
     make = functools.partial(DeltaApplier, dry_run.model, dry_run.index)
@@ -98,11 +99,9 @@ def make_delta_applier(
         plan,
         undo_bytes=settings.undo_bytes,
         threads=cores_per_rank(loaded.ranks),
-        recomputed=traced.recomputed,
-        rebuilds=rebuilds,
+        post_load=post_load,
         certified=traced.certified,
         ranks=loaded.ranks,
-        checks_first=any(loaded.ranks.all_gather(bool(traced.recomputed))),
         trace_again=functools.partial(trace_again, loaded, traced),
         later=later,
     )

@@ -30,13 +30,13 @@ from engine_ext.placement import (
     uncertified,
 )
 from engine_ext.ranks import Ranks, SingleRank
-from engine_ext.startup import LaterCopies, Recomputed
+from engine_ext.startup import LaterCopies
 from engine_ext.sync import checks, consensus
 from engine_ext.sync.applier import Scan
 from engine_ext.sync.host_table import HostTable
 from engine_ext.sync.moved_tensors import MovedTensors, TraceAgain
 from engine_ext.sync.new_states import GatheredProof
-from engine_ext.sync.rebuild_plan import RebuildPlan
+from engine_ext.sync.post_load import PostLoad
 from engine_ext.sync.staged import CHANGED, StagedParam, StagedPart, UndoLog
 from engine_ext.sync.stager import stage_part
 from engine_ext.sync.thread_pool import ThreadPool
@@ -53,19 +53,16 @@ class DeltaApplier:
         index: the model's storage index, made before the certification.
         undo_bytes: host memory that the old values of one sync can take.
         threads: how many pieces of live tensors are staged or written at once.
-        recomputed: derived tensors that are proven to be recomputed correctly.
-        rebuilds: the modules that are computed from unprocessed weights, if `model` has some.
+        post_load: what the engine computed from weights after loading; None if that is nothing on
+            any rank.
         certified: the digests that the certification gave.
         ranks: of the engine, this one among them.
-        checks_first: whether all old values are compared before anything is written, as they are
-            if there are `recomputed` ones; to be true if there are some on any rank. An undo
-            computes them again, and if something else had changed weights and not them, they would
-            not become what they were.
         trace_again: finds where moved tensors are; None if none can be followed.
         later: finds what is computed from weights only once the engine generates.
 
     Attributes:
         threads: they stage and write.
+        post_load: see above; empty if that is nothing.
     """
 
     name: str = "scatter"
@@ -78,11 +75,9 @@ class DeltaApplier:
         *,
         undo_bytes: int,
         threads: int,
-        recomputed: Sequence[Recomputed] = (),
-        rebuilds: RebuildPlan | None = None,
+        post_load: PostLoad | None = None,
         certified: Certified | None = None,
         ranks: Ranks | None = None,
-        checks_first: bool = False,
         trace_again: TraceAgain | None = None,
         later: LaterCopies | None = None,
     ) -> None:
@@ -90,13 +85,11 @@ class DeltaApplier:
         self.digests = plan.scan(threads, certified)
         self.copies: dict[str, Digest] = {}
         self._undo_bytes = undo_bytes
-        self._recomputed = recomputed
-        self._rebuilds = rebuilds
+        self.post_load = post_load or PostLoad(model, index, plan.placement, SingleRank())
         self._ranks = ranks or SingleRank()
         self._later = later
         self._proof = GatheredProof(plan, self._ranks)
-        self._places = MovedTensors(model, index, plan.placement, recomputed, rebuilds, trace_again)
-        self._checks_while_writing = not (checks_first or recomputed)
+        self._places = MovedTensors(model, index, plan.placement, self.post_load, trace_again)
         self.threads = ThreadPool(threads)
         devices = {entry.tensor.device for entry in index.entries}
         self._devices = [device for device in devices if device.type != "cpu"]
@@ -202,8 +195,8 @@ class DeltaApplier:
         """
         if not self._proof.is_done(staged):
             self._proof.prove_some(staged)
-        elif self._rebuilds is not None:
-            self._rebuilds.rebuild_some(staged)
+        else:
+            self.post_load.rebuild_some(staged)
         if not self.is_prepared(staged):
             return False
         if not full:
@@ -212,12 +205,11 @@ class DeltaApplier:
 
     def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
         """Return whether every tensor is proven, and every module rebuilt that a sync changes."""
-        rebuilt = self._rebuilds is None or not self._rebuilds.pending(staged)
-        return rebuilt and self._proof.is_done(staged)
+        return not self.post_load.pending(staged) and self._proof.is_done(staged)
 
     def scan(self) -> Scan:
         """Read the weights in live memory, and rebuild every module; all ranks must call it."""
-        corrupted = set() if self._rebuilds is None else {*self._rebuilds.corrupted()}
+        corrupted = {*self.post_load.corrupted()}
         moved = set(self.moved())  # their places hold what is left
         digests, copies = self.plan.scan_all()
         return Scan(
@@ -331,7 +323,7 @@ class DeltaApplier:
         written twice then, and the second pass would not find the old values.
         """
         plain = not any(part.manifest.full or part.rebuilt.modules for part in staged)
-        return self._checks_while_writing and plain
+        return plain and not self.post_load.checks_first
 
     def undo(self, staged: Sequence[StagedPart]) -> None:
         """Restore the old values after `write` succeeded or failed, derived tensors too.
@@ -371,7 +363,7 @@ class DeltaApplier:
                 digests[name] = held + change
                 before = changes.get(name)
                 changes[name] = change if before is None else before + change
-        known = {} if self._rebuilds is None else self._rebuilds.committed(staged)
+        known = self.post_load.committed(staged)
         writes = [write for part in staged for write in part.writes]
         if not all(write.keep for write in writes):
             return None
@@ -389,13 +381,11 @@ class DeltaApplier:
         for name, change in log.changes.items():
             self.digests[name] -= change
         self.copies.clear()
-        if self._rebuilds is not None:
-            self._rebuilds.restored(log.rebuilt)
+        self.post_load.restored(log.rebuilt)
 
     def forget(self) -> None:
         """Rely no more on what the weights were computed to: something else might change them."""
-        if self._rebuilds is not None:
-            self._rebuilds.forget()
+        self.post_load.forget()
 
     def describe(self) -> dict[str, Any]:
         """Return the apply mode, certification summary and digest of this rank, as JSON."""
@@ -413,15 +403,14 @@ class DeltaApplier:
     def _written(self, staged: Sequence[StagedPart]) -> frozenset[str]:
         """Return the live tensors on this rank that a sync writes to, by name."""
         written = frozenset(write.live for part in staged for write in part.writes)
-        return written if self._rebuilds is None else written | self._rebuilds.written(staged)
+        return written | self.post_load.written(staged)
 
     def _after_write(self, live_names: frozenset[str]) -> None:
         """Wait for the writes, and recompute what depends on these live tensors."""
         self._synchronize()
-        for recompute in self._recomputed:
-            if recompute.weights & live_names:
-                recompute()
-                self._synchronize()
+        for recompute in self.post_load.recomputed_from(live_names):
+            recompute()
+            self._synchronize()
 
     def _synchronize(self) -> None:
         """Wait for all work on the devices of the weights, the engine's and this thread's."""

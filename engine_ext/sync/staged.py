@@ -230,7 +230,7 @@ class UndoLog:
         writes: elements of live memory, with their old bits.
         changes: how much the sync changed the digest of each checkpoint tensor.
         live_names: the live tensors that it wrote to.
-        rebuilt: what rebuilding its modules gave before it; see `RebuildPlan.committed`.
+        rebuilt: what rebuilding its modules gave before it; see `PostLoad.committed`.
     """
 
     writes: list[tuple[LiveElements, Any]]

@@ -19,7 +19,7 @@ OWN = {"engine_ext.ranks.operations", "engine_ext.kernels.triton"}
 WITHOUT_USER = {
     *("ParamEntry", "StateHash"),
     *("Store", "removable", "ModuleCopy", "Probe", "Reload"),
-    *("AdapterStores", "Applier", "InitialSyncApplier", "MaskedApplier", "RebuildPlan"),
+    *("AdapterStores", "Applier", "InitialSyncApplier", "MaskedApplier", "PostLoad"),
     *("Scrubber", "TraceAgain", "Transaction"),
 }
 
