@@ -37,13 +37,13 @@ WAYS_IN: Final = {
     "vLLM's transfer back end": "engine_ext/adapters/vllm/transfer_group.py:",
     "SGLang's RPC names": "engine_ext/adapters/sglang/rpc.py:",
 }
-# Each turns new values into staged writes of its own.
+# Each turns new values into staged writes of its own. The masked apply does not: it stages as the
+# scatter does, and writes through the engine's loader.
 STAGING_PATHS: Final = {
     "elements, by pieces": "engine_ext/sync/stager.py:_find_elements",
     "whole boxes": "engine_ext/sync/stager.py:_box",
     "sparse params, by rows of the host table": "engine_ext/sync/host_table.py:HostTable",
     "elements, on the device": "engine_ext/sync/device_table.py:gather",
-    "masked copies": "engine_ext/sync/masked.py:apply_masked",
 }
 Row = tuple[str, object, str]
 
