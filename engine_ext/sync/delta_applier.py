@@ -273,13 +273,13 @@ class DeltaApplier:
         if not are_unchanged(writes, self.threads, sampled=sampled):
             raise BaseMismatch(CHANGED)
 
-    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
-        """See `engine_ext.sync.consensus.brief`."""
-        return consensus.brief(staged, self.digest)
+    def rank_summary(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+        """See `engine_ext.sync.consensus.rank_summary`."""
+        return consensus.rank_summary(staged, self.digest)
 
-    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+    def agree(self, staged: Sequence[StagedPart], summaries: Sequence[dict[str, Any]]) -> None:
         """See `engine_ext.sync.consensus.agree`."""
-        consensus.agree(staged, briefs)
+        consensus.agree(staged, summaries)
 
     def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
         """Write the new values and recompute the derived tensors that depend on them.

@@ -39,7 +39,7 @@ _BATCH: Final = 1 << 22
 
 
 class PostLoad:
-    """What is computed from checkpoint tensors on one rank. All ranks must make it.
+    """The modules and tensors of one rank that are computed from the checkpoint; all ranks make it.
 
     Args:
         model: the live model, and its index, made before the certification.
@@ -116,8 +116,8 @@ class PostLoad:
     def moved(self, traced: torch.nn.Module) -> set[str]:
         """Return the live tensors that are not where they were at start-up, by name.
 
-        What is rebuilt and no parameter or buffer counts from the first rebuild that it differed
-        in. The caller looks at the parameters and buffers of the `traced` model itself.
+        Rebuilt values that are no parameters or buffers count from the first rebuild in which they
+        differed. The caller looks at the parameters and buffers of the `traced` model itself.
         """
         found = {path for path, place in self._places.items() if not place.unchanged()}
         found.update(path for one in self.recomputed for path in one.moved())

@@ -59,7 +59,7 @@ class Scrubber:
         self._passes = 0
         self._passed_at: float | None = None
         self._mismatched: set[str] = set()
-        self._untold: set[str] = set()
+        self._new_mismatches: set[str] = set()
         self._found: set[str] = set()
         self._error: str | None = None
         # Held while memory is read.
@@ -91,10 +91,10 @@ class Scrubber:
                 error=self._error,
             )
 
-    def take_untold(self) -> list[str]:
+    def take_new_mismatches(self) -> list[str]:
         """Return the tensors that were found since the last call."""
         with self._lock:
-            found, self._untold = self._untold, set()
+            found, self._new_mismatches = self._new_mismatches, set()
         return sorted(found)
 
     def take_found(self) -> set[str]:
@@ -271,7 +271,7 @@ class Scrubber:
             else:
                 self._found.add(name)
                 if not known:
-                    self._untold.add(name)
+                    self._new_mismatches.add(name)
                 self._mismatched.add(name)
         if right and known:
             logger.warning("delta updates: %s holds what the syncs have written again", name)

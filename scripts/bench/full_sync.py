@@ -169,7 +169,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         times.append(now())
         applier.check_sync(staged, full=True)
         applier.check_base(staged)
-        applier.agree(staged, [applier.brief(staged)])
+        applier.agree(staged, [applier.rank_summary(staged)])
         applier.write(staged, logs)
         log = applier.finish(staged)
         logs = [] if log is None else [log]

@@ -220,7 +220,7 @@ def commit(applier: DeltaApplier, staged: list[StagedPart]) -> Any:
     """Commit staged parts as a rank does; return the undo log."""
     applier.check_sync(staged, full=False)
     applier.check_base(staged)
-    applier.agree(staged, [applier.brief(staged)])
+    applier.agree(staged, [applier.rank_summary(staged)])
     applier.write(staged)
     return applier.finish(staged)
 

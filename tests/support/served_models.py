@@ -174,7 +174,7 @@ class Peer:
     def all_gather(self, value: Any) -> list[Any]:
         return [value, self._answers.pop(0)] if self.missing else [value]
 
-    def brief(self, parts: Sequence[DecodedPart]) -> dict[str, Any]:
+    def rank_summary(self, parts: Sequence[DecodedPart]) -> dict[str, Any]:
         """The second rank's summary of a sync."""
         none = np.empty(0, np.int64)
         counted = 0
@@ -364,8 +364,8 @@ def stage(served: Served, parts: list[DecodedPart], *, full: bool = False) -> li
     staged = [applier.stage(part) for part in parts]
     applier.check_sync(staged, full=full)
     applier.check_base(staged)
-    briefs = [json.loads(json.dumps(applier.brief(staged)))]
-    applier.agree(staged, briefs + ([served.peer.brief(parts)] if served.peer else []))
+    summaries = [json.loads(json.dumps(applier.rank_summary(staged)))]
+    applier.agree(staged, summaries + ([served.peer.rank_summary(parts)] if served.peer else []))
     return staged
 
 
