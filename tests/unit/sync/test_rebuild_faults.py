@@ -30,7 +30,7 @@ from tests.support.toy_quantised import (
     one_layer,
     parameter,
 )
-from tests.unit.sync.test_rebuild_plan import target_of
+from tests.unit.sync.test_post_load import target_of
 
 
 def corrupted(serving: Serving) -> list[str]:
