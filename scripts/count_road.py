@@ -20,7 +20,7 @@ from scripts import check_words
 ROOT: Final = Path(__file__).parents[1]
 PRODUCT: Final = ("engine_ext", "server/delta_server", "trainer/delta_sender")
 # The number must only fall; whoever makes it fall lowers it here.
-MOST_PRIVATE_USES: Final = 319
+MOST_PRIVATE_USES: Final = 313
 _SMALL: Final = 60  # lines
 # The ways by which a version gets into an engine, as FILE:NAME; removed ones no longer count.
 WAYS_IN: Final = {
@@ -36,13 +36,13 @@ WAYS_IN: Final = {
     "vLLM's transfer back end": "engine_ext/adapters/vllm/transfer_group.py:",
     "SGLang's RPC names": "engine_ext/adapters/sglang/rpc.py:",
 }
-# Each turns new values into staged writes of its own.
+# Each turns new values into staged writes of its own. The masked apply does not: it stages as the
+# scatter does, and writes through the engine's loader.
 STAGING_PATHS: Final = {
     "elements, by pieces": "engine_ext/sync/stager.py:_find_elements",
     "whole boxes": "engine_ext/sync/stager.py:_box",
     "sparse params, by rows of the host table": "engine_ext/sync/host_table.py:HostTable",
     "elements, on the device": "engine_ext/sync/device_table.py:gather",
-    "masked copies": "engine_ext/sync/masked.py:apply_masked",
 }
 Row = tuple[str, object, str]
 

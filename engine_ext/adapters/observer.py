@@ -28,7 +28,14 @@ from engine_ext.startup import (
 
 
 class EngineLoad(Protocol):
-    """How an engine loads one model of this rank."""
+    """How an engine loads one model of this rank.
+
+    Attributes:
+        role: the model's place in the receiver's model.
+    """
+
+    @property
+    def role(self) -> ModelRole: ...
 
     def constants_kept(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which dummy weights do not replace the constructor's constants."""
@@ -46,12 +53,11 @@ class EngineLoad(Protocol):
     def constructor(self) -> tuple[Any, str]:
         """Return the engine's function that constructs the model: its module, and its name."""
 
-    def reader(self, model: torch.nn.Module) -> CheckpointReader | None:
-        """Return a reader of the loaded checkpoint; None if there is none.
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise RuntimeError if the model cannot be updated: the engine must not start then."""
 
-        Raises:
-            RuntimeError: the model cannot be updated. The engine must not start.
-        """
+    def reader(self, model: torch.nn.Module) -> CheckpointReader | None:
+        """Return a reader of the loaded checkpoint; None if there is none."""
 
     def load_function(self, model: Any) -> LoadWeights:
         """Return the engine's function that loads checkpoint tensors into a model."""
@@ -67,7 +73,6 @@ class ModelLoadObserver(Generic[Engine]):
     """Context manager in which a rank loads one model.
 
     Args:
-        role: the model's place in the receiver's model.
         engine: how it is loaded.
         loading, states: of all models of the rank.
 
@@ -76,10 +81,8 @@ class ModelLoadObserver(Generic[Engine]):
         learner, constants: of its loading.
     """
 
-    def __init__(
-        self, role: ModelRole, engine: Engine, loading: LoadingTrace, states: UnprocessedModules
-    ) -> None:
-        self.role, self.engine = role, engine
+    def __init__(self, engine: Engine, loading: LoadingTrace, states: UnprocessedModules) -> None:
+        self.engine = engine
         self.model: torch.nn.Module | None = None
         self.learner: RepackLearner
         self.constants: ConstantsWatch
@@ -99,9 +102,15 @@ class ModelLoadObserver(Generic[Engine]):
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
 
+    @property
+    def role(self) -> ModelRole:
+        """The model's place in the receiver's model."""
+        return self.engine.role
+
     def _trace(self, model: torch.nn.Module) -> None:
         """Trace the loader of the model, which is not processed yet but for what was on loading."""
         self.model, role = model, self.role
+        self.engine.check(model)
         reader = self.engine.reader(model)
         self._states.moved_too = reader is None
         inside = {id(module) for module in model.modules()}

@@ -25,7 +25,7 @@ _Int64s = NDArray[np.int64]
 Offsets = NDArray[Any]  # int32 [n], or int64 if the live tensor is too large for that
 
 
-class Box(NamedTuple):
+class LiveBox(NamedTuple):
     """A segment without repack and copies.
 
     Attributes:
@@ -75,11 +75,11 @@ class Locator:
         return 1 if self._copies is None else len(self._copies)
 
     @property
-    def box(self) -> Box | None:
+    def box(self) -> LiveBox | None:
         """The box, which is not empty; None if elements of it are moved or come several times."""
         if self._empty or self._copies is not None or self._repack is not None:
             return None
-        return Box(self._start, self._end, self._offset, self._dims)
+        return LiveBox(self._start, self._end, self._offset, self._dims)
 
     @property
     def is_box(self) -> bool:

@@ -14,13 +14,12 @@ from engine_ext.sync.adapter_receivers import AdapterReceivers, AdapterStore, Ad
 from engine_ext.sync.applier import Applier
 from engine_ext.sync.assemble import make_receiver
 from engine_ext.sync.background_staging import BackgroundStaging
-from engine_ext.sync.delta_applier import DeltaApplier, Writer
+from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.initial_sync import InitialSyncApplier
-from engine_ext.sync.masked import MaskedWriter, apply_masked
+from engine_ext.sync.masked import MaskedApplier, apply_masked
 from engine_ext.sync.moved_tensors import TraceAgain
-from engine_ext.sync.rebuild_plan import RebuildPlan
+from engine_ext.sync.post_load import PostLoad
 from engine_ext.sync.receiver import Receiver
-from engine_ext.sync.scatter import ScatterWriter
 from engine_ext.sync.scrubber import Scrubber
 from engine_ext.sync.staged import StagedPart, UndoLog
 from engine_ext.sync.transaction import Transaction
@@ -33,16 +32,14 @@ __all__ = [
     "BackgroundStaging",
     "DeltaApplier",
     "InitialSyncApplier",
-    "MaskedWriter",
-    "RebuildPlan",
+    "MaskedApplier",
+    "PostLoad",
     "Receiver",
-    "ScatterWriter",
     "Scrubber",
     "StagedPart",
     "TraceAgain",
     "Transaction",
     "UndoLog",
-    "Writer",
     "apply_masked",
     "make_receiver",
 ]

@@ -27,8 +27,8 @@ from engine_ext.ranks import operations as ops
 from engine_ext.settings import Settings
 from engine_ext.startup import Recomputed
 from engine_ext.sync.delta_applier import DeltaApplier
+from engine_ext.sync.post_load import PostLoad
 from engine_ext.sync.receiver import Receiver
-from engine_ext.sync.scatter import ScatterWriter
 
 logger = logging.getLogger(__name__)
 
@@ -220,10 +220,9 @@ def make_adapter_receiver(store: AdapterStore, ranks: RankGroup, settings: Setti
         model,
         index,
         plan,
-        ScatterWriter(),
         undo_bytes=settings.undo_bytes,
         threads=cores,
-        recomputed=[installed],
+        post_load=PostLoad(model, index, placement, ranks, recomputed=[installed]),
         ranks=ranks,
     )
     logger.info("delta updates: adapter %s: %d tensors", store.name, len(store.tensors))

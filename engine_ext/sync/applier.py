@@ -31,9 +31,9 @@ class Applier(Protocol):
     `engine_ext.sync.delta_applier.DeltaApplier` implements it for a model whose placement is
     certified, `engine_ext.sync.initial_sync.InitialSyncApplier` for a model without known weights.
     A sync goes through `stage` (once per part), `check_sync`, `prepare` until it is done,
-    `check_base`, `brief`, `agree` and `write`, then through `finish`, or through `undo` if some
-    rank's write failed. Whatever a step before `write` raises refuses the sync and leaves the model
-    unchanged, except a `TracingError` of `check_sync`: its dry run of the engine's loader has
+    `check_base`, `rank_summary`, `agree` and `write`, then through `finish`, or through `undo` if
+    some rank's write failed. Whatever a step before `write` raises refuses the sync and leaves the
+    model unchanged, except a `TracingError` of `check_sync`: its dry run of the engine's loader has
     changed the model. A BaseMismatch of `write` refuses it, too, once every rank has undone its
     writes; the staged sync is of no use then.
 
@@ -101,11 +101,11 @@ class Applier(Protocol):
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Check old values read while staging, as far as `write` does not."""
 
-    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+    def rank_summary(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
         """Return what the other ranks need to know of this rank's share of a sync, as JSON."""
 
-    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
-        """Check a sync by the briefs of all ranks; every rank reaches the same result."""
+    def agree(self, staged: Sequence[StagedPart], summaries: Sequence[dict[str, Any]]) -> None:
+        """Check a sync by the summaries of all ranks; every rank reaches the same result."""
 
     def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
         """Write a sync. If it raises, some elements might have been written.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 from engine_ext.format import gap_streams
 from engine_ext.kernels import warm_up
@@ -27,12 +28,11 @@ from engine_ext.startup import (
     young_collections,
 )
 from engine_ext.sync.applier import Applier
-from engine_ext.sync.delta_applier import DeltaApplier, Writer
+from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.initial_sync import InitialSyncApplier
-from engine_ext.sync.masked import MaskedWriter
-from engine_ext.sync.rebuild_plan import RebuildPlan
+from engine_ext.sync.masked import MaskedApplier
+from engine_ext.sync.post_load import PostLoad
 from engine_ext.sync.receiver import Receiver
-from engine_ext.sync.scatter import ScatterWriter
 
 logger = logging.getLogger(__name__)
 
@@ -85,25 +85,23 @@ def make_delta_applier(
     loaded: LoadedModel, settings: Settings, traced: Traced, plan: Plan, later: LaterCopies
 ) -> DeltaApplier:
     """Make the applier of a certified model by its plan. All ranks must call it."""
-    rebuilds = None
-    if loaded.reprocessing is not None:
-        own, placement = traced.rebuilds, traced.placement
-        rebuilds = RebuildPlan(loaded.model, traced.live, own, placement, loaded.ranks)
-    writer: Writer = ScatterWriter()
+    post_load = PostLoad(
+        *(loaded.model, traced.live, traced.placement, loaded.ranks),
+        rebuilds=traced.rebuilds,
+        recomputed=traced.recomputed,
+    )
+    dry_run = traced.dry_run
+    make: Callable[..., DeltaApplier]
+    make = functools.partial(DeltaApplier, dry_run.model, dry_run.index)
     if settings.apply == "masked":
-        writer = MaskedWriter(traced.dry_run, plan.placement, chunk_bytes=settings.chunk_bytes)
-    return DeltaApplier(
-        traced.dry_run.model,
-        traced.dry_run.index,
+        make = functools.partial(MaskedApplier, dry_run, chunk_bytes=settings.chunk_bytes)
+    return make(
         plan,
-        writer,
         undo_bytes=settings.undo_bytes,
         threads=cores_per_rank(loaded.ranks),
-        recomputed=traced.recomputed,
-        rebuilds=rebuilds,
+        post_load=post_load,
         certified=traced.certified,
         ranks=loaded.ranks,
-        checks_first=any(loaded.ranks.all_gather(bool(traced.recomputed))),
         trace_again=functools.partial(trace_again, loaded, traced),
         later=later,
     )

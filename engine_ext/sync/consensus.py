@@ -1,7 +1,7 @@
 """Agreement of all ranks on a sync, before anything is written.
 
-Each rank summarises its share of the staged sync in a brief; the briefs are exchanged, and `agree`
-is a pure function of the sync and of all briefs, so that every rank reaches the same result.
+Each rank summarises its share of the staged sync; the summaries are exchanged, and `agree` is a
+pure function of the sync and of all summaries, so that every rank reaches the same result.
 Together they show what no rank sees alone: that each element is held by some rank, that replicas
 held the same old values, and that the digests which the parts declare are those of the weights.
 """
@@ -17,7 +17,7 @@ from engine_ext.format import Digest
 from engine_ext.sync.staged import StagedPart
 
 
-def brief(staged: Sequence[StagedPart], digest: Digest) -> dict[str, Any]:
+def rank_summary(staged: Sequence[StagedPart], digest: Digest) -> dict[str, Any]:
     """Return this rank's share of a sync for the others, as JSON; `digest` is that before it."""
     replicas: dict[tuple[int, ...], Digest] = {}
     counted, added, changes = 0, list[Digest](), list[str]()
@@ -40,38 +40,38 @@ def brief(staged: Sequence[StagedPart], digest: Digest) -> dict[str, Any]:
     }
 
 
-def agree(staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
-    """Check a sync by the `brief` of every rank, in rank order.
+def agree(staged: Sequence[StagedPart], summaries: Sequence[dict[str, Any]]) -> None:
+    """Check a sync by the `rank_summary` of every rank, in rank order.
 
     Raises:
         BaseMismatch: the old values are not the sender's, or differ between ranks.
         NotUpdatable: an element is on no rank.
     """
-    counted = sum(answer["counted"] for answer in briefs)
+    counted = sum(answer["counted"] for answer in summaries)
     nnz = sum(part.nnz for part in staged)
     if counted != nnz:
         raise NotUpdatable(f"{nnz - counted} of {nnz} elements are on no rank")
     full = all(part.manifest.full for part in staged)
     if not full:
-        _check_replicas(briefs)
-    before = Digest.total(Digest.parse(answer["digest"]) for answer in briefs)
+        _check_replicas(summaries)
+    before = Digest.total(Digest.parse(answer["digest"]) for answer in summaries)
     for number, part in enumerate(staged):
-        change = Digest.total(Digest.parse(answer["changes"][number]) for answer in briefs)
+        change = Digest.total(Digest.parse(answer["changes"][number]) for answer in summaries)
         _check_digest("the digest of a part's change", part.manifest.digest_part, change, number)
         if not part.manifest.full:
             _check_digest("the model's digest", part.manifest.digest_before, before, number)
     # A full sync replaces everything that the digest before it covers.
-    added = Digest.total(Digest.parse(answer["added"]) for answer in briefs)
+    added = Digest.total(Digest.parse(answer["added"]) for answer in summaries)
     after = added if full else before + added
     for number, part in enumerate(staged):
         _check_digest("the digest after the sync", part.manifest.digest_after, after, number)
 
 
-def _check_replicas(briefs: Sequence[dict[str, Any]]) -> None:
+def _check_replicas(summaries: Sequence[dict[str, Any]]) -> None:
     """Check that ranks which hold the same elements found the same old values."""
     changes: dict[tuple[int, ...], set[str]] = defaultdict(set)
     holders: Counter[tuple[int, ...]] = Counter()
-    for answer in briefs:
+    for answer in summaries:
         for ranks, change in answer["replicas"]:
             changes[tuple(ranks)].add(change)
             holders[tuple(ranks)] += 1

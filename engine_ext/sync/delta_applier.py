@@ -1,4 +1,4 @@
-"""The applier of a certified model: everything but the write itself, which a `Writer` does.
+"""The applier of a certified model: it writes the changed elements directly, in O(nnz).
 
 Staging does the work in advance: it locates, casts, reads old values and digests the change. The
 commit then checks that the old values are unchanged, by a sample if the pass that writes compares
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,58 +20,30 @@ from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import DecodedPart, Digest, ParamDelta, change_digest
 from engine_ext.model import StorageIndex
-from engine_ext.placement import Certified, Placed, Plan, WholeBox, summary, uncertified
+from engine_ext.placement import (
+    Certified,
+    Placed,
+    Plan,
+    WholeBox,
+    has_nan,
+    summary,
+    uncertified,
+)
 from engine_ext.ranks import RankGroup, SingleRank
-from engine_ext.startup import LaterCopies, Recomputed
+from engine_ext.startup import LaterCopies
 from engine_ext.sync import checks, consensus
 from engine_ext.sync.applier import Scan
 from engine_ext.sync.host_table import HostTable
 from engine_ext.sync.moved_tensors import MovedTensors, TraceAgain
 from engine_ext.sync.new_states import GatheredProof
-from engine_ext.sync.rebuild_plan import RebuildPlan
+from engine_ext.sync.post_load import PostLoad
 from engine_ext.sync.staged import CHANGED, StagedParam, StagedPart, UndoLog
 from engine_ext.sync.stager import stage_part
 from engine_ext.sync.thread_pool import ThreadPool
 from engine_ext.sync.tied import check_tied
-from engine_ext.sync.writes import are_unchanged, restore, undo_all
+from engine_ext.sync.writes import are_unchanged, put_all, restore, undo_all
 
 logger = logging.getLogger(__name__)
-
-
-class Writer(Protocol):
-    """An apply mode: how staged writes reach live memory. Its name is in answers and metrics.
-
-    Attributes:
-        keeps_deltas: whether it writes from the params as they were sent.
-        checks_base: whether `write` can compare old values that are known, see `Write.put`.
-    """
-
-    name: str
-    keeps_deltas: bool
-    checks_base: bool
-
-    def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
-        """Return why this mode cannot write a delta exactly, or None if it can.
-
-        The delta has the shape and dtype of the tensor, which is not uncertified; `digested` is
-        whether the digest covers it.
-        """
-
-    def follow(self, index: StorageIndex) -> None:
-        """Write to where the live tensors are in this index from now on."""
-
-    def check(self, staged: Sequence[StagedPart]) -> None:
-        """Raise NotUpdatable if this mode cannot write the sync as a whole."""
-
-    def write(self, staged: Sequence[StagedPart], threads: ThreadPool, *, compares: bool) -> None:
-        """Write the new values. If it raises, some elements might have been written.
-
-        Args:
-            compares: whether old values are compared that are known, if it can.
-
-        Raises:
-            BaseMismatch: one of them was not in memory.
-        """
 
 
 class DeltaApplier:
@@ -81,49 +53,44 @@ class DeltaApplier:
         index: the model's storage index, made before the certification.
         undo_bytes: host memory that the old values of one sync can take.
         threads: how many pieces of live tensors are staged or written at once.
-        recomputed: derived tensors that are proven to be recomputed correctly.
-        rebuilds: the modules that are computed from unprocessed weights, if `model` has some.
+        post_load: what the engine computed from weights after loading; None if that is nothing on
+            any rank.
         certified: the digests that the certification gave.
         ranks: of the engine, this one among them.
-        checks_first: whether all old values are compared before anything is written, as they are
-            if there are `recomputed` ones; to be true if there are some on any rank. An undo
-            computes them again, and if something else had changed weights and not them, they would
-            not become what they were.
         trace_again: finds where moved tensors are; None if none can be followed.
         later: finds what is computed from weights only once the engine generates.
+
+    Attributes:
+        threads: they stage and write.
+        post_load: see above; empty if that is nothing.
     """
+
+    name: str = "scatter"
 
     def __init__(
         self,
         model: torch.nn.Module,
         index: StorageIndex,
         plan: Plan,
-        writer: Writer,
         *,
         undo_bytes: int,
         threads: int,
-        recomputed: Sequence[Recomputed] = (),
-        rebuilds: RebuildPlan | None = None,
+        post_load: PostLoad | None = None,
         certified: Certified | None = None,
         ranks: RankGroup | None = None,
-        checks_first: bool = False,
         trace_again: TraceAgain | None = None,
         later: LaterCopies | None = None,
     ) -> None:
-        self.name = writer.name
         self.plan = plan
         self.digests = plan.scan(threads, certified)
         self.copies: dict[str, Digest] = {}
-        self._writer = writer
         self._undo_bytes = undo_bytes
-        self._recomputed = recomputed
-        self._rebuilds = rebuilds
+        self.post_load = post_load or PostLoad(model, index, plan.placement, SingleRank())
         self._ranks = ranks or SingleRank()
         self._later = later
         self._proof = GatheredProof(plan, self._ranks)
-        self._places = MovedTensors(model, index, plan.placement, recomputed, rebuilds, trace_again)
-        self._checks_while_writing = writer.checks_base and not (checks_first or recomputed)
-        self._threads = ThreadPool(threads)
+        self._places = MovedTensors(model, index, plan.placement, self.post_load, trace_again)
+        self.threads = ThreadPool(threads)
         devices = {entry.tensor.device for entry in index.entries}
         self._devices = [device for device in devices if device.type != "cpu"]
         for dtype in {placed.spec.dtype for placed in plan.placement.values()}:
@@ -131,6 +98,28 @@ class DeltaApplier:
             none = np.empty(0, bits_dtype(NAME_OF_TORCH[dtype]))
             change_digest("", np.empty(0, np.int64), none, none)
         self._table = HostTable(plan)
+
+    def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
+        """Return why a delta cannot be written exactly, or None if it can.
+
+        The delta has the shape and dtype of the tensor, which is not uncertified; `digested` is
+        whether the digest covers it.
+        """
+        recast = any(segment.recast for segment in placed.segments)
+        if delta.cleared is not None:
+            return None if digested else "the loader's casts lose bits of the old values"
+        if delta.differences and not digested:
+            return "it is sent as differences, but no digest proves the old values; send new values"
+        if delta.differences and recast:
+            return "it is sent as differences, but the loader casts the values; send new values"
+        if recast and has_nan(delta.values, delta.dtype):
+            return "a new value is NaN, and the loader's casts change the bits of a NaN"
+        return None
+
+    @property
+    def index(self) -> StorageIndex:
+        """The storage index of the live tensors, where they are written to."""
+        return self._places.index
 
     @property
     def digest(self) -> Digest:
@@ -152,10 +141,9 @@ class DeltaApplier:
             names = {delta.name for delta in ignored}
             part = replace(part, deltas=tuple(d for d in part.deltas if d.name not in names))
         for delta in part.deltas:
-            checks.check_param(delta, self.plan, self._writer.refusal)
+            checks.check_param(delta, self.plan, self.refusal)
         undo = not part.manifest.full or self._size() <= self._undo_bytes
-        keep = self._writer.keeps_deltas
-        staged = stage_part(part, self.plan, self._table, self._threads, undo=undo, keep=keep)
+        staged = stage_part(part, self.plan, self._table, self.threads, undo=undo)
         for param in staged.params:
             param.tied = not self.plan.writes(param.name)
         for delta in ignored:
@@ -170,11 +158,9 @@ class DeltaApplier:
             tied = self.plan.tied.get(delta.name)
             if tied is not None:
                 own = msgspec.structs.replace(delta, name=tied, new_checksum=None)
-                checks.check_param(own, self.plan, self._writer.refusal)
+                checks.check_param(own, self.plan, self.refusal)
                 one = replace(part, deltas=(own,))
-                [param] = stage_part(
-                    *(one, self.plan, self._table, self._threads), undo=False, keep=False
-                ).params
+                [param] = stage_part(one, self.plan, self._table, self.threads, undo=False).params
                 param.name = delta.name
                 found.append(param)
         return found
@@ -185,8 +171,8 @@ class DeltaApplier:
         Raises:
             BaseMismatch: a weight has moved. Nothing was written.
             NotUpdatable: parts overlap, tied tensors would get different values, a ``full`` sync
-                leaves tensors out, the old values would not fit the undo log, or the apply mode
-                cannot write the sync as a whole. Nothing was written.
+                leaves tensors out, or the old values would not fit the undo log. Nothing was
+                written.
         """
         self.check_in_place()
         checks.check_no_overlap(staged)
@@ -195,7 +181,6 @@ class DeltaApplier:
             checks.check_covers(staged, self.plan.held)
         else:
             checks.check_undo_log(staged, self._undo_bytes)
-        self._writer.check(staged)
 
     def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
         """Prove the next tensors, or rebuild the next modules; return whether nothing is left.
@@ -210,8 +195,8 @@ class DeltaApplier:
         """
         if not self._proof.is_done(staged):
             self._proof.prove_some(staged)
-        elif self._rebuilds is not None:
-            self._rebuilds.rebuild_some(staged)
+        else:
+            self.post_load.rebuild_some(staged)
         if not self.is_prepared(staged):
             return False
         if not full:
@@ -220,12 +205,11 @@ class DeltaApplier:
 
     def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
         """Return whether every tensor is proven, and every module rebuilt that a sync changes."""
-        rebuilt = self._rebuilds is None or not self._rebuilds.pending(staged)
-        return rebuilt and self._proof.is_done(staged)
+        return not self.post_load.pending(staged) and self._proof.is_done(staged)
 
     def scan(self) -> Scan:
         """Read the weights in live memory, and rebuild every module; all ranks must call it."""
-        corrupted = set() if self._rebuilds is None else {*self._rebuilds.corrupted()}
+        corrupted = {*self.post_load.corrupted()}
         moved = set(self.moved())  # their places hold what is left
         digests, copies = self.plan.scan_all()
         return Scan(
@@ -270,7 +254,6 @@ class DeltaApplier:
             TracingError: the dry run of the engine's loader has changed the model.
         """
         plan = self._places.follow(self.plan)
-        self._writer.follow(self._places.index)
         self._proof = GatheredProof(plan, self._ranks)
         self._table = HostTable(plan)
         self.plan = plan
@@ -286,17 +269,17 @@ class DeltaApplier:
         """
         self._synchronize()
         writes = [w for part in staged for w in part.writes]
-        sampled = self._compares_while_writing(staged)
-        if not are_unchanged(writes, self._threads, sampled=sampled):
+        sampled = self.compares_while_writing(staged)
+        if not are_unchanged(writes, self.threads, sampled=sampled):
             raise BaseMismatch(CHANGED)
 
-    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
-        """See `engine_ext.sync.consensus.brief`."""
-        return consensus.brief(staged, self.digest)
+    def rank_summary(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+        """See `engine_ext.sync.consensus.rank_summary`."""
+        return consensus.rank_summary(staged, self.digest)
 
-    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+    def agree(self, staged: Sequence[StagedPart], summaries: Sequence[dict[str, Any]]) -> None:
         """See `engine_ext.sync.consensus.agree`."""
-        consensus.agree(staged, briefs)
+        consensus.agree(staged, summaries)
 
     def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
         """Write the new values and recompute the derived tensors that depend on them.
@@ -318,19 +301,29 @@ class DeltaApplier:
         for write in (write for part in staged for write in part.writes):
             if isinstance(write.elements, WholeBox):
                 write.memory = memory.pop(id(write.elements.segment), None)
-        compares = self._compares_while_writing(staged)
-        self._writer.write(staged, self._threads, compares=compares)
+        self.put(staged, compares=self.compares_while_writing(staged))
         self._after_write(self._written(staged))
 
-    def _compares_while_writing(self, staged: Sequence[StagedPart]) -> bool:
-        """Return whether the pass that writes compares the old values, and not `check_base`.
+    def put(self, staged: Sequence[StagedPart], *, compares: bool) -> None:
+        """Write the new values, and nothing that follows from them.
+
+        Args:
+            compares: whether known old values are compared in the same pass.
+
+        Raises:
+            BaseMismatch: one of them was not in memory. Some elements were written.
+        """
+        put_all([w for part in staged for w in part.writes], self.threads, compares=compares)
+
+    def compares_while_writing(self, staged: Sequence[StagedPart]) -> bool:
+        """Return whether `put` compares the old values, and not `check_base`.
 
         Not in a full sync, whose old values another rank might not keep for an undo. Not with
         rebuilt modules: what the engine's processing computes can be a view of a weight, which is
         written twice then, and the second pass would not find the old values.
         """
         plain = not any(part.manifest.full or part.rebuilt.modules for part in staged)
-        return self._checks_while_writing and plain
+        return plain and not self.post_load.checks_first
 
     def undo(self, staged: Sequence[StagedPart]) -> None:
         """Restore the old values after `write` succeeded or failed, derived tensors too.
@@ -344,7 +337,7 @@ class DeltaApplier:
         writes = [write for part in staged for write in part.writes]
         if not all(write.keep for write in writes):
             raise RuntimeError("the old values were not kept: they do not fit the undo log")
-        undo_all(writes, self._threads)
+        undo_all(writes, self.threads)
         self._after_write(self._written(staged))
 
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
@@ -370,7 +363,7 @@ class DeltaApplier:
                 digests[name] = held + change
                 before = changes.get(name)
                 changes[name] = change if before is None else before + change
-        known = {} if self._rebuilds is None else self._rebuilds.committed(staged)
+        known = self.post_load.committed(staged)
         writes = [write for part in staged for write in part.writes]
         if not all(write.keep for write in writes):
             return None
@@ -383,18 +376,16 @@ class DeltaApplier:
         Raises:
             Exception: some elements might have been restored.
         """
-        restore(log.writes, self._threads)
+        restore(log.writes, self.threads)
         self._after_write(log.live_names)
         for name, change in log.changes.items():
             self.digests[name] -= change
         self.copies.clear()
-        if self._rebuilds is not None:
-            self._rebuilds.restored(log.rebuilt)
+        self.post_load.restored(log.rebuilt)
 
     def forget(self) -> None:
         """Rely no more on what the weights were computed to: something else might change them."""
-        if self._rebuilds is not None:
-            self._rebuilds.forget()
+        self.post_load.forget()
 
     def describe(self) -> dict[str, Any]:
         """Return the apply mode, certification summary and digest of this rank, as JSON."""
@@ -412,15 +403,14 @@ class DeltaApplier:
     def _written(self, staged: Sequence[StagedPart]) -> frozenset[str]:
         """Return the live tensors on this rank that a sync writes to, by name."""
         written = frozenset(write.live for part in staged for write in part.writes)
-        return written if self._rebuilds is None else written | self._rebuilds.written(staged)
+        return written | self.post_load.written(staged)
 
     def _after_write(self, live_names: frozenset[str]) -> None:
         """Wait for the writes, and recompute what depends on these live tensors."""
         self._synchronize()
-        for recompute in self._recomputed:
-            if recompute.weights & live_names:
-                recompute()
-                self._synchronize()
+        for recompute in self.post_load.recomputed_from(live_names):
+            recompute()
+            self._synchronize()
 
     def _synchronize(self) -> None:
         """Wait for all work on the devices of the weights, the engine's and this thread's."""

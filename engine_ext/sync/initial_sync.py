@@ -142,15 +142,15 @@ class InitialSyncApplier:
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Accept any base: no old values were read."""
 
-    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+    def rank_summary(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
         """Return what this rank would hold and what the digest would cover, as JSON."""
         placement = self._traced.placement
         digested = {name: covered(placed) for name, placed in placement.items() if placed.segments}
         used = [name for name, placed in placement.items() if placed.used]
         return {"boxes": boxes(placement), "covered": digested, "used": used}
 
-    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
-        """Check the sync by the briefs of all ranks.
+    def agree(self, staged: Sequence[StagedPart], summaries: Sequence[dict[str, Any]]) -> None:
+        """Check the sync by the summaries of all ranks.
 
         Raises:
             NotUpdatable: no rank would hold a tensor, or the ranks together not all of it.
@@ -158,10 +158,10 @@ class InitialSyncApplier:
                 change from unknown weights.
         """
         placement = self._traced.placement
-        resolve(placement, [brief["boxes"] for brief in briefs])
-        absent = placement.keys() - {n for b in briefs for n in b["boxes"]}
+        resolve(placement, [summary["boxes"] for summary in summaries])
+        absent = placement.keys() - {n for one in summaries for n in one["boxes"]}
         # A loader that reads a tensor might keep something of it that was not found.
-        used = absent.intersection(n for b in briefs for n in b["used"])
+        used = absent.intersection(n for one in summaries for n in one["used"])
         lost, ignored = sorted({*uncertified(placement), *used}), sorted(absent - used)
         if lost:
             raise NotUpdatable(f"the engine would not hold all of these: {lost}", tensors=lost)
@@ -180,7 +180,7 @@ class InitialSyncApplier:
         if declared:
             after = Digest.ZERO
             for delta in _deltas(staged):
-                if all(brief["covered"].get(delta.name, True) for brief in briefs):
+                if all(summary["covered"].get(delta.name, True) for summary in summaries):
                     after += tensor_digest(delta.name, delta.values)
             if declared != {after.hex()}:
                 raise BaseMismatch(

@@ -16,34 +16,41 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
 from engine_ext.dtypes import TORCH_DTYPE, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
-from engine_ext.format import ParamDelta
+from engine_ext.format import DecodedPart, ParamDelta
 from engine_ext.kernels import typed
 from engine_ext.model import StorageIndex, TracingError
-from engine_ext.placement import Placed, Placement, Status
+from engine_ext.placement import Placed, Plan, Status
 from engine_ext.startup import COPY_REPLACED, LoaderDryRun, LoadWeights
+from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.staged import StagedPart, Write
-from engine_ext.sync.thread_pool import ThreadPool
 
 # torch compares and selects these for NaN, but not the 8-bit floats.
 _MASKABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class MaskedWriter:
-    """Writes through the model's own loader; for `chunk_bytes` see `chunks`."""
+class MaskedApplier(DeltaApplier):
+    """Writes through the model's own loader; stages, votes and undoes as `DeltaApplier` does.
+
+    Args:
+        dry_run: of the loader, and of the model that is written to.
+        chunk_bytes: see `chunks`.
+        options: those of `DeltaApplier`.
+    """
 
     name = "masked"
-    keeps_deltas = True
-    checks_base = False
 
-    def __init__(self, dry_run: LoaderDryRun, placement: Placement, *, chunk_bytes: int) -> None:
+    def __init__(
+        self, dry_run: LoaderDryRun, plan: Plan, *, chunk_bytes: int, **options: Any
+    ) -> None:
+        super().__init__(dry_run.model, dry_run.index, plan, **options)
         self._dry_run = dry_run
-        self._placement = placement
         self._chunk_bytes = chunk_bytes
         self._rehearsed: list[list[str]] = []
 
@@ -51,26 +58,36 @@ class MaskedWriter:
         """Return why the loader cannot write a delta exactly, or None if it can."""
         return refusal(delta, placed) if placed.segments else None
 
-    def follow(self, index: StorageIndex) -> None:
-        """Recognise writes to the live tensors by this index from now on."""
-        self._dry_run = self._dry_run.at(index)
+    def stage(self, part: DecodedPart) -> StagedPart:
+        """Stage a part, and keep it: the loader gets its params as they were sent."""
+        staged = super().stage(part)
+        sent = [delta for delta in part.deltas if self.plan.ignores(delta.name) is None]
+        for param, delta in zip(staged.params, sent, strict=True):
+            param.delta = delta
+        return staged
+
+    def place_again(self) -> None:
+        """See `DeltaApplier.place_again`; the loader's writes are recognised there from now on."""
+        super().place_again()
+        self._dry_run = self._dry_run.at(self.index)
         self._rehearsed = []
 
-    def check(self, staged: Sequence[StagedPart]) -> None:
-        """Check that the loader treats these tensors alone as it treated the whole checkpoint.
+    def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
+        """Check also that the loader treats these tensors as it treated the whole checkpoint.
 
         Raises:
             NotUpdatable: names the tensors that it treats differently, or the loader cannot be run
                 dry now. Nothing was written.
             TracingError: the dry run has changed the model.
         """
+        super().check_sync(staged, full=full)
         deltas = self._deltas(staged)
         calls = [[delta.name for delta in chunk] for chunk in chunks(deltas, self._chunk_bytes)]
         if calls == self._rehearsed:
             return
         for names in calls:
             try:
-                reasons = self._dry_run.rehearse(names, self._placement)
+                reasons = self._dry_run.rehearse(names, self.plan.placement)
             except TracingError:
                 raise
             except RuntimeError as error:
@@ -83,7 +100,11 @@ class MaskedWriter:
                 )
         self._rehearsed = calls
 
-    def write(self, staged: Sequence[StagedPart], threads: ThreadPool, *, compares: bool) -> None:
+    def compares_while_writing(self, staged: Sequence[StagedPart]) -> bool:
+        """Return False: the loader compares nothing."""
+        return False
+
+    def put(self, staged: Sequence[StagedPart], *, compares: bool) -> None:
         """Write the new values and read them back.
 
         Raises:
@@ -97,14 +118,14 @@ class MaskedWriter:
         loader = self._dry_run
         apply_masked(loader.load_weights, loader.index, self._deltas(staged), self._chunk_bytes)
         for param in params:
-            if not all(threads.map(Write.holds, param.writes)):
+            if not all(self.threads.map(Write.holds, param.writes)):
                 raise RuntimeError(f"{param.name} does not hold its new bits after the write")
 
     def _deltas(self, staged: Sequence[StagedPart]) -> list[ParamDelta]:
         """Return the deltas that this rank's loader gets: of tensors that it holds elements of."""
         params = [param for part in staged for param in part.params if param.nnz and not param.tied]
         deltas = [param.delta for param in params if param.delta is not None]
-        return merge(delta for delta in deltas if self._placement[delta.name].segments)
+        return merge(delta for delta in deltas if self.plan.placement[delta.name].segments)
 
 
 def refusal(delta: ParamDelta, placed: Placed) -> str | None:

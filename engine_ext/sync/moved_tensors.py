@@ -14,8 +14,7 @@ import torch
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.model import LiveTensor, StorageIndex, extent, reachable_tensors
 from engine_ext.placement import Placement, Plan, place_again
-from engine_ext.startup import Recomputed
-from engine_ext.sync.rebuild_plan import RebuildPlan
+from engine_ext.sync.post_load import PostLoad
 
 TraceAgain = Callable[[StorageIndex, Sequence[str]], Placement]
 """Trace the whole checkpoint through the loader again, given an index of the model as it is now and
@@ -37,12 +36,11 @@ class MovedTensors:
         model: torch.nn.Module,
         index: StorageIndex,
         placement: Placement,
-        recomputed: Sequence[Recomputed],
-        rebuilds: RebuildPlan | None,
+        post_load: PostLoad,
         trace: TraceAgain | None,
     ) -> None:
         self._model, self._index, self._placement = model, index, placement
-        self._recomputed, self._rebuilds, self._trace = recomputed, rebuilds, trace
+        self._post_load, self._trace = post_load, trace
         self._constants = self._unwritten_buffers()
 
     @property
@@ -63,7 +61,7 @@ class MovedTensors:
                 found.add(name)
                 explained |= held
         for name in live:
-            sources = set[str]() if self._rebuilds is None else self._rebuilds.sources(name)
+            sources = self._post_load.sources(name)
             if sources:
                 found |= sources
                 explained.add(name)
@@ -98,16 +96,13 @@ class MovedTensors:
         if elsewhere:
             raise _lost(elsewhere, "the loader writes them elsewhere now")
         self._index = now
-        if self._rebuilds is not None:
-            self._rebuilds.follow()
+        self._post_load.follow()
         return plan
 
     def _live(self) -> list[str]:
         """Return the live tensors and modules that have moved, by name."""
-        moved = {path for one in self._recomputed for path in one.moved()}
-        if self._rebuilds is not None:
-            moved.update(self._rebuilds.moved())
-        return sorted(moved.union(self._index.moved(self._model)) - self._constants)
+        moved = self._post_load.moved(self._model).union(self._index.moved(self._model))
+        return sorted(moved - self._constants)
 
     def _check_followable(self, names: Sequence[str], now: StorageIndex) -> None:
         """Check that the moved tensors have new places like the old ones, which nothing refers to.
@@ -119,11 +114,7 @@ class MovedTensors:
             raise _lost(names, "it is not known what loads them")
         known = {n: e for e in self._index.entries for n in (e.name, *e.aliases)}
         own = set(self._index.moved(self._model))
-        others = [
-            name
-            for name in names
-            if name not in own or (self._rebuilds is not None and self._rebuilds.contains(name))
-        ]
+        others = [name for name in names if name not in own or self._post_load.contains(name)]
         if others:
             raise _lost(others, "the engine computes them from weights")
         unlike = self._index.differences(now, names)
@@ -140,9 +131,8 @@ class MovedTensors:
 
     def _stale(self, moved: Mapping[str, LiveTensor]) -> list[str]:
         """Return the paths of tensors that are (views of) the memory that was left."""
-        model = self._model if self._rebuilds is None else self._rebuilds.model
         found = []
-        for path, _, attribute, tensor in reachable_tensors(model):
+        for path, _, attribute, tensor in reachable_tensors(self._post_load.model):
             if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
                 continue
             start = tensor.data_ptr()
@@ -156,15 +146,14 @@ class MovedTensors:
 
         vLLM replaces some at the first forward pass (rotary embeddings in another dtype).
         """
-        written = {path for one in self._recomputed for path in one.paths}
+        written = {path for one in self._post_load.recomputed for path in one.paths}
         for placed in self._placement.values():
             for segment in placed.segments:
                 written.update((segment.live.name, *segment.live.aliases))
         return {
             name
             for name, _ in self._model.named_buffers(remove_duplicate=False)
-            if name not in written
-            and not (self._rebuilds is not None and self._rebuilds.contains(name))
+            if name not in written and not self._post_load.contains(name)
         }
 
 

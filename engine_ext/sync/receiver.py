@@ -74,7 +74,7 @@ class Receiver(SyncOperations):
 
     def weights_replaced(self, by: str) -> None:
         """Take only a full sync from now on; `by` names what in the engine changed the weights."""
-        self._sync_state.foreign = by
+        self._sync_state.changed_externally = by
         self._applier.forget()
         self._drop_staged()
         self._undo = []
@@ -150,7 +150,7 @@ class Receiver(SyncOperations):
         return ops.RankStatus(
             **msgspec.structs.asdict(self._state()),
             asleep=self._sync_state.asleep,
-            foreign=self._sync_state.foreign,
+            foreign=self._sync_state.changed_externally,
             run=self._sync_state.run,
             owner=self._sync_state.runs.owner,
             loaded=self._sync_state.loaded,
@@ -256,5 +256,5 @@ class Receiver(SyncOperations):
     def _scrubbed(self) -> Applier | None:
         """Return what knows the weights, while they are in memory and of a known version."""
         state = self._sync_state
-        known = not (state.asleep or state.uncertain) and state.foreign is None
+        known = not (state.asleep or state.uncertain) and state.changed_externally is None
         return self._applier if known else None

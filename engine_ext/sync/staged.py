@@ -129,8 +129,8 @@ class StagedParam(msgspec.Struct, eq=False, gc=False):
         name: of the checkpoint's tensor.
         nnz: elements that the part sends of it, on all ranks together.
         dense: whether these are all, in order.
-        delta: the param as it was sent, if the apply mode writes from it. It keeps the whole part's
-            memory alive.
+        delta: the param as it was sent, for an applier that writes through the model's loader. It
+            keeps the whole part's memory alive.
         writes: the writes on this rank; empty if it holds none of the elements.
         counted: elements of the delta that this rank counts (see `engine_ext.placement.ownership`).
         change: digest of the counted elements, new minus old; in a full sync, of the new values.
@@ -230,7 +230,7 @@ class UndoLog:
         writes: elements of live memory, with their old bits.
         changes: how much the sync changed the digest of each checkpoint tensor.
         live_names: the live tensors that it wrote to.
-        rebuilt: what rebuilding its modules gave before it; see `RebuildPlan.committed`.
+        rebuilt: what rebuilding its modules gave before it; see `PostLoad.committed`.
     """
 
     writes: list[tuple[LiveElements, Any]]

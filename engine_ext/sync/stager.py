@@ -57,9 +57,9 @@ _OnDevices = Mapping[int, GatherResult]  # by the number of the target
 
 
 def stage_part(
-    part: DecodedPart, plan: Plan, table: HostTable, threads: ThreadPool, *, undo: bool, keep: bool
+    part: DecodedPart, plan: Plan, table: HostTable, threads: ThreadPool, *, undo: bool
 ) -> StagedPart:
-    """Prepare the writes of a part on this rank.
+    """Prepare the writes of a part on this rank; nothing of it is kept but copies of its share.
 
     Args:
         part: the decoded part; every param has the shape and dtype of a certified tensor. A change
@@ -68,8 +68,6 @@ def stage_part(
             sent so.
         table: of the plan.
         undo: whether the old values of dense params are kept; those of sparse ones always are.
-        keep: whether the params as they were sent are kept. Else nothing of the part is, but copies
-            of this rank's share.
 
     Raises:
         BaseMismatch: copies of one element on this rank differ, or a tensor's new bytes would not
@@ -84,7 +82,7 @@ def stage_part(
     stager = _Stager(
         *(plan.rank, manifest.full, undo, manifest.digest_part is not None, whole, threads)
     )
-    params = [StagedParam.of(delta, keep=keep) for delta in part.deltas]
+    params = [StagedParam.of(delta) for delta in part.deltas]
     in_table = _stage_by_table(part, table, threads, params, undo)
     numbers, pieces = _pieces(part, plan, in_table)
     todo = [*zip(pieces, _on_devices(pieces, stager, threads), strict=True)]

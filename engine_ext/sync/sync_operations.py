@@ -345,7 +345,10 @@ class SyncOperations:
 
     def _keep_undo(self, sync: Sync, base: int, log: UndoLog | None) -> None:
         """Keep the old values of a sync that was just written, if they can be restored later."""
-        if self._sync_state.engine_state != "certain" or self._sync_state.foreign is not None:
+        if (
+            self._sync_state.engine_state != "certain"
+            or self._sync_state.changed_externally is not None
+        ):
             log = None  # it is not known which version the old values were of
         continued = _continued(sync, base)
         earlier = self._undo if continued else []

@@ -92,7 +92,8 @@ class SyncState:
     Attributes:
         uncertain: a write failed half-way; some weights might be new and some old.
         asleep: the engine has released the weights' memory.
-        foreign: what changed the weights outside of delta sync since the last sync, or None.
+        changed_externally: what changed the weights outside of delta sync since the last sync, or
+            None.
         mismatched: names of tensors that this rank knows to hold other bits than the syncs have
             written, found since the last ``full`` sync. One rank that knows refuses for all.
         previous: the version before the last one, and what is known of it; None if there is no way
@@ -107,7 +108,7 @@ class SyncState:
         self.stage_timeout = stage_timeout
         self.uncertain = False
         self.asleep = False
-        self.foreign: str | None = None
+        self.changed_externally: str | None = None
         self.mismatched: frozenset[str] = frozenset()
         self.sync: Sync | None = None
         self.previous: tuple[int, _Committed] | None = None
@@ -246,7 +247,7 @@ class SyncState:
         Args:
             run: that the part names.
         """
-        known = self.engine_state == "certain" and self.foreign is None
+        known = self.engine_state == "certain" and self.changed_externally is None
         if not known or version != self.version or identity not in self._committed.identities:
             return False
         return is_anonymous(self.run) if run is None else run == self.run
@@ -269,9 +270,10 @@ class SyncState:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
         if self.uncertain and not full:
             raise EngineUncertain("an earlier write failed half-way; send a full sync")
-        if self.foreign is not None and not full:
+        if self.changed_externally is not None and not full:
             raise BaseMismatch(
-                f"{self.foreign} changed the weights outside of delta sync; send a full sync"
+                f"{self.changed_externally} changed the weights outside of delta sync; "
+                "send a full sync"
             )
         if self.mismatched and not full:
             raise BaseMismatch.in_memory(self.mismatched)
@@ -294,7 +296,7 @@ class SyncState:
     def fail(self) -> None:
         """Record that some weights might be new and some old; forget the staged sync."""
         run = self.run if self.sync is None else self._run_of(self.sync)
-        self.sync = self.previous = self.foreign = None
+        self.sync = self.previous = self.changed_externally = None
         self.uncertain, self.loaded = True, False
         self.mismatched = frozenset()
         self._committed = _Committed(run)
@@ -332,7 +334,7 @@ class SyncState:
         """
         assert self.sync is not None
         sync, self.sync = self.sync, None
-        self.uncertain, self.foreign, self.loaded = False, None, False
+        self.uncertain, self.changed_externally, self.loaded = False, None, False
         run = self._run_of(sync)
         self.runs.use(run, sync.version)
         if sync.full:

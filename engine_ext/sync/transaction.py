@@ -38,14 +38,14 @@ class Transaction:
 
         Raises:
             CommitFailed: `prepare` has changed the model on some rank. The engine is uncertain.
-            DeltaError: some rank's `prepare` raised, or the briefs of the ranks contradict each
+            DeltaError: some rank's `prepare` raised, or the summaries of the ranks contradict each
                 other. Nothing was written. All ranks raise the same error.
         """
         staged: Sequence[StagedPart] = []
         changed: CommitFailed | None = None
         try:
             staged = prepare()
-            vote: dict[str, Any] = {"brief": self._applier.brief(staged)}
+            vote: dict[str, Any] = {"summary": self._applier.rank_summary(staged)}
         except TracingError as error:
             logger.exception("checking a sync has changed the model")
             changed = CommitFailed(
@@ -62,7 +62,7 @@ class Transaction:
         errors = [v["error"] for v in votes if "error" in v]
         if errors:  # a rank whose model has changed outweighs those that merely refuse
             raise from_wire(min(errors, key=lambda e: bool(e["engine_state"] == "unchanged")))
-        self._applier.agree(staged, [v["brief"] for v in votes])
+        self._applier.agree(staged, [v["summary"] for v in votes])
         return staged
 
     def write(

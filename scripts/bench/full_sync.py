@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from engine_ext.ranks import SingleRank
     from engine_ext.settings import Settings
     from engine_ext.startup import LoaderDryRun
-    from engine_ext.sync import DeltaApplier, ScatterWriter, UndoLog
+    from engine_ext.sync import DeltaApplier, UndoLog
     from scripts.bench.loaded_model import checkpoint_of, load_weights, make_model
     from scripts.bench.startup import reading_time
 
@@ -113,9 +113,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     certified = certify_placement(placement, base.items(), threads=options.threads)
     warm_up()
     plan = make_plan(placement, SingleRank())
-    undo_bytes, writer = Settings().undo_bytes, ScatterWriter()
+    undo_bytes = Settings().undo_bytes
     applier = DeltaApplier(
-        *(model, index, plan, writer),
+        *(model, index, plan),
         undo_bytes=undo_bytes,
         threads=options.threads,
         certified=certified,
@@ -169,7 +169,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         times.append(now())
         applier.check_sync(staged, full=True)
         applier.check_base(staged)
-        applier.agree(staged, [applier.brief(staged)])
+        applier.agree(staged, [applier.rank_summary(staged)])
         applier.write(staged, logs)
         log = applier.finish(staged)
         logs = [] if log is None else [log]

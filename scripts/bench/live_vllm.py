@@ -25,7 +25,7 @@ from engine_ext.placement import Plan, Status, TensorSpec, certify_placement, ma
 from engine_ext.ranks import SingleRank
 from engine_ext.settings import Settings
 from engine_ext.startup import LoaderDryRun, compose
-from engine_ext.sync import DeltaApplier, ScatterWriter, StagedPart, apply_masked
+from engine_ext.sync import DeltaApplier, StagedPart, apply_masked
 from scripts.process_memory import peak_resident, reset_peak
 
 _MEMORY_DENSITY: Final = 0.02
@@ -155,9 +155,8 @@ def _certified(
     undo_bytes = Settings().undo_bytes
 
     def applier(plan: Plan) -> DeltaApplier:
-        writer = ScatterWriter()
         return DeltaApplier(
-            model, index, plan, writer, undo_bytes=undo_bytes, threads=threads, certified=known
+            model, index, plan, undo_bytes=undo_bytes, threads=threads, certified=known
         )
 
     ready = time.perf_counter()
@@ -221,7 +220,7 @@ def commit(applier: DeltaApplier, staged: list[StagedPart]) -> Any:
     """Commit staged parts as a rank does; return the undo log."""
     applier.check_sync(staged, full=False)
     applier.check_base(staged)
-    applier.agree(staged, [applier.brief(staged)])
+    applier.agree(staged, [applier.rank_summary(staged)])
     applier.write(staged)
     return applier.finish(staged)
 

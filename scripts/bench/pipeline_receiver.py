@@ -38,7 +38,7 @@ from engine_ext.ranks.operations import (
 )
 from engine_ext.settings import Settings
 from engine_ext.startup import LoaderDryRun
-from engine_ext.sync import DeltaApplier, Receiver, ScatterWriter
+from engine_ext.sync import DeltaApplier, Receiver
 from scripts.bench.pipeline_link import HOST
 
 _CHUNK = 1 << 16  # as uvicorn hands a body on
@@ -74,7 +74,6 @@ def make_receiver(tensors: dict[str, torch.Tensor], settings: Settings) -> Recei
         model,
         index,
         plan,
-        ScatterWriter(),
         undo_bytes=settings.undo_bytes,
         threads=torch.get_num_threads(),
     )

@@ -53,7 +53,7 @@ from engine_ext.ranks import GroupRanks, RankGroup, cores_per_rank
 from engine_ext.ranks.operations import BeginPart
 from engine_ext.resources import usable_cores
 from engine_ext.startup import LoaderDryRun
-from engine_ext.sync import BackgroundStaging, DeltaApplier, ScatterWriter
+from engine_ext.sync import BackgroundStaging, DeltaApplier
 from scripts import command_line
 
 _ROWS: Final = 4096
@@ -154,10 +154,7 @@ class _Rank:
         placement = LoaderDryRun(model, model.load_weights, index).trace(specs)
         certify_placement(placement, weights.items())
         plan, threads = make_plan(placement, ranks), cores_per_rank(ranks)
-        writer = ScatterWriter()
-        self._applier = DeltaApplier(
-            model, index, plan, writer, undo_bytes=1 << 40, threads=threads
-        )
+        self._applier = DeltaApplier(model, index, plan, undo_bytes=1 << 40, threads=threads)
         self._ranks, self._workers = ranks, workers
 
     def stage(self, paths: list[str], *, at_once: bool) -> float:

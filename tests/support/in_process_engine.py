@@ -121,13 +121,13 @@ class Shard:
     def check_in_place(self) -> None:
         """The weights do not move."""
 
-    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+    def rank_summary(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
         return {"changes": [self._change(part).hex() for part in staged]}
 
-    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+    def agree(self, staged: Sequence[StagedPart], summaries: Sequence[dict[str, Any]]) -> None:
         """The parts that say what they change say what they change here."""
         for number, part in enumerate(staged):
-            changes = (Digest.parse(brief["changes"][number]) for brief in briefs)
+            changes = (Digest.parse(summary["changes"][number]) for summary in summaries)
             change = sum(changes, start=Digest.ZERO).hex()
             if part.manifest.digest_part not in (None, change):
                 raise BaseMismatch("other old values", found=change)

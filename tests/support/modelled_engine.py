@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from delta_server import commit as commit_module
 from engine_ext.errors import NotUpdatable
 from engine_ext.format import ParamDelta
-from engine_ext.sync import rebuild_plan
+from engine_ext.sync import post_load
 from tests.support.delta_bodies import forged
 from tests.support.endpoint_rig import STATUS
 from tests.support.engine_oracle import (
@@ -102,7 +102,7 @@ class ModelledEngine(RuleBasedStateMachine):
         self._folder = tempfile.TemporaryDirectory()
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(patch.object(commit_module, "_STATE_MAX_AGE_S", 0.0))
-        self._patches.enter_context(patch.object(rebuild_plan, "_BATCH", 1))
+        self._patches.enter_context(patch.object(post_load, "_BATCH", 1))
         self._rigs = map(str, itertools.count())
         self._ids = map(str, itertools.count())
         self.sent: list[Part] = []

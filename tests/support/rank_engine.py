@@ -81,10 +81,10 @@ class RecordingApplier:
     def place_again(self) -> None:
         pass
 
-    def brief(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
+    def rank_summary(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
         return {}
 
-    def agree(self, staged: Sequence[StagedPart], briefs: Sequence[dict[str, Any]]) -> None:
+    def agree(self, staged: Sequence[StagedPart], summaries: Sequence[dict[str, Any]]) -> None:
         self._step("agree")
 
     def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:

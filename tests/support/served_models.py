@@ -27,10 +27,9 @@ from engine_ext.placement.segments import Placed, Placement
 from engine_ext.ranks import RankGroup, SingleRank
 from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import host_table, stager
-from engine_ext.sync.delta_applier import DeltaApplier, Writer
+from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.host_table import HostTable
-from engine_ext.sync.masked import MaskedWriter
-from engine_ext.sync.scatter import ScatterWriter
+from engine_ext.sync.masked import MaskedApplier
 from engine_ext.sync.staged import StagedPart
 from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel
@@ -175,7 +174,7 @@ class Peer:
     def all_gather(self, value: Any) -> list[Any]:
         return [value, self._answers.pop(0)] if self.missing else [value]
 
-    def brief(self, parts: Sequence[DecodedPart]) -> dict[str, Any]:
+    def rank_summary(self, parts: Sequence[DecodedPart]) -> dict[str, Any]:
         """The second rank's summary of a sync."""
         none = np.empty(0, np.int64)
         counted = 0
@@ -234,13 +233,11 @@ def make_applier(
     threads: int = 1,
     ranks: RankGroup | None = None,
 ) -> DeltaApplier:
-    writer: Writer = ScatterWriter()
+    options: Any = {"undo_bytes": undo_bytes, "threads": threads, "ranks": ranks}
     if apply == "masked":
         dry_run = LoaderDryRun(live, live.load_weights, index)
-        writer = MaskedWriter(dry_run, plan.placement, chunk_bytes=chunk_bytes)
-    return DeltaApplier(
-        live, index, plan, writer, undo_bytes=undo_bytes, threads=threads, ranks=ranks
-    )
+        return MaskedApplier(dry_run, plan, chunk_bytes=chunk_bytes, **options)
+    return DeltaApplier(live, index, plan, **options)
 
 
 def serve(
@@ -367,8 +364,8 @@ def stage(served: Served, parts: list[DecodedPart], *, full: bool = False) -> li
     staged = [applier.stage(part) for part in parts]
     applier.check_sync(staged, full=full)
     applier.check_base(staged)
-    briefs = [json.loads(json.dumps(applier.brief(staged)))]
-    applier.agree(staged, briefs + ([served.peer.brief(parts)] if served.peer else []))
+    summaries = [json.loads(json.dumps(applier.rank_summary(staged)))]
+    applier.agree(staged, summaries + ([served.peer.rank_summary(parts)] if served.peer else []))
     return staged
 
 

@@ -19,8 +19,8 @@ OWN = {"engine_ext.ranks.operations", "engine_ext.ranks.status", "engine_ext.ker
 WITHOUT_USER = {
     *("ParamEntry", "StateHash"),
     *("Store", "removable", "ModuleCopy", "Probe", "Reload"),
-    *("AdapterStores", "Applier", "InitialSyncApplier", "MaskedWriter", "RebuildPlan"),
-    *("Scrubber", "TraceAgain", "Transaction", "Writer"),
+    *("AdapterStores", "Applier", "InitialSyncApplier", "MaskedApplier", "PostLoad"),
+    *("Scrubber", "TraceAgain", "Transaction"),
 }
 
 

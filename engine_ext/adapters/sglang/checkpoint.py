@@ -32,6 +32,7 @@ class RunnerLoad:
         runner: SGLang's.
     """
 
+    role: ModelRole
     runner: Any
 
     def constants_kept(self) -> contextlib.AbstractContextManager[None]:
@@ -46,6 +47,9 @@ class RunnerLoad:
         from sglang.srt.model_loader import loader
 
         return loader, "_initialize_model"
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Accept every model: what SGLang cannot update is refused elsewhere."""
 
     def reader(self, model: torch.nn.Module) -> CheckpointReader | None:
         return checkpoint(self.runner, model)
@@ -64,7 +68,7 @@ def observer_of(
     role: ModelRole, runner: Any, loading: LoadingTrace, states: UnprocessedModules
 ) -> Observer:
     """Return the context in which a runner loads its model."""
-    return ModelLoadObserver(role, RunnerLoad(runner), loading, states)
+    return ModelLoadObserver(RunnerLoad(role, runner), loading, states)
 
 
 def load_format(runner: Any) -> str:

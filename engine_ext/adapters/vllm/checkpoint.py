@@ -45,9 +45,11 @@ class WorkerLoad:
 
         return base_loader, "initialize_model"
 
-    def reader(self, model: torch.nn.Module) -> CheckpointReader | None:
+    def check(self, model: torch.nn.Module) -> None:
         if getattr(model, "_expert_substitutions", None) is not None:  # since 0.33
             raise RuntimeError(refusals.EXPERT_SUBSTITUTION.message)
+
+    def reader(self, model: torch.nn.Module) -> CheckpointReader | None:
         reads = reads_checkpoint(self.role)
         return functools.partial(checkpoint, model, self.role) if reads else None
 

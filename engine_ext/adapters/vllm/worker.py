@@ -62,9 +62,7 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
         if len(models) > 1 and not reads:
             raise RuntimeError(refusals.DRAFT_WITHOUT_CHECKPOINT.message)
         states = UnprocessedModules(chosen.shadow_bytes, moved_too=not reads)
-        observed = [
-            ModelLoadObserver(role, WorkerLoad(role, config), loading, states) for role in models
-        ]
+        observed = [ModelLoadObserver(WorkerLoad(role, config), loading, states) for role in models]
         with contextlib.ExitStack() as hooks:
             hooks.enter_context(online_processing(states.keep))
             hooks.enter_context(observed[0])

@@ -135,8 +135,7 @@ def _leave(file: Path, text: str) -> None:
 
 def _live(applier: Any) -> Any:
     """Return the live model, also where an unprocessed copy of it is written to."""
-    rebuilds = getattr(applier, "_rebuilds", None)
-    return applier._places._model if rebuilds is None else rebuilds.model
+    return applier.post_load.model
 
 
 def _hashes(model: Any) -> dict[str, str]:
@@ -213,7 +212,7 @@ def _move(applier: Any, name: str) -> None:
 
 def _process_once(applier: Any, then: Callable[[Any], None]) -> None:
     """Let this come after the engine's processing in the next rebuild."""
-    rebuilds = {one: one.state for one in applier._rebuilds._by_path.values()}
+    rebuilds = {one: one.state for one in applier.post_load._by_path.values()}
 
     def process(module: Any, processing: Callable[[Any], None]) -> None:
         for one, state in rebuilds.items():

@@ -46,9 +46,16 @@ class ToyEngine:
         happened: in order.
         checkpoint: None if there is none.
         refuses: why the loader would not simply load.
+        role: the model's place in the receiver's model.
     """
 
-    def __init__(self, checkpoint: Checkpoint | None = None, refuses: str | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint | None = None,
+        refuses: str | None = None,
+        role: ModelRole = TARGET,
+    ) -> None:
+        self.role = role
         self.happened: list[str] = []
         self.checkpoint, self.refuses = checkpoint, refuses
         self.module: Any = ModuleType("engine")
@@ -79,6 +86,9 @@ class ToyEngine:
     def constructor(self) -> tuple[Any, str]:
         return self.module, "make"
 
+    def check(self, model: nn.Module) -> None:
+        self.happened.append("checked")
+
     def reader(self, model: nn.Module) -> CheckpointReader | None:
         self.happened.append("read")
         return None if self.checkpoint is None else lambda: copied(self.checkpoint or {})
@@ -98,10 +108,9 @@ class Rank:
     def __init__(self, *engines: ToyEngine) -> None:
         self.loading, self.states = LoadingTrace(), UnprocessedModules(LIMIT)
         roles = (TARGET, DRAFT) if len(engines) > 1 else (ModelRole("", "", own=True),)
-        self.observers = [
-            ModelLoadObserver(role, engine, self.loading, self.states)
-            for role, engine in zip(roles, engines, strict=True)
-        ]
+        for engine, role in zip(engines, roles, strict=True):
+            engine.role = role
+        self.observers = [ModelLoadObserver(one, self.loading, self.states) for one in engines]
         self.models = []
         for observer, engine in zip(self.observers, engines, strict=True):
             with observer:
@@ -164,7 +173,7 @@ def test_engine_is_as_before_afterwards() -> None:
 
 def test_engine_is_as_before_if_loading_fails() -> None:
     engine = with_checkpoint()
-    observer = ModelLoadObserver(TARGET, engine, LoadingTrace(), UnprocessedModules(LIMIT))
+    observer = ModelLoadObserver(engine, LoadingTrace(), UnprocessedModules(LIMIT))
     with pytest.raises(OSError, match="no file"), observer:
         raise OSError("no file")
     assert (engine.module.make, engine.module.process) == engine.functions
@@ -174,7 +183,7 @@ def test_engine_is_as_before_if_loading_fails() -> None:
 def test_engine_is_as_before_if_watching_cannot_begin() -> None:
     engine = with_checkpoint()
     del engine.module.make
-    observer = ModelLoadObserver(TARGET, engine, LoadingTrace(), UnprocessedModules(LIMIT))
+    observer = ModelLoadObserver(engine, LoadingTrace(), UnprocessedModules(LIMIT))
     with pytest.raises(AttributeError, match="make"):
         observer.__enter__()
     assert engine.module.process is process
@@ -182,9 +191,7 @@ def test_engine_is_as_before_if_watching_cannot_begin() -> None:
 
 
 def test_model_that_was_not_processed_is_not_learned() -> None:
-    observer = ModelLoadObserver(
-        TARGET, with_checkpoint(), LoadingTrace(), UnprocessedModules(LIMIT)
-    )
+    observer = ModelLoadObserver(with_checkpoint(), LoadingTrace(), UnprocessedModules(LIMIT))
     with observer:
         pass
     assert not observations([observer], []).learned

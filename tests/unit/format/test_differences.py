@@ -78,12 +78,12 @@ def test_applied_and_taken_back(
     if served.peer:  # the second rank counts and digests the elements that are not here
         digest = Digest.parse(part.manifest.digest_part or "")
         here = sum((p.change for p in served.applier.stage(part).params), start=Digest.ZERO)
-        brief = served.peer.brief
+        rank_summary = served.peer.rank_summary
 
         def with_change(parts: object) -> dict[str, object]:
-            return {**brief([part]), "changes": [(digest - here).hex()]}
+            return {**rank_summary([part]), "changes": [(digest - here).hex()]}
 
-        served.peer.brief = with_change  # type: ignore[method-assign]
+        served.peer.rank_summary = with_change  # type: ignore[method-assign]
     with small_pieces(span):
         assert attempt(served, [part]) is None
     assert memory(served.model) == memory(load(model, target))

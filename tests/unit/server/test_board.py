@@ -12,7 +12,7 @@ import pytest
 from delta_server import board
 from delta_server.board import Item
 from delta_server.process_identity import new_name
-from engine_ext.ranks.operations import GetItem
+from engine_ext.ranks.operations import GetItem, Operation
 from tests.support.endpoint_rig import Rig
 
 
@@ -76,9 +76,9 @@ def test_a_change_is_one_call_while_no_other_process_writes(
     calls: list[str] = []
     original = rig.engine.call
 
-    async def record(request: object) -> object:
+    async def record(request: Operation[Any]) -> object:
         calls.append(type(request).__name__)
-        return await original(request)  # type: ignore[type-var]
+        return await original(request)
 
     monkeypatch.setattr(rig.engine, "call", record)
     for _ in range(3):

@@ -195,7 +195,7 @@ def test_while_another_sync_is_staged(rig: Rig) -> None:
 
 def test_what_is_of_no_version_keeps_the_engines_own_name(rig: Rig) -> None:
     for receiver in rig.engine.receivers:
-        receiver._sync_state.foreign = "the engine's own update"
+        receiver._sync_state.changed_externally = "the engine's own update"
     assert advance(rig, "step-9").json()["success"] is True
     assert rig.engine.weight_version == "step-9"
     assert rig.status().version.number == 7

@@ -176,7 +176,7 @@ def test_status_of_ranks_that_differ_is_uncertain(rig: Rig) -> None:
 
 def test_status_tells_what_one_rank_alone_is_in(rig: Rig) -> None:
     rig.engine.receivers[1]._sync_state.asleep = True
-    rig.engine.receivers[1]._sync_state.foreign = "its own update"
+    rig.engine.receivers[1]._sync_state.changed_externally = "its own update"
     assert (rig.status().health.asleep, rig.status().health.changed_externally) == (
         True,
         "its own update",

@@ -90,7 +90,7 @@ def test_findings_are_counted_and_a_failure_ends_nothing(rig: Rig) -> None:
         ]
         for found, total in (((1, 2), 3), ((1, 3), 4)):
             for receiver, findings in zip(rig.engine.receivers, found, strict=True):
-                receiver._scrubber.findings = findings
+                receiver._scrubber = scrubber(None, *map(str, range(findings)))
             await until(total)
             rig.engine.fails["status"] = RuntimeError("the engine is gone")
             await asked()

@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.toy_quantised import Int8, Layer, Method, Model, linear_shapes
-from tests.unit.sync.test_rebuild_plan import target_of
+from tests.unit.sync.test_post_load import target_of
 
 pytestmark = pytest.mark.host_memory
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from engine_ext.kernels import bits_of
 from engine_ext.startup import Recomputation
-from engine_ext.sync import rebuild_plan
+from engine_ext.sync import post_load
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of, part_id
 from tests.support.toy_collective import Meeting, OneScale, Together, all_ranks
@@ -30,7 +30,7 @@ from tests.support.toy_quantised import (
     one_layer,
     parameter,
 )
-from tests.unit.sync.test_rebuild_plan import target_of
+from tests.unit.sync.test_post_load import target_of
 
 
 def corrupted(serving: Serving) -> list[str]:
@@ -75,7 +75,7 @@ def test_what_raises_on_one_rank_may_be_prepared_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks are at the same module then, though some had rebuilt it."""
-    monkeypatch.setattr(rebuild_plan, "_BATCH", 1)
+    monkeypatch.setattr(post_load, "_BATCH", 1)
     serving = Serving(Meeting, tmp_path, ranks=2)
     target = target_of(serving)
     body = serving.body(target)

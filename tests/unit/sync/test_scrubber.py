@@ -45,7 +45,7 @@ from tests.support.toy_models import (
     every_model,
 )
 from tests.unit.sync.test_moved_tensors import Unprocessed, assert_heals, give_memory, states
-from tests.unit.sync.test_rebuild_plan import target_of
+from tests.unit.sync.test_post_load import target_of
 
 
 class Owner:

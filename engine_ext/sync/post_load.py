@@ -1,4 +1,10 @@
-"""Rebuild the modules that a staged sync changes, before it is committed.
+"""What the engine computed from weights after loading, on one rank, and how it follows a sync.
+
+There are two kinds. A module whose weights the engine has processed is rebuilt before the commit,
+from a copy of its unprocessed weights. Tensors that the engine derives from live weights and keeps
+are recomputed in the commit, once these are written: the engine's own function reads live memory,
+which a rebuilt module might have changed, too. So neither a copy of the weights nor an undo log of
+the derived tensors is kept.
 
 All ranks rebuild the same modules in the same order, a batch at a time, so that processing can
 communicate and the engine serves between two batches. The differences from live memory become
@@ -13,7 +19,8 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 import torch
@@ -22,7 +29,7 @@ from engine_ext.errors import NotUpdatable
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, uncertified
 from engine_ext.ranks import RankGroup
-from engine_ext.startup import LockstepRunner, Rebuild, RebuildError, module_place
+from engine_ext.startup import LockstepRunner, Rebuild, RebuildError, Recomputed, module_place
 from engine_ext.sync.staged import StagedModule, StagedModules, StagedPart, Write
 
 logger = logging.getLogger(__name__)
@@ -31,27 +38,36 @@ logger = logging.getLogger(__name__)
 _BATCH: Final = 1 << 22
 
 
-class RebuildPlan:
-    """The modules of one rank that are computed from checkpoint tensors. All ranks must make it.
+class PostLoad:
+    """The modules and tensors of one rank that are computed from the checkpoint; all ranks make it.
 
     Args:
         model: the live model, and its index, made before the certification.
-        rebuilds: the proven ones on this rank.
         placement: of the checkpoint, in unprocessed weights where a module is rebuilt.
+        rebuilds: the proven ones on this rank.
+        recomputed: what is proven to be recomputed from live weights on this rank.
 
     Attributes:
         model: the live model.
+        recomputed: see above.
+        checks_first: whether some rank recomputes something. Then all old values are compared
+            before anything is written: an undo computes again, and if something else had changed
+            weights and not what is computed from them, that would not become what it was.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         index: StorageIndex,
-        rebuilds: Sequence[Rebuild],
         placement: Placement,
         ranks: RankGroup,
+        *,
+        rebuilds: Sequence[Rebuild] = (),
+        recomputed: Sequence[Recomputed] = (),
     ) -> None:
         self.model, self._index, self._ranks = model, index, ranks
+        self.recomputed = recomputed
+        self.checks_first = any(ranks.all_gather(bool(recomputed)))
         self._lockstep = LockstepRunner(ranks)
         self._by_path = {one.path: one for one in rebuilds}
         # The modules themselves, and what was found to differ some time: that is written then, or
@@ -97,17 +113,23 @@ class RebuildPlan:
         """Expect the live tensors where they are now."""
         self._index = StorageIndex(self.model)
 
-    def moved(self) -> list[str]:
+    def moved(self, traced: torch.nn.Module) -> set[str]:
         """Return the live tensors that are not where they were at start-up, by name.
 
-        Those that are no parameters or buffers count from the first rebuild that they differed in.
+        Rebuilt values that are no parameters or buffers count from the first rebuild in which they
+        differed. The caller looks at the parameters and buffers of the `traced` model itself.
         """
-        elsewhere = [path for path, place in self._places.items() if not place.unchanged()]
-        return self._index.moved(self.model) + elsewhere
+        found = {path for path, place in self._places.items() if not place.unchanged()}
+        found.update(path for one in self.recomputed for path in one.moved())
+        return found if traced is self.model else found.union(self._index.moved(self.model))
+
+    def recomputed_from(self, live_names: AbstractSet[str]) -> Iterator[Recomputed]:
+        """Yield what must be recomputed once these live tensors are written, in its order."""
+        return (one for one in self.recomputed if one.weights & live_names)
 
     def pending(self, staged: Sequence[StagedPart]) -> list[str]:
         """Return the modules that must still be rebuilt for a sync, the same on every rank."""
-        if not staged:
+        if not (staged and self._order):
             return []
         sent = {param.name for part in staged for param in part.params}
         done = staged[0].rebuilt.modules if _is_of(staged) else {}

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from engine_ext.sync import rebuild_plan
+from engine_ext.sync import post_load
 from engine_ext.sync.staged import Write
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of, part_id
@@ -265,7 +265,7 @@ def test_a_prepared_sync_that_is_dropped_changes_nothing(tmp_path: Path) -> None
 
 @pytest.mark.host_memory
 def test_batches_are_prepared_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rebuild_plan, "_BATCH", 1)
+    monkeypatch.setattr(post_load, "_BATCH", 1)
     serving = Serving(Everything, tmp_path, ranks=2)
     errors_of(serving.sync(target_of(serving)), none=True)
     serving.assert_fresh()
