@@ -10,9 +10,9 @@ adapter, or `delta_sender`.
 
 from delta_server.commit import EngineCommitter, serialize_with_commits
 from delta_server.engine import Engine
-from delta_server.pulls import is_pulled
 from delta_server.routes import attach
 from delta_server.service import DeltaService
+from delta_server.sources.pulls import is_pulled
 
 __all__ = [
     "DeltaService",

@@ -14,9 +14,7 @@ from delta_server import pauses
 from delta_server.auth import check_access
 from delta_server.commit import call_all_ranks
 from delta_server.dashboard import asks_for_token, page_response
-from delta_server.empty_syncs import advance
-from delta_server.log_follower import refuse_pushes
-from delta_server.pulls import commit_pulled, is_pulled, pull
+from delta_server.guards import MAX_JSON_BYTES, ApplyFromDisk
 from delta_server.request_options import (
     DiskRequest,
     Options,
@@ -30,8 +28,10 @@ from delta_server.request_options import (
     parse_version_request,
 )
 from delta_server.request_record import RequestRecord
-from delta_server.rpc_route import MAX_JSON_BYTES, ApplyFromDisk
 from delta_server.service import DeltaService
+from delta_server.sources.log_follower import refuse_pushes
+from delta_server.sources.pulls import commit_pulled, is_pulled, pull
+from delta_server.sources.push import advance
 from delta_server.upload_limits import receive_body
 from engine_ext.errors import (
     Conflict,

@@ -23,10 +23,7 @@ from delta_server.digests import describe_digests
 from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
 from delta_server.intake import Intake, VerifiedPart
-from delta_server.log_follower import LogFollower
-from delta_server.log_replay import LogReplay
 from delta_server.part_server import PartServer
-from delta_server.published import completeness
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import (
     DiskRequest,
@@ -37,11 +34,14 @@ from delta_server.request_options import (
 )
 from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import combined, count_findings, mismatched
+from delta_server.sources.files import after_gap, located
+from delta_server.sources.folders import spool_request
+from delta_server.sources.log import LogReplay
+from delta_server.sources.log_follower import LogFollower
+from delta_server.sources.published import completeness
+from delta_server.sources.store_files import ResolvedFiles, StoreFiles, StoreFolder
 from delta_server.staging import Staging
-from delta_server.store_files import ResolvedFiles, StoreFiles, StoreFolder
-from delta_server.transactions import after_gap, located
 from delta_server.upload_limits import MinimumRate, UploadSlots
-from delta_server.version_folders import spool_request
 from engine_ext.errors import (
     DeltaError,
     MalformedPart,

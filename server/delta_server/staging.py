@@ -15,8 +15,8 @@ from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
 from delta_server.intake import VerifiedPart
 from delta_server.part_server import PartServer
-from delta_server.published import not_applied
 from delta_server.request_record import RequestRecord
+from delta_server.sources.published import not_applied
 from engine_ext.errors import Conflict, DeltaError, NotUpdatable
 from engine_ext.format import PartId
 from engine_ext.ranks.operations import (

@@ -27,7 +27,7 @@ class DeltaEndpoints:
         """Register the routes. vLLM calls this while it builds the app."""
         from delta_server import attach
         from delta_server.routes import error_response
-        from delta_server.transfer import TransferGuard
+        from delta_server.sources.transfer import TransferGuard
 
         async def answer(request: Any, error: DeltaError) -> Any:
             return error_response(error)

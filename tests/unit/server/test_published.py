@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
-from delta_server.disk_files import list_names
-from delta_server.published import beside, completeness, gap_is_empty, not_applied, version_of
+from delta_server.sources.disk_files import list_names
+from delta_server.sources.published import (
+    beside,
+    completeness,
+    gap_is_empty,
+    not_applied,
+    version_of,
+)
 from engine_ext.ranks.operations import Delivery
 from tests.support.delta_bodies import (
     BASE,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_server.transfer import WeightTransfer
+from delta_server.sources.transfer import WeightTransfer
 from engine_ext.errors import MalformedPart
 from tests.support.delta_bodies import OTHER_STEP, delta_part
 from tests.support.endpoint_rig import Rig

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from delta_server.log_replay import LogReplay
+from delta_server.sources.log import LogReplay
 from engine_ext.format import encode_part
 from engine_ext.log import open_log
 from tests.support.delta_bodies import VERSION

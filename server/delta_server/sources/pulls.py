@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from delta_server.commit import call_all_ranks
-from delta_server.empty_syncs import advance
-from delta_server.published import folder_of
-from delta_server.pull_source import PullSource
 from delta_server.request_options import DiskRequest, Options, PullRequest
 from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import mismatched
-from delta_server.version_folders import spool_request
+from delta_server.sources.folders import spool_request
+from delta_server.sources.published import folder_of
+from delta_server.sources.pull_source import PullSource
+from delta_server.sources.push import advance
 from engine_ext.errors import (
     BaseMismatch,
     Conflict,

@@ -11,7 +11,7 @@ import msgspec
 
 from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
-from delta_server.published import gap_is_empty, version_of
+from delta_server.sources.published import gap_is_empty, version_of
 from engine_ext.format import PartId, Unproven
 from engine_ext.ranks.operations import GetState
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
-from delta_server.disk_files import list_names
-from delta_server.version_folders import read_version
+from delta_server.sources.disk_files import list_names
+from delta_server.sources.folders import read_version
 from engine_ext.errors import DeltaError, PartUnavailable
 from engine_ext.format import signing_key
 from engine_ext.ranks.operations import Delivery

@@ -6,10 +6,10 @@ import os
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from delta_server.disk_files import list_names, marks
-from delta_server.published import folder_of, holds_nothing
 from delta_server.request_options import DiskRequest
-from delta_server.store_files import ResolvedFiles, StoreFiles
+from delta_server.sources.disk_files import list_names, marks
+from delta_server.sources.published import folder_of, holds_nothing
+from delta_server.sources.store_files import ResolvedFiles, StoreFiles
 from engine_ext.errors import MalformedPart, PathForbidden
 from engine_ext.store_urls import is_store_url
 

@@ -20,11 +20,11 @@ from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server.auth import check_access
-from delta_server.log_follower import refuse_pushes
 from delta_server.request_options import DiskRequest, Options
 from delta_server.request_record import RequestRecord
 from delta_server.routes import error_response
 from delta_server.service import DeltaService
+from delta_server.sources.log_follower import refuse_pushes
 from engine_ext.errors import Conflict, DeltaError, MalformedPart, TooLarge
 from engine_ext.format import PartId, Verifier, signing_key
 

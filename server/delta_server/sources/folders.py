@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_server.commit import call_all_ranks
-from delta_server.disk_files import list_names, open_file, spool_files
 from delta_server.engine import Engine
 from delta_server.intake import Intake, VerifiedPart
+from delta_server.sources.disk_files import list_names, open_file, spool_files
 from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable, Unauthorized
 from engine_ext.format import BIT_CHANGES, Limits, ParamDelta, encode_part, signing_key
@@ -48,7 +48,7 @@ _Spec = tuple[str, tuple[int, ...]]  # manifest dtype and shape of a checkpoint 
 async def spool_request(
     intake: Intake, paths: Sequence[Path], roots: Sequence[str], concurrency: int, engine: Engine
 ) -> list[VerifiedPart]:
-    """Bring what `delta_server.disk_files.resolve_files` returned to the spool, as parts.
+    """Bring what `delta_server.sources.disk_files.resolve_files` returned to the spool, as parts.
 
     The parts of a version's folder have no part numbers: they are one transaction, as those of
     other files without numbers. None of them can be left out, and the same folder always gives the
@@ -61,7 +61,7 @@ async def spool_request(
 
     Raises:
         MalformedPart, TooLarge, PathForbidden, Unauthorized, SpoolFull: see
-            `delta_server.disk_files` and `engine_ext.version_folders`.
+            `delta_server.sources.disk_files` and `engine_ext.version_folders`.
         NotUpdatable: the checkpoint has no tensor of a name in a delta.
         BaseMismatch: a delta, and the engine has no weights yet. The engine is unchanged after
             any of these, and nothing is kept in the spool.

@@ -25,11 +25,11 @@ from delta_server.commit import EngineCommitter, call_all_ranks, total_digest
 from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
 from delta_server.leases import acquire
-from delta_server.log_history import Comparison, LogHistory
 from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import mismatched
+from delta_server.sources.log_history import Comparison, LogHistory
 from engine_ext.errors import (
     BaseMismatch,
     CommitFailed,

@@ -1,0 +1,1 @@
+"""Sources: the ways by which versions get to an engine."""
