@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from delta_sender import DeltaSender, SyncError
-from delta_server.routes import GENERATION
+from delta_server.guards import GENERATION
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import delta_routes

@@ -85,7 +85,7 @@ def install(client: Any, service: Any, engine: VllmEngine) -> Any:
     async def receive(path: Path, size: int) -> None:
         await _carry_out(engine, ReceivePart(path=str(path), size=size), limit_s)
 
-    transfer = WeightTransfer(service, receive)
+    transfer = WeightTransfer(service.inlet, receive)
 
     async def init_weight_transfer_engine(request: Any) -> None:
         try:

@@ -10,43 +10,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from delta_server.commit import call_all_ranks
+from delta_server.coordinator import Held
 from delta_server.request_options import DiskRequest, Options, PullRequest
 from delta_server.request_record import RequestRecord
-from delta_server.scrubbing import mismatched
-from delta_server.sources.folders import spool_request
-from delta_server.sources.published import folder_of
-from delta_server.sources.pull_source import PullSource
+from delta_server.sources import Inlet, deliver
+from delta_server.sources.disk_files import list_names, marks
+from delta_server.sources.files import Files
+from delta_server.sources.folders import folder_of, holds_nothing, spool_request
 from delta_server.sources.push import advance
+from delta_server.sources.store_files import ResolvedFiles, StoreFiles
 from engine_ext.errors import (
-    BaseMismatch,
     Conflict,
     DeltaError,
     MalformedPart,
     PartUnavailable,
+    PathForbidden,
     SpoolFull,
     VersionConflict,
 )
 from engine_ext.format import PartId
-from engine_ext.ranks.operations import (
-    FindPull,
-    GetState,
-    Pulled,
-    PulledFolder,
-    RankState,
-    RecordPull,
-)
-
-if TYPE_CHECKING:
-    from delta_server.service import DeltaService
+from engine_ext.ranks.operations import FindPull, Pulled, PulledFolder, RecordPull
+from engine_ext.store_urls import is_store_url
 
 
-async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord) -> str:
+async def pull(inlet: Inlet, wanted: PullRequest, record: RequestRecord) -> str:
     """Stage the next version that holds something, of those up to the target; return what was done.
 
     The folders of all of them must be there. The engine continues to serve its version.
@@ -55,53 +50,52 @@ async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord
         DeltaError: a version is missing, or refused, or the engine is already past the target. The
             engine is unchanged.
     """
-    source = await _source(service, wanted.source_dir)
-    state = await _state(service)
-    if state.version > wanted.target_version:
+    source = await _source(inlet, wanted.source_dir)
+    held = await _held(inlet)
+    if held.version > wanted.target_version:
         raise VersionConflict(
-            f"the engine is at version {state.version}, later than {wanted.target_version}",
+            f"the engine is at version {held.version}, later than {wanted.target_version}",
             expected=wanted.target_version,
-            actual=state.version,
+            actual=held.version,
         )
-    following = await asyncio.to_thread(source.following, state.version, wanted.target_version)
+    following = await asyncio.to_thread(source.following, held.version, wanted.target_version)
     sync_id = folder = None
-    earlier = await _find(service, wanted.local_checkpoint_dir)
+    earlier = await _find(inlet, wanted.local_checkpoint_dir)
     if earlier is not None and earlier.source == source.location:
         if following:
-            await _drop_rewritten(service, source, earlier, following[0])
+            await _drop_rewritten(inlet, source, earlier, following[0])
         else:
-            await _refuse_rewritten(service, source, earlier.folder)
+            await _refuse_rewritten(inlet, source, earlier.folder)
             folder = earlier.folder
     if following:
         options = Options(weight_version=following[0])
         record.commits = False
         marks = await asyncio.to_thread(source.marks, following[0])  # before the files are read
-        async with source.resolved(following[0]) as files:
-            answer = await service.apply_resolved(files, options, record)
-        identities = sorted(one.identity for one in record.verified)
+        answer = await _deliver(inlet, source, following[0], options, record)
+        identities = sorted(record.identities)
         folder = PulledFolder(version=following[0], identities=identities, marks=marks)
         sync_id = record.parts[0].sync_id
         version = record.parts[0].version
-        if answer["status"] == "staged" and await _staged(service, version, sync_id) is None:
-            await _refuse_incomplete(service, record)
+        if answer["status"] == "staged" and await _staged(inlet, version, sync_id) is None:
+            await _refuse_incomplete(inlet, record)
     request = RecordPull(
         checkpoint=wanted.local_checkpoint_dir,
         pulled=Pulled(
             source=source.location, target=wanted.target_version, sync_id=sync_id, folder=folder
         ),
     )
-    await call_all_ranks(service.engine, request)
+    await call_all_ranks(inlet.engine, request)
     found = f"{len(following)} versions to apply" if following else "nothing to apply"
     return f"version {wanted.target_version} is pulled: {found}"
 
 
-async def is_pulled(service: DeltaService, checkpoint: object) -> bool:
+async def is_pulled(inlet: Inlet, checkpoint: object) -> bool:
     """Return whether a path is the name under which versions were pulled."""
-    return isinstance(checkpoint, str) and await _find(service, checkpoint) is not None
+    return isinstance(checkpoint, str) and await _find(inlet, checkpoint) is not None
 
 
 async def commit_pulled(
-    service: DeltaService, disk_request: DiskRequest, options: Options, record: RequestRecord
+    inlet: Inlet, disk_request: DiskRequest, options: Options, record: RequestRecord
 ) -> dict[str, Any]:
     """Commit what was pulled under the name `disk_request.model_path`; return the last answer.
 
@@ -112,9 +106,9 @@ async def commit_pulled(
     Raises:
         VersionConflict: another version was pulled.
         Conflict: the folder holds other bytes than were pulled. Nothing of them stays staged.
-        DeltaError: see `DeltaService.apply_files`.
+        DeltaError: see `delta_server.sources.deliver`.
     """
-    pulled = await _find(service, disk_request.model_path)
+    pulled = await _find(inlet, disk_request.model_path)
     assert pulled is not None
     target = pulled.target if options.weight_version is None else options.weight_version
     if target != pulled.target:
@@ -124,35 +118,32 @@ async def commit_pulled(
             actual=pulled.target,
         )
     options = msgspec.structs.replace(options, base_version=None)
-    state, source = await _state(service), await _source(service, pulled.source)
-    following = await asyncio.to_thread(source.following, state.version, target)
+    held, source = await _held(inlet), await _source(inlet, pulled.source)
+    following = await asyncio.to_thread(source.following, held.version, target)
     if not following:
-        await _refuse_rewritten(service, source, pulled.folder)
+        await _refuse_rewritten(inlet, source, pulled.folder)
     for version in following:
         # Each version is reported; the request's own record is for the last one.
         own_record = record if version == following[-1] else RequestRecord()
         # Without an id, a staged sync of this version might be another's.
         named = pulled.sync_id is not None
-        staged = await _staged(service, version, pulled.sync_id) if named else None
-        if await _drop_rewritten(service, source, pulled, version):
+        staged = await _staged(inlet, version, pulled.sync_id) if named else None
+        if await _drop_rewritten(inlet, source, pulled, version):
             raise _rewritten(version, "were pulled from it; pull it again")
         if staged is not None:
-            answer = await service.coordinator.commit_staged(staged, options, own_record)
+            answer = await inlet.coordinator.commit_staged(staged, options, own_record)
         else:  # not staged, or dropped since, or not known to be this one
             own = msgspec.structs.replace(options, weight_version=version)
-            async with source.resolved(version) as files:
-                answer = await service.apply_resolved(files, own, own_record)
+            answer = await _deliver(inlet, source, version, own, own_record)
         if answer["status"] == "staged":
-            await _refuse_incomplete(service, own_record)
+            await _refuse_incomplete(inlet, own_record)
         if version == target:
             return answer
     last = RequestRecord() if following else record
-    return await advance(service, str(target), options, last)
+    return await advance(inlet, str(target), options, last)
 
 
-async def _drop_rewritten(
-    service: DeltaService, source: PullSource, pulled: Pulled, version: int
-) -> bool:
+async def _drop_rewritten(inlet: Inlet, source: PullSource, pulled: Pulled, version: int) -> bool:
     """Return whether the folder of a version holds other bytes than were pulled from it.
 
     The parts that are staged of it are dropped then.
@@ -161,17 +152,15 @@ async def _drop_rewritten(
     if folder is None or folder.version != version:
         return False
     marks = await asyncio.to_thread(source.marks, version)
-    if await _is_unchanged(service, source, folder, marks):
+    if await _is_unchanged(inlet, source, folder, marks):
         return False
-    staged = await _staged(service, version, pulled.sync_id)
+    staged = await _staged(inlet, version, pulled.sync_id)
     if staged is not None:
-        await service.coordinator.drop_staged(staged)
+        await inlet.coordinator.drop_staged(staged)
     return True
 
 
-async def _refuse_rewritten(
-    service: DeltaService, source: PullSource, folder: PulledFolder | None
-) -> None:
+async def _refuse_rewritten(inlet: Inlet, source: PullSource, folder: PulledFolder | None) -> None:
     """Refuse a folder that holds other bytes than were committed; one that is gone shows none.
 
     Raises:
@@ -182,7 +171,7 @@ async def _refuse_rewritten(
     marks: dict[str, str] = {}
     with contextlib.suppress(MalformedPart):
         marks = await asyncio.to_thread(source.marks, folder.version)
-    if marks and not await _is_unchanged(service, source, folder, marks):
+    if marks and not await _is_unchanged(inlet, source, folder, marks):
         raise _rewritten(
             folder.version, "the engine has committed of it; publish them as a later version"
         )
@@ -194,7 +183,7 @@ def _rewritten(version: int, than: str) -> Conflict:
 
 
 async def _is_unchanged(
-    service: DeltaService, source: PullSource, folder: PulledFolder, marks: dict[str, str]
+    inlet: Inlet, source: PullSource, folder: PulledFolder, marks: dict[str, str]
 ) -> bool:
     """Return whether a folder holds what was pulled from it.
 
@@ -206,12 +195,9 @@ async def _is_unchanged(
     """
     if marks == folder.marks and all(marks.values()):
         return True
-    reads = service.settings.read_workers
     try:
         async with source.resolved(folder.version) as files:
-            verified = await spool_request(
-                service.intake, files.paths, files.roots, reads, service.engine
-            )
+            verified = await spool_request(inlet, files)
     except (PartUnavailable, SpoolFull):
         raise
     except DeltaError:  # it could be read before
@@ -221,45 +207,112 @@ async def _is_unchanged(
     return sorted(one.identity for one in verified) == folder.identities
 
 
-async def _refuse_incomplete(service: DeltaService, record: RequestRecord) -> NoReturn:
+async def _refuse_incomplete(inlet: Inlet, record: RequestRecord) -> NoReturn:
     """Drop a version that lacks parts.
 
     Raises:
         MalformedPart: always.
     """
-    await service.coordinator.drop_staged(record.parts[0])
+    await inlet.coordinator.drop_staged(record.parts[0])
     version = record.parts[0].version
     raise MalformedPart(f"the folder of version {version} lacks parts of it")
 
 
-async def _staged(service: DeltaService, version: int, sync_id: str | None) -> PartId | None:
+async def _deliver(
+    inlet: Inlet, source: PullSource, version: int, options: Options, record: RequestRecord
+) -> dict[str, Any]:
+    files = Files(inlet, source.resolved(version), options, record)
+    async with inlet.coordinator.reporter.follow(record):
+        return await deliver(files, inlet.coordinator, options, record)
+
+
+async def _staged(inlet: Inlet, version: int, sync_id: str | None) -> PartId | None:
     """Return what names a sync that is staged completely; None if it is not."""
-    [status, *_] = await service.committer.status(service.engine)
-    staged = status.staged
-    if staged is None or (staged.version, staged.sync_id) != (version, sync_id):
-        return None
-    if len(staged.parts) != staged.num_parts:
-        return None
-    base, full = staged.base_version, staged.full
-    return PartId(version=version, base_version=base, identity="", sync_id=sync_id, full=full)
+    return (await inlet.coordinator.held()).complete_sync(version, sync_id)
 
 
-async def _state(service: DeltaService) -> RankState:
-    """Return the state of the ranks, if deltas can be applied to it."""
-    replies = await service.committer.status(service.engine)
-    if (by := next((one.foreign for one in replies if one.foreign), None)) is not None:
-        raise BaseMismatch(f"{by} changed the weights outside of delta sync; send a full sync")
-    if wrong := mismatched(replies):
-        raise BaseMismatch.in_memory(wrong)
-    [state, *_] = await call_all_ranks(service.engine, GetState())
-    return state
+async def _held(inlet: Inlet) -> Held:
+    """Return what the engine holds, if deltas can be applied to it."""
+    held = await inlet.coordinator.held()
+    held.require_intact()
+    return held
 
 
-async def _find(service: DeltaService, checkpoint: str) -> Pulled | None:
-    [found, *_] = await call_all_ranks(service.engine, FindPull(checkpoint=checkpoint))
+async def _find(inlet: Inlet, checkpoint: str) -> Pulled | None:
+    [found, *_] = await call_all_ranks(inlet.engine, FindPull(checkpoint=checkpoint))
     return found if found.source else None
 
 
-async def _source(service: DeltaService, location: str) -> PullSource:
-    folders = service.settings.folders
-    return await asyncio.to_thread(PullSource, location, folders, service.store_files)
+async def _source(inlet: Inlet, location: str) -> PullSource:
+    folders = inlet.settings.folders
+    return await asyncio.to_thread(PullSource, location, folders, inlet.store_files)
+
+
+class PullSource:
+    """The versions below one location.
+
+    Args:
+        location: as a request names it, or `PullSource.location`.
+        folders: real paths of the allowed folders.
+
+    Attributes:
+        location: with symlinks resolved, if it is a folder; without a trailing slash.
+
+    Raises:
+        PathForbidden: no folder is allowed, or it is a URL that is not.
+        MalformedPart, PartUnavailable: it is no path; see `StoreFiles.allowed`.
+    """
+
+    def __init__(self, location: str, folders: tuple[str, ...], files: StoreFiles) -> None:
+        self._in_store = is_store_url(location)
+        if not self._in_store and not folders:
+            raise PathForbidden("pulls are refused: the engine has no --delta-root")
+        if "\0" in location:
+            raise MalformedPart("a path contains a NUL character")
+        self.location = files.allowed(location) if self._in_store else os.path.realpath(location)
+        self._folders, self._files = folders, files
+
+    def following(self, current: int, target: int) -> list[int]:
+        """Return the versions after `current` up to `target`, of those that hold something.
+
+        Raises:
+            PathForbidden, MalformedPart: one cannot be listed.
+            PartUnavailable, SpoolFull: see `StoreFiles.resolved`.
+        """
+        if self._in_store:
+            return self._following_in_store(current, target)
+        found = []
+        for version in range(current + 1, target + 1):
+            folder = Path(os.path.realpath(folder_of(Path(self.location), version)))
+            list_names(folder, self._folders)
+            if not holds_nothing(folder, self._folders):
+                found.append(version)
+        return found
+
+    def _following_in_store(self, current: int, target: int) -> list[int]:
+        found = []
+        with self._files.scratch() as scratch:
+            for version in range(current + 1, target + 1):
+                folder = folder_of(scratch.path, version)
+                if not self._files.bring_index(f"{self.location}/{folder.name}", folder):
+                    message = f"cannot read {folder.name}: there is nothing below its URL"
+                    raise MalformedPart(message, file=folder.name)
+                if not holds_nothing(folder, [str(scratch.path)]):
+                    found.append(version)
+        return found
+
+    def marks(self, version: int) -> dict[str, str]:
+        """Return a mark per file of a version, which changes when the file is written.
+
+        Raises:
+            PathForbidden, MalformedPart, PartUnavailable: see `following`.
+        """
+        name = folder_of(Path(), version).name
+        if self._in_store:
+            return self._files.marks(f"{self.location}/{name}")
+        return marks(Path(os.path.realpath(Path(self.location) / name)), self._folders)
+
+    def resolved(self, version: int) -> AbstractAsyncContextManager[ResolvedFiles]:
+        """Have the files of a version; see `StoreFiles.resolved`."""
+        name = folder_of(Path(), version).name
+        return self._files.resolved(DiskRequest(model_path=f"{self.location}/{name}"))

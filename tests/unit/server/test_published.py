@@ -11,13 +11,8 @@ from typing import Any
 import pytest
 
 from delta_server.sources.disk_files import list_names
-from delta_server.sources.published import (
-    beside,
-    completeness,
-    gap_is_empty,
-    not_applied,
-    version_of,
-)
+from delta_server.sources.folders import beside, completeness, gap_is_empty, version_of
+from delta_server.staging import not_applied
 from engine_ext.ranks.operations import Delivery
 from tests.support.delta_bodies import (
     BASE,

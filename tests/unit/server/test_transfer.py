@@ -22,7 +22,7 @@ def test_another_trainers_broadcast_is_named(rig: Rig, arrives: bytes) -> None:
         path.write_bytes(arrives)
 
     async def update() -> None:
-        transfer = WeightTransfer(rig.service, receive)
+        transfer = WeightTransfer(rig.service.inlet, receive)
         await transfer.start()
         await transfer.update({"broadcast_bytes": len(arrives)})
 
