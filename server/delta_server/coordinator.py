@@ -18,7 +18,7 @@ processes coordinate one engine; all ranks get the same calls in the same order 
                  a rank has failed and cannot undo it        uncertain   mixed: paused, 503
     uncertain    a full sync is committed                    idle        new version
 
-    [1] the parts of the sync that are staged stay, unless the request had all of them
+    [1] the parts of the sync that are staged stay, unless they had no numbers of their own
 
 A part that was committed at the engine's version is answered ``already_applied``, and nothing is
 written; not while the weights are uncertain, mismatched or changed by something else, nor if the

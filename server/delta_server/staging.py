@@ -139,9 +139,10 @@ class Staging:
 
         Raises:
             DeltaError: a rank refused a part; nothing was written. The other parts that were begun
-                are forgotten, and the sync if the parts are all of it.
+                are forgotten; of parts without numbers of their own also those that are staged.
         """
         start = time.perf_counter()
+        unnumbered = all(verified.manifest.part is None for _, verified in parts)
         record.phase = "stage"
         complete = False
         begun, todo = deque[_Begun](), deque(parts)
@@ -154,10 +155,9 @@ class Staging:
                     complete = await self._finish(begun, record)
             except DeltaError:
                 admissions = record.admissions.union(*(one.admissions for one in begun))
-                first = parts[0][0]
-                if first.num_parts == len(parts) and admissions - {"already_applied"}:
+                if unnumbered and admissions - {"already_applied"}:
                     # No one else sends the rest; what is staged would only keep other syncs out.
-                    await self.drop(first)
+                    await self.drop(parts[0][0])
                 else:
                     await self._forget(begun)
                 raise
