@@ -22,18 +22,9 @@ PRODUCT: Final = ("engine_ext", "server/delta_server", "trainer/delta_sender")
 # The number must only fall; whoever makes it fall lowers it here.
 MOST_PRIVATE_USES: Final = 319
 _SMALL: Final = 60  # lines
-# The ways by which a version gets into an engine, as FILE:NAME; removed ones no longer count.
-# Classes in `sources/` that have `settled` count too.
+# What an engine's own API brings a version by, as FILE:NAME. Every other way in is a class in
+# `sources/` that has `settled`: `Coordinator.submit` has no other caller.
 WAYS_IN: Final = {
-    "HTTP body": "server/delta_server/service.py:apply_body",
-    "files of a request": "server/delta_server/service.py:apply_files",
-    "delta log, replayed": "server/delta_server/log_replay.py:LogReplay",
-    "delta log, followed": "server/delta_server/log_follower.py:LogFollower",
-    "folders of other trainers": "server/delta_server/version_folders.py:",
-    "folders in an object store": "server/delta_server/store_files.py:",
-    "pulls": "server/delta_server/pulls.py:",
-    "RPC names": "server/delta_server/rpc_route.py:",
-    "vLLM's transfer API": "server/delta_server/transfer.py:",
     "vLLM's transfer back end": "engine_ext/adapters/vllm/transfer_group.py:",
     "SGLang's RPC names": "engine_ext/adapters/sglang/rpc.py:",
 }
