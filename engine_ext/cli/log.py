@@ -339,13 +339,16 @@ def _oldest_base(listing: Listing) -> int | None:
 
 def _engine_version(url: str, api_key: str | None) -> int:
     import httpx
+    import msgspec
+
+    from engine_ext.ranks.status import EngineStatus
 
     headers = settings.bearer_headers(api_key)
     try:
         answer = httpx.get(f"{url.rstrip('/')}/delta_status", headers=headers, timeout=60)
         answer.raise_for_status()
-        return int(answer.json()["version"])
-    except (httpx.HTTPError, httpx.InvalidURL, KeyError, ValueError) as error:
+        return msgspec.json.decode(answer.content, type=EngineStatus).version.number
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError) as error:
         raise OSError(f"{url} does not report its version: {error}") from error
 
 

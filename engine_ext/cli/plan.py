@@ -109,12 +109,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _ask(url: str) -> list[list[Row]]:
     import httpx
+    import msgspec
+
+    from engine_ext.ranks.status import EngineStatus
 
     asked, headers = f"{url.rstrip('/')}/delta_status", bearer_headers()
     answer = httpx.get(asked, params={"plan": "true"}, headers=headers, timeout=60)
     answer.raise_for_status()
-    plan: list[list[Row]] | None = answer.json()["plan"]
-    if plan is None:
+    plan = msgspec.json.decode(answer.content, type=EngineStatus).plan
+    if not plan:
         raise RuntimeError("the engine waits for its weights; send a full sync first")
     return plan
 

@@ -30,6 +30,7 @@ from delta_sender.results import PartialSyncError, SyncError, SyncReport
 from engine_ext.files import checkpoint_entries, read_entries
 from engine_ext.format import HMAC_KEY_ENVIRONMENT
 from engine_ext.log import open_log
+from engine_ext.ranks.status import EngineStatus
 
 _DESCRIPTION = """\
 Send the difference between two Hugging Face checkpoints (safetensors) to engines that hold the
@@ -73,8 +74,8 @@ class DryRunDestination(Destination):
     def plan(self) -> Any:
         return None if self._engine is None else self._engine.plan()
 
-    def status(self) -> dict[str, Any]:
-        return {} if self._engine is None else self._engine.status()
+    def status(self) -> EngineStatus | None:
+        return None if self._engine is None else self._engine.status()
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         return {"status": "dry run"}

@@ -230,3 +230,15 @@ def test_base_of_other_names_commits_nothing() -> None:
             sender.sync(renamed.items())
         assert sender.version == 0
     assert engine.version == 0
+
+
+@pytest.mark.parametrize("answer", [{"version": 3}, {"engine": "vllm"}, {}])
+def test_status_of_another_form_is_refused(answer: dict[str, object]) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    engine.status = lambda: httpx.Response(200, json=answer)  # type: ignore[method-assign]
+    with sender_of(engine, model) as sender:
+        train(model)
+        with pytest.raises(SyncError, match="has a status of another form"):
+            sender.sync(model.items())
+    assert engine.requests == []

@@ -210,7 +210,7 @@ def test_a_version_is_staged_alone(disk_rig: Rig, delivery: Delivery, way: Make)
     assert same(disk_rig.engine.weights, BASE)
     assert disk_rig.spooled() == []
     # A replay commits what it stages: what is left would keep out what leads around it.
-    assert (disk_rig.status()["staged"] is None) == (way is logged)
+    assert (disk_rig.status().staged is None) == (way is logged)
 
 
 def test_parts_are_verified_and_numbered(disk_rig: Rig, delivery: Delivery, several: Make) -> None:
