@@ -155,8 +155,8 @@ def _responses(path: str, updates: bool) -> dict[str, Any]:
     """Return the answers by status; queries and rollbacks share one entry for every error."""
     refusal = {"$ref": "#/components/schemas/Refusal"}
     if not updates:
-        status = {"$ref": "#/components/schemas/EngineStatus"}
-        done = _response("Done", status if path == "/delta_status" else {"type": "object"})
+        described = {"$ref": "#/components/schemas/EngineStatus"}
+        done = _response("Done", described if path == "/delta_status" else {"type": "object"})
         return {"200": done, "default": _response("Refused", refusal)}
     responses = {"200": _response("Done", {"$ref": "#/components/schemas/Answer"})}
     by_status: dict[int, list[type[DeltaError]]] = defaultdict(list)
