@@ -38,8 +38,8 @@ from typing import Any
 
 import msgspec
 
-from delta_server.commit import EngineCommitter, call_all_ranks, total_digest
-from delta_server.engine import Engine
+from delta_server.commit import EngineCommitter, total_digest
+from delta_server.engine import Engine, call_all_ranks, rank_states, unseen_parts
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
@@ -57,10 +57,7 @@ from engine_ext.ranks.operations import (
     ClaimRun,
     CommitSync,
     CommittedSync,
-    FindUnseen,
     GetPlan,
-    GetState,
-    ReleaseRun,
     RollBack,
     RunClaimed,
     StagedSync,
@@ -210,7 +207,7 @@ class Coordinator:
 
     async def version(self) -> int:
         """Return the engine's version."""
-        [state, *_] = await call_all_ranks(self._engine, GetState())
+        [state, *_] = await rank_states(self._engine)
         return state.version
 
     async def unseen(self, version: int, run: str | None, identities: Sequence[str]) -> set[str]:
@@ -219,9 +216,7 @@ class Coordinator:
         Args:
             version, run: that the parts lead to, and that they name.
         """
-        request = FindUnseen(version=version, run=run, identities=list(identities))
-        replies = await call_all_ranks(self._engine, request)
-        return {one for reply in replies for one in reply.unseen}
+        return await unseen_parts(self._engine, version, list(identities), run)
 
     async def checkpoint(self) -> dict[str, tuple[str, tuple[int, ...]]] | None:
         """Return manifest dtype and shape of each tensor that the engine was loaded from, by name.
@@ -275,13 +270,15 @@ class Coordinator:
         now, at = time.monotonic(), time.time()
         request = ClaimRun(sender=sender, takeover=takeover, now=now, at=at)
         [claimed, *_] = await call_all_ranks(self._engine, request)
-        if claimed.owner.since == at:
+        if claimed.owner is not None and claimed.owner.since == at:
             self.reporter.report_owner("claimed", sender, self.adapter)
         return claimed
 
     async def release(self, sender: RunSender) -> bool:
         """Let anyone change the weights, if this process of a run owns them; return whether."""
-        [reply, *_] = await call_all_ranks(self._engine, ReleaseRun(sender=sender))
+        now, at = time.monotonic(), time.time()
+        request = ClaimRun(sender=sender, releases=True, now=now, at=at)
+        [reply, *_] = await call_all_ranks(self._engine, request)
         if reply.released:
             self.reporter.report_owner("released", sender, self.adapter)
         return reply.released

@@ -11,8 +11,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from delta_server.auth import check_access
-from delta_server.commit import call_all_ranks
 from delta_server.dashboard import asks_for_token, page_response
+from delta_server.engine import rank_states
 from delta_server.guards import (
     MAX_JSON_BYTES,
     ApplyFromDisk,
@@ -49,7 +49,6 @@ from engine_ext.errors import (
     as_delta_error,
 )
 from engine_ext.format import SIGNATURE_HEADER
-from engine_ext.ranks.operations import GetState
 
 
 def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
@@ -184,7 +183,7 @@ async def collective_rpc(request: Request) -> dict[str, Any]:
         with service.inlet.upload_slots.one():
             disk_request = parse_rpc_request(await _json_body(request, service))
             answer = await _apply_files(service, disk_request, request, record)
-            ranks = len(await call_all_ranks(service.engine, GetState()))
+            ranks = len(await rank_states(service.engine))
             return {"results": [answer] * ranks}
 
 

@@ -24,7 +24,7 @@ from engine_ext.adapters.sglang.checkpoint import (
 from engine_ext.adapters.sglang.external_updates import watch_external_updates
 from engine_ext.adapters.sglang.pipeline import hold_operations
 from engine_ext.adapters.sglang.postload import probe, processing_context, recomputations
-from engine_ext.adapters.sglang.rpc import Call, GetServing, Serving
+from engine_ext.adapters.sglang.rpc import Call
 from engine_ext.adapters.target_and_draft import TargetAndDraft
 from engine_ext.errors import (
     Conflict,
@@ -35,7 +35,15 @@ from engine_ext.errors import (
     from_wire,
 )
 from engine_ext.ranks import GroupRanks, Ranks, among_replicas
-from engine_ext.ranks.operations import BeginPart, CommitSync, Reply, RollBack, encode_answer
+from engine_ext.ranks.operations import (
+    BeginPart,
+    CommitSync,
+    RankReport,
+    Reply,
+    RollBack,
+    Serving,
+    encode_answer,
+)
 from engine_ext.remote_parts import locator
 from engine_ext.startup import LoadedModel, LoadingTrace, Reprocessing, UnprocessedModules
 from engine_ext.sync import Receiver, make_receiver
@@ -168,11 +176,6 @@ def _replica() -> int:
 
 def _carry_out(updater: Any, call: Call) -> Reply:
     request = call.request()
-    if isinstance(request, GetServing):
-        from sglang.srt.runtime_context import get_serving
-
-        version = str(get_serving().weight_version)
-        return Serving(idle=updater.scheduler.is_fully_idle(), weight_version=version)
     receiver: Receiver | None = getattr(updater.tp_worker.model_runner, "delta_receiver", None)
     if receiver is None:
         raise DeltaError("this rank was started without --enable-delta-updates")
@@ -181,7 +184,16 @@ def _carry_out(updater: Any, call: Call) -> Reply:
     if writes or isinstance(request, BeginPart):
         _refuse_together(updater, writes=writes)
     reply: Reply = receiver.execute(request)
+    if isinstance(reply, RankReport):
+        return msgspec.structs.replace(reply, serving=_serving(updater))
     return reply
+
+
+def _serving(updater: Any) -> Serving:
+    from sglang.srt.runtime_context import get_serving
+
+    version = str(get_serving().weight_version)
+    return Serving(idle=updater.scheduler.is_fully_idle(), weight_version=version)
 
 
 def _refuse_together(updater: Any, *, writes: bool) -> None:

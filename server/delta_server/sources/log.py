@@ -21,11 +21,10 @@ from typing import Any
 import msgspec
 
 from delta_server import metrics
-from delta_server.commit import call_all_ranks
+from delta_server.board import LOG, Item, Nothing
 from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
 from delta_server.intake import VerifiedPart
-from delta_server.leases import acquire
 from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
@@ -60,7 +59,6 @@ from engine_ext.log import (
     route,
     why_not_newer,
 )
-from engine_ext.ranks.operations import AcquireLogLease, ReleaseLogLease
 from engine_ext.ranks.status import LogStatus
 from engine_ext.store_urls import is_store_url
 
@@ -138,7 +136,7 @@ class LogReplay:
         self.log = log
         self._following, self._scratch = following, scratch
         self._history = LogHistory(engine, log)
-        self._name = new_name()
+        self._name, self._turn = new_name(), Item(engine, LOG, Nothing)
         self._lock = asyncio.Lock()
         self.newest: int | None = None
         self._versions: list[int] = []
@@ -433,17 +431,13 @@ class LogReplay:
     @contextlib.asynccontextmanager
     async def _lease(self) -> AsyncIterator[None]:
         """Hold the lease of the delta log: no other process of this engine replays it."""
-
-        def request(dead: str | None) -> AcquireLogLease:
-            return AcquireLogLease(holder=self._name, instead_of=dead)
-
-        while not await acquire(self._engine, request):
+        while not await self._turn.acquire(self._name):
             await asyncio.sleep(_POLL_S)
         try:
             yield
         finally:
             try:
-                await call_all_ranks(self._engine, ReleaseLogLease(holder=self._name))
+                await self._turn.release(self._name)
             except Exception:
                 # This process can acquire it again, and others can if this one is dead.
                 logger.exception("the lease of the delta log could not be released")

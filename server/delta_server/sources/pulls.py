@@ -13,11 +13,11 @@ import contextlib
 import os
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgspec
 
-from delta_server.commit import call_all_ranks
+from delta_server.board import PULLS, Item
 from delta_server.coordinator import Held
 from delta_server.request_options import DiskRequest, Options, PullRequest
 from delta_server.request_record import RequestRecord
@@ -37,8 +37,37 @@ from engine_ext.errors import (
     VersionConflict,
 )
 from engine_ext.format import PartId
-from engine_ext.ranks.operations import FindPull, Pulled, PulledFolder, RecordPull
 from engine_ext.store_urls import is_store_url
+
+_MOST_PULLED: Final = 16
+
+
+class PulledFolder(msgspec.Struct, frozen=True, kw_only=True):
+    """The folder of the version that a pull has staged, as it was read."""
+
+    version: int
+    identities: list[str]  # of its parts, sorted
+    marks: dict[str, str]  # by file name: changes with the file; empty if it cannot show a change
+
+
+class Pulled(msgspec.Struct, frozen=True, kw_only=True):
+    """Versions that were pulled under the name of a checkpoint."""
+
+    source: str  # the folder that they are published in
+    target: int  # the last of them
+    sync_id: str | None = None  # of the staged sync
+    folder: PulledFolder | None = None  # the folder of its version
+
+
+class Pulls(msgspec.Struct, frozen=True):
+    """The versions that were pulled, by the name of a checkpoint; the oldest name gives way."""
+
+    by_checkpoint: dict[str, Pulled] = {}
+
+    def including(self, checkpoint: str, pulled: Pulled) -> Pulls:
+        """Return these with another one, in place of an earlier one of its name."""
+        kept = [(name, one) for name, one in self.by_checkpoint.items() if name != checkpoint]
+        return Pulls(dict([*kept, (checkpoint, pulled)][-_MOST_PULLED:]))
 
 
 async def pull(inlet: Inlet, wanted: PullRequest, record: RequestRecord) -> str:
@@ -60,7 +89,8 @@ async def pull(inlet: Inlet, wanted: PullRequest, record: RequestRecord) -> str:
         )
     following = await asyncio.to_thread(source.following, held.version, wanted.target_version)
     sync_id = folder = None
-    earlier = await _find(inlet, wanted.local_checkpoint_dir)
+    pulls, checkpoint = Item(inlet.engine, PULLS, Pulls), wanted.local_checkpoint_dir
+    earlier = (await pulls.read()).by_checkpoint.get(checkpoint)
     if earlier is not None and earlier.source == source.location:
         if following:
             await _drop_rewritten(inlet, source, earlier, following[0])
@@ -78,13 +108,10 @@ async def pull(inlet: Inlet, wanted: PullRequest, record: RequestRecord) -> str:
         version = record.parts[0].version
         if answer["status"] == "staged" and await _staged(inlet, version, sync_id) is None:
             await _refuse_incomplete(inlet, record)
-    request = RecordPull(
-        checkpoint=wanted.local_checkpoint_dir,
-        pulled=Pulled(
-            source=source.location, target=wanted.target_version, sync_id=sync_id, folder=folder
-        ),
+    pulled = Pulled(
+        source=source.location, target=wanted.target_version, sync_id=sync_id, folder=folder
     )
-    await call_all_ranks(inlet.engine, request)
+    await pulls.update(lambda known: known.including(checkpoint, pulled))
     found = f"{len(following)} versions to apply" if following else "nothing to apply"
     return f"version {wanted.target_version} is pulled: {found}"
 
@@ -239,8 +266,8 @@ async def _held(inlet: Inlet) -> Held:
 
 
 async def _find(inlet: Inlet, checkpoint: str) -> Pulled | None:
-    [found, *_] = await call_all_ranks(inlet.engine, FindPull(checkpoint=checkpoint))
-    return found if found.source else None
+    pulls = await Item(inlet.engine, PULLS, Pulls).read()
+    return pulls.by_checkpoint.get(checkpoint)
 
 
 async def _source(inlet: Inlet, location: str) -> PullSource:

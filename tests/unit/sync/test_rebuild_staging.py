@@ -64,7 +64,7 @@ def test_another_part_after_preparing_is_prepared_again(
     errors_of(engine.poll(taken[0]), none=True)
     settled = errors_free(engine.settle(taken[0], staged=True))
     base = {"complete": True, "folder": None, "files": []}
-    assert settled == [{"complete": True, "prepared": False, "base": base}] * ranks
+    assert settled == [{"complete": True, "done": False, "rebuilt": 0, "base": base}] * ranks
     assert "not prepared" in refusal(engine.commit(taken[0]))
     while not all(answer["ok"]["done"] for answer in engine.prepare(taken[0])):
         pass
@@ -93,7 +93,7 @@ def alive(serving: Serving) -> list[weakref.ref[Any]]:
 
 
 ENDS: dict[str, Callable[[Serving], object]] = {
-    "dropped": lambda serving: serving.engine.call("drop"),
+    "dropped": lambda serving: serving.engine.call("abort"),
     "put to sleep": lambda serving: [r.weights_released() for r in serving.engine.receivers],
     "reloaded": lambda serving: [r.weights_replaced("it") for r in serving.engine.receivers],
     "rolled back": lambda serving: serving.engine.call("rollback"),

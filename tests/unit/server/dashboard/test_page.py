@@ -13,7 +13,8 @@ import httpx
 import msgspec
 import pytest
 
-from engine_ext.ranks.operations import ScrubState, SyncRecord
+from delta_server.sync_history import SyncRecord
+from engine_ext.ranks.operations import ScrubState
 from engine_ext.ranks.status import (
     EngineStatus,
     HealthStatus,
