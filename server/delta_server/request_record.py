@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from delta_server.sync_history import SyncRecord
 from engine_ext.errors import (
     CommitFailed,
     CommittedNotResumed,
@@ -15,7 +16,6 @@ from engine_ext.errors import (
     WriteUndone,
 )
 from engine_ext.format import Manifest, Origin, PartId
-from engine_ext.ranks.status import SyncRecord
 
 _MAX_TEXT = 200
 _NO_REASON = "sent in full"

@@ -13,13 +13,13 @@ import httpx
 import msgspec
 import pytest
 
+from delta_server.sync_history import SyncRecord
 from engine_ext.ranks.operations import ScrubState
 from engine_ext.ranks.status import (
     EngineStatus,
     HealthStatus,
     LogStatus,
     PauseStatus,
-    SyncRecord,
     VersionStatus,
 )
 from engine_ext.settings import API_KEY_ENVIRONMENT
