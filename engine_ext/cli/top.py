@@ -31,7 +31,7 @@ from engine_ext.settings import API_KEY_ENVIRONMENT, bearer_headers
 
 if TYPE_CHECKING:
     from engine_ext.log import Lag
-    from engine_ext.ranks.replies import RunOwner, SyncRecord
+    from engine_ext.ranks.operations import RunOwner, SyncRecord
 
 _WIDE = 200  # columns if the output is not a terminal
 _COLOURS = dict.fromkeys(("committed", "already_applied", "certain"), "green")
