@@ -8,25 +8,29 @@ several vote.
 Imports: `engine_ext.format`, and the ground floor.
 """
 
+from engine_ext.ranks.board import ENGINE, LOG_RECORDS, Board
 from engine_ext.ranks.group import (
     Bytes,
     GroupRanks,
-    Ranks,
+    RankGroup,
     SingleRank,
     cores_per_rank,
     gather_bytes,
-    together,
+    run_on_all_or_none,
 )
 from engine_ext.ranks.replicas import ReplicaRanks, among_replicas
 
 __all__ = [
+    "ENGINE",
+    "LOG_RECORDS",
+    "Board",
     "Bytes",
     "GroupRanks",
-    "Ranks",
+    "RankGroup",
     "ReplicaRanks",
     "SingleRank",
     "among_replicas",
     "cores_per_rank",
     "gather_bytes",
-    "together",
+    "run_on_all_or_none",
 ]

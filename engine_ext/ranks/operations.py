@@ -42,6 +42,7 @@ from engine_ext.ranks.replies import (
     Serving,
     StagedSync,
     SyncPrepared,
+    SyncRecord,
     Written,
 )
 
@@ -88,6 +89,7 @@ __all__ = [
     "Serving",
     "StagedSync",
     "SyncPrepared",
+    "SyncRecord",
     "Written",
     "decode_answers",
     "decode_request",

@@ -1,4 +1,4 @@
-"""The replies to the operations that the HTTP side asks of every rank's receiver."""
+"""The replies to the operations that the HTTP side asks of every rank, and what they consist of."""
 
 from __future__ import annotations
 
@@ -228,3 +228,27 @@ class RankDigest(Reply, frozen=True, kw_only=True):
     tensors: dict[str, str]  # scanned from live memory, if a scan was asked for; else `tracked`
     tracked: dict[str, str]  # added up over the syncs
     corrupted: list[str]  # tensors of modules that a scan found different from a rebuild
+
+
+class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one request for an update; see `CommittedSync` for the counts."""
+
+    at: float  # Unix time at which the request began
+    outcome: str  # committed, staged, refused, ...
+    error: str | None = None  # type of the error that it was answered with
+    message: str | None = None
+    version: int | None = None
+    base_version: int | None = None
+    run: str | None = None  # the version's run
+    sync_id: str | None = None
+    full: bool = False
+    reason: str | None = None  # why it was full
+    parts: int = 0  # number of its parts
+    nnz: int | None = None
+    elements: int | None = None
+    tensors: int | None = None
+    bytes: int = 0  # of the parts
+    apply: str | None = None
+    rebuilt: int | None = None  # modules that the engine's own processing has computed anew
+    adapter: str | None = None  # the LoRA adapter that it was for
+    timings_ms: dict[str, float]  # milliseconds by phase

@@ -22,7 +22,7 @@ from engine_ext.format import tensor_digest
 from engine_ext.kernels import bits_of, host_bits
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placed, Placement, Segment, Status, TensorSpec, make_plan
-from engine_ext.ranks import Ranks, cores_per_rank, together
+from engine_ext.ranks import RankGroup, cores_per_rank, run_on_all_or_none
 from engine_ext.ranks import operations as ops
 from engine_ext.settings import Settings
 from engine_ext.startup import Recomputed
@@ -77,7 +77,7 @@ class AdapterReceivers:
     """
 
     def __init__(
-        self, model: Receiver, stores: AdapterStores, ranks: Ranks, settings: Settings
+        self, model: Receiver, stores: AdapterStores, ranks: RankGroup, settings: Settings
     ) -> None:
         self._model, self._stores = model, stores
         self._ranks, self._settings = ranks, settings
@@ -122,7 +122,7 @@ class AdapterReceivers:
         if request.adapter is not None:
             receiver = self._receiver(request.adapter)
         if isinstance(request, _WRITES) and not _keeps_part(request):
-            together(self._ranks, lambda: self._check_others(receiver))
+            run_on_all_or_none(self._ranks, lambda: self._check_others(receiver))
         reply = receiver.execute(msgspec.structs.replace(request, adapter=None))
         return self._completed(request, reply)
 
@@ -194,7 +194,7 @@ def _keeps_part(request: ops.Operation[Any]) -> bool:
     return isinstance(request, ops.PrepareSync) and request.keep
 
 
-def make_adapter_receiver(store: AdapterStore, ranks: Ranks, settings: Settings) -> Receiver:
+def make_adapter_receiver(store: AdapterStore, ranks: RankGroup, settings: Settings) -> Receiver:
     """Make the receiver of a store. All ranks must call it.
 
     Raises:
@@ -206,7 +206,7 @@ def make_adapter_receiver(store: AdapterStore, ranks: Ranks, settings: Settings)
         index = StorageIndex(model)
         return model, index, _identity(store.tensors, index), _content(store.tensors)
 
-    model, index, placement, content = together(ranks, prepare)
+    model, index, placement, content = run_on_all_or_none(ranks, prepare)
     contents = ranks.all_gather(content)
     if any(content != contents[0] for content in contents):
         raise Conflict(

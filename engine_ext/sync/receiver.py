@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 
 from engine_ext.errors import AdapterNotLoaded, WeightsAsleep
-from engine_ext.ranks import Ranks, together
+from engine_ext.ranks import ENGINE, LOG_RECORDS, Board, RankGroup, run_on_all_or_none
 from engine_ext.ranks import operations as ops
-from engine_ext.ranks.board import ENGINE, LOG_RECORDS, Board
 from engine_ext.remote_parts import Locate
 from engine_ext.resources import no_full_collections
 from engine_ext.sync.applier import Applier, Scan
@@ -53,7 +52,7 @@ class Receiver(SyncOperations):
     def __init__(
         self,
         applier: Applier,
-        ranks: Ranks,
+        ranks: RankGroup,
         *,
         base_version: int,
         stage_timeout: float,
@@ -228,11 +227,11 @@ class Receiver(SyncOperations):
                 raise WeightsAsleep("the engine has released its weights; wake it up first")
 
         if request.scan:  # it rebuilds modules in step
-            together(self._ranks, check)
+            run_on_all_or_none(self._ranks, check)
         tracked, corrupted = self._applier.digests, list[str]()
         found = tracked
         if request.scan:
-            scan = together(self._ranks, self._applier.scan)
+            scan = run_on_all_or_none(self._ranks, self._applier.scan)
             found, corrupted = scan.digests, sorted({*scan.corrupted, *self._differing(scan)})
             wrong = {name for name, digest in tracked.items() if found.get(name) != digest}
             everywhere = self._ranks.all_gather(sorted(wrong.union(corrupted)))

@@ -14,7 +14,7 @@ from typing import NoReturn
 from engine_ext.errors import BaseMismatch, CommitFailed, Conflict, EngineUncertain, WriteUndone
 from engine_ext.format import PartId
 from engine_ext.model import TracingError
-from engine_ext.ranks import Ranks, together
+from engine_ext.ranks import RankGroup, run_on_all_or_none
 from engine_ext.ranks import operations as ops
 from engine_ext.sync.applier import Applier
 from engine_ext.sync.background_staging import BackgroundStaging
@@ -38,7 +38,7 @@ class SyncOperations:
     def __init__(
         self,
         applier: Applier,
-        ranks: Ranks,
+        ranks: RankGroup,
         sync_state: SyncState,
         staging: BackgroundStaging,
         *,
@@ -146,7 +146,7 @@ class SyncOperations:
             return self._staging.results(sync.slots), sync.full
 
         # The rebuilds communicate: a rank that cannot take part must not be waited for.
-        staged, full = together(self._ranks, staged_parts)
+        staged, full = run_on_all_or_none(self._ranks, staged_parts)
         done = self._applier.prepare(staged, full=full)
         rebuilt = sum(len(one.rebuilt.modules) for one in staged)
         return ops.SyncPrepared(complete=True, done=done, rebuilt=rebuilt)

@@ -33,7 +33,7 @@ from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
 from engine_ext.errors import CommitFailed, CommittedNotResumed, DeltaError, EngineUncertain
 from engine_ext.format import Digest
-from engine_ext.ranks.board import ENGINE
+from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import (
     AbortSync,
     CallerPause,

@@ -99,7 +99,7 @@ class FollowState:
 
         return await self._item.update(change)
 
-    async def note_read(self) -> Following:
+    async def record_read(self) -> Following:
         """Record that the log could be read."""
         return await self._update(was_read=True)
 

@@ -13,7 +13,6 @@ from typing import Final
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from delta_server.sync_history import SyncRecord
 from engine_ext.errors import (
     AccessDenied,
     BaseMismatch,
@@ -23,6 +22,7 @@ from engine_ext.errors import (
     Unauthorized,
     WriteUndone,
 )
+from engine_ext.ranks.operations import SyncRecord
 
 _SECONDS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300,

@@ -22,10 +22,10 @@ from delta_server import metrics
 from delta_server.adapter_engine import AdapterEngine
 from delta_server.engine import Engine
 from delta_server.request_record import RequestRecord
-from delta_server.sync_history import SyncHistory, SyncRecord
+from delta_server.sync_history import SyncHistory
 from engine_ext.errors import DeltaError, as_delta_error
 from engine_ext.format import RunSender
-from engine_ext.ranks.operations import CommittedSync
+from engine_ext.ranks.operations import CommittedSync, SyncRecord
 
 logger = logging.getLogger(__name__)
 

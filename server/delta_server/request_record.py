@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from delta_server.sync_history import SyncRecord
 from engine_ext.errors import (
     CommitFailed,
     CommittedNotResumed,
@@ -16,6 +15,7 @@ from engine_ext.errors import (
     WriteUndone,
 )
 from engine_ext.format import Manifest, Origin, PartId
+from engine_ext.ranks.operations import SyncRecord
 
 _MAX_TEXT = 200
 _NO_REASON = "sent in full"

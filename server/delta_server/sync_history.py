@@ -12,32 +12,9 @@ import msgspec
 
 from delta_server.board import HISTORY, Item
 from delta_server.engine import Engine
+from engine_ext.ranks.operations import SyncRecord
 
 _MOST: Final = 50
-
-
-class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one request for an update; see `CommittedSync` for the counts."""
-
-    at: float  # Unix time at which the request began
-    outcome: str  # committed, staged, refused, ...
-    error: str | None = None  # type of the error that it was answered with
-    message: str | None = None
-    version: int | None = None
-    base_version: int | None = None
-    run: str | None = None  # the version's run
-    sync_id: str | None = None
-    full: bool = False
-    reason: str | None = None  # why it was full
-    parts: int = 0  # number of its parts
-    nnz: int | None = None
-    elements: int | None = None
-    tensors: int | None = None
-    bytes: int = 0  # of the parts
-    apply: str | None = None
-    rebuilt: int | None = None  # modules that the engine's own processing has computed anew
-    adapter: str | None = None  # the LoRA adapter that it was for
-    timings_ms: dict[str, float]  # milliseconds by phase
 
 
 class _Staged(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ from engine_ext.errors import (
     as_delta_error,
     from_wire,
 )
-from engine_ext.ranks import GroupRanks, Ranks, among_replicas
+from engine_ext.ranks import GroupRanks, RankGroup, among_replicas
 from engine_ext.ranks.operations import (
     BeginPart,
     CommitSync,
@@ -87,7 +87,7 @@ def build_receiver(
     chosen: settings.Settings,
     loading: LoadingTrace,
     states: UnprocessedModules,
-    ranks: Ranks,
+    ranks: RankGroup,
 ) -> Receiver:
     """Trace and certify the models of one rank and make its receiver; see `attach_receiver`."""
     from sglang.srt.runtime_context import get_parallel
@@ -154,7 +154,7 @@ def answer(updater: Any, request: Any) -> Any:
         return UpdateWeightFromDiskReqOutput(success=False, message=failure)
 
 
-def _ranks_of_replica() -> Ranks:
+def _ranks_of_replica() -> RankGroup:
     """Return the ranks of this rank's replica, those of all its pipeline stages."""
     from sglang.srt.runtime_context import get_parallel
 
@@ -210,7 +210,7 @@ def _refuse_together(updater: Any, *, writes: bool) -> None:
             image_embeddings.drop(updater.tp_worker.model_runner.model)
     except Exception as error:
         own = as_delta_error(error).to_wire()
-    everyone: Ranks = updater.tp_worker.model_runner.delta_ranks
+    everyone: RankGroup = updater.tp_worker.model_runner.delta_ranks
     ranks = everyone if writes else _ranks_of_replica()
     for refusal in filter(None, ranks.all_gather(own)):
         raise from_wire(refusal)

@@ -281,7 +281,7 @@ class LogReplay:
         """Let every process of an engine that follows know that its log could be read."""
         self._was_read, self._read_at = True, time.time()
         if self._following is not None and not self._following.known.was_read:
-            await self._following.note_read()
+            await self._following.record_read()
             logger.info("delta log: %s is read", self.log.location)
 
     async def _follow(

@@ -27,7 +27,7 @@ from engine_ext.log import (
     read_record,
     version_of,
 )
-from engine_ext.ranks.board import LOG_RECORDS
+from engine_ext.ranks import LOG_RECORDS
 from engine_ext.ranks.operations import LogRecords
 
 _MOST_COMPARED: Final = 128  # versions before the engine's; half of what the ranks keep

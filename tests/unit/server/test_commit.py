@@ -13,7 +13,7 @@ import pytest
 from delta_server.board import Item
 from delta_server.commit import EngineCommitter, serialize_with_commits
 from delta_server.service import DeltaService
-from engine_ext.ranks.board import ENGINE
+from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import EngineUse
 from tests.support.delta_bodies import (
     BASE,

@@ -21,7 +21,7 @@ print(generate_latest().decode())
 COUNTS = """
 import sys
 from delta_server import metrics
-from delta_server.sync_history import SyncRecord
+from engine_ext.ranks.operations import SyncRecord
 sync = SyncRecord(
     at=0.0, outcome="committed", version=int(sys.argv[1]), bytes=10, nnz=2, elements=100,
     timings_ms={"pause_ms": 3.0},

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from delta_server.sync_history import SyncHistory, SyncRecord
-from engine_ext.ranks.operations import Operation
+from delta_server.sync_history import SyncHistory
+from engine_ext.ranks.operations import Operation, SyncRecord
 from tests.support.endpoint_rig import Rig
 
 

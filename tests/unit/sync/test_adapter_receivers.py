@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine_ext.ranks import ENGINE
 from engine_ext.ranks import operations as ops
-from engine_ext.ranks.board import ENGINE
 from tests.support.delta_bodies import VERSION, delta_part, full_part
 from tests.support.endpoint_rig import Rig
 from tests.support.in_process_engine import RANKS

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from engine_ext.ranks.board import ENGINE, LOG_RECORDS
+from engine_ext.ranks import ENGINE, LOG_RECORDS
 from engine_ext.ranks.operations import CallerPause, EngineUse
 from tests.support.rank_engine import errors_of, part_id
 from tests.unit.sync.recorded_ranks import Ranks, body

@@ -13,8 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from delta_server.sync_history import SyncRecord
-from engine_ext.ranks.operations import ScrubState
+from engine_ext.ranks.operations import ScrubState, SyncRecord
 from engine_ext.ranks.status import (
     EngineStatus,
     HealthStatus,
