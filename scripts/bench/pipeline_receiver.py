@@ -19,9 +19,10 @@ from fastapi import FastAPI
 from torch import nn
 
 from delta_server.intake import VerifiedPart
-from delta_server.request_options import parse_query, part_id
+from delta_server.request_options import parse_query
 from delta_server.routes import attach
 from delta_server.service import DeltaService
+from delta_server.sources.numbering import part_id
 from engine_ext.errors import DeltaError
 from engine_ext.kernels import warm_up
 from engine_ext.model import StorageIndex
@@ -170,7 +171,7 @@ class Stages:
 
     async def _receive(self) -> None:
         for body in self._bodies:
-            rate = self._service.minimum_rate
+            rate = self._service.inlet.minimum_rate
             self._spooled.append(await self._service.intake.receive(_pieces(body), len(body), rate))
 
     def stage(self) -> float:

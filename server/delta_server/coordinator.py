@@ -18,7 +18,7 @@ processes coordinate one engine; all ranks get the same calls in the same order 
                  a rank has failed and cannot undo it        uncertain   mixed: paused, 503
     uncertain    a full sync is committed                    idle        new version
 
-    [1] the parts of the sync that are staged stay, unless the request had all of them
+    [1] the parts of the sync that are staged stay, unless they had no numbers of their own
 
 A part that was committed at the engine's version is answered ``already_applied``, and nothing is
 written; not while the weights are uncertain, mismatched or changed by something else, nor if the
@@ -32,28 +32,79 @@ import contextlib
 import copy
 import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import xxhash
 
-from delta_server.commit import EngineCommitter
-from delta_server.engine import Engine, call_all_ranks, unseen_parts
-from delta_server.intake import VerifiedPart
+from delta_server.commit import EngineCommitter, total_digest
+from delta_server.engine import Engine, call_all_ranks, rank_states, unseen_parts
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
-from delta_server.staging import Staging
-from engine_ext.errors import CommitFailed, Conflict, EngineUncertain, RunConflict
-from engine_ext.format import PartId, RunSender, Unproven
+from delta_server.scrubbing import mismatched
+from delta_server.staging import NumberedPart, Staging
+from engine_ext.errors import (
+    BaseMismatch,
+    CommitFailed,
+    Conflict,
+    EngineUncertain,
+    RunConflict,
+)
+from engine_ext.format import PartId, RunSender
 from engine_ext.ranks.operations import (
     ClaimRun,
     CommitSync,
     CommittedSync,
+    GetPlan,
     RollBack,
     RunClaimed,
+    StagedSync,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an engine holds.
+
+    Attributes:
+        version, run: that the last sync has led to, and that it was of.
+        digest: of the weights, as the syncs add up to it.
+        staged: the sync that has staged parts; None if there is none.
+        changed_by: what else has changed the weights since, so that they are of no version.
+        mismatched: tensors that were found to hold other bits than the syncs have written.
+        uncertain: whether a write has failed half-way.
+        asleep: whether the memory of the weights is released.
+    """
+
+    version: int
+    run: str | None
+    digest: str
+    staged: StagedSync | None
+    changed_by: str | None
+    mismatched: list[str]
+    uncertain: bool
+    asleep: bool
+
+    def complete_sync(self, version: int, sync_id: str | None) -> PartId | None:
+        """Return what names a sync if all of its parts are staged; None if they are not."""
+        staged = self.staged
+        if staged is None or (staged.version, staged.sync_id) != (version, sync_id):
+            return None
+        if len(staged.parts) != staged.num_parts:
+            return None
+        base, full = staged.base_version, staged.full
+        return PartId(version=version, base_version=base, identity="", sync_id=sync_id, full=full)
+
+    def require_intact(self) -> None:
+        """Raise `BaseMismatch` if the weights are known not to be those of the version."""
+        if self.changed_by is not None:
+            raise BaseMismatch(
+                f"{self.changed_by} changed the weights outside of delta sync; send a full sync"
+            )
+        if self.mismatched:
+            raise BaseMismatch.in_memory(self.mismatched)
 
 
 class Coordinator:
@@ -61,13 +112,14 @@ class Coordinator:
 
     Attributes:
         adapter: the name of the LoRA adapter whose own tensors are changed; None means the model.
+        reporter: reports every update.
     """
 
     def __init__(
         self, engine: Engine, committer: EngineCommitter, reporter: SyncReporter, staging: Staging
     ) -> None:
         self._engine, self._committer = engine, committer
-        self._reporter, self._staging = reporter, staging
+        self.reporter, self._staging = reporter, staging
         self.adapter: str | None = None
         self._part_locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
@@ -77,35 +129,48 @@ class Coordinator:
         coordinator.adapter, coordinator._engine, coordinator._staging = name, engine, staging
         return coordinator
 
+    @contextlib.asynccontextmanager
+    async def turn(self, identities: Iterable[str]) -> AsyncIterator[None]:
+        """Make a repeat of parts wait until the request that it repeats is answered."""
+        async with contextlib.AsyncExitStack() as stack:
+            for identity in sorted({*identities}):
+                lock = self._part_locks.setdefault(identity, asyncio.Lock())
+                await stack.enter_async_context(lock)
+            yield
+
     async def submit(
-        self,
-        parts: Sequence[PartId],
-        verified: Sequence[VerifiedPart],
-        options: Options,
-        record: RequestRecord,
-        *,
-        whole: bool = False,
-        apart: bool = False,
+        self, parts: Sequence[NumberedPart], options: Options, record: RequestRecord
     ) -> dict[str, Any]:
         """Stage parts of one sync, commit if they complete it; return the answer as JSON.
 
-        Args:
-            parts, verified: of the same length.
-            whole: the parts have no numbers and are all of their sync: they become one transaction.
-                If they name the version that the engine is at, those not seen before become its
-                continuation.
-            apart: the part has nothing but its version to connect it with others; see
-                `engine_ext.format.Unproven`.
+        Call it in their `turn`.
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then.
         """
-        async with self._part_lock(verified):
-            pairs = list(zip(parts, verified, strict=True))
-            if whole or apart:
-                pairs = await self._as_transaction(pairs, apart=apart)
-                record.set_parts([part for part, _ in pairs], record.verified)
-            return await self._apply(pairs, options, record, whole=whole)
+        last = parts[-1][0]
+        try:
+            if await self._staging.stage(parts, record) and record.commits:
+                record.phase = "commit"
+                return await self._commit(last, options, record)
+        except CommitFailed as error:
+            if record.phase == "stage" and not isinstance(error, EngineUncertain):
+                await self._committer.halt(options)  # a commit has paused the engine itself
+            raise
+        except RunConflict:
+            raise
+        except Conflict:
+            # Another HTTP process might have received the same parts and committed them meanwhile.
+            # Not certain for a full sync: another one might have led to its version.
+            identities = [part.identity for part, _ in parts]
+            if last.full or await self.unseen(last.version, last.run, identities):
+                raise
+            record.admissions = {"already_applied"}
+        facts: dict[str, Any] = {"version": last.version, "base_version": last.base_version}
+        if record.admissions != {"already_applied"}:
+            return record.answer("staged", {**facts, "run": last.run})
+        # From the digest a sender sees if more was committed than it has sent this time.
+        return record.answer("already_applied", facts | await self._committer.publish(self._engine))
 
     async def commit_staged(
         self, part: PartId, options: Options, record: RequestRecord
@@ -116,14 +181,60 @@ class Coordinator:
             DeltaError: each class fixes the state that the engine is in then. If the sync lacks
                 parts or was dropped, it is a `Conflict`, and nothing of it stays staged.
         """
-        async with self._reporter.follow(record):
-            record.set_parts([part], [])
+        async with self.reporter.follow(record):
+            record.parts = [part]
             record.phase, record.reason = "commit", options.reason
             return await self._commit(part, options, record)
 
     async def drop_staged(self, part: PartId) -> None:
         """Drop the staged sync if this part belongs to it."""
         await self._staging.drop(part)
+
+    async def held(self) -> Held:
+        """Return what the engine holds."""
+        replies = await self._committer.status(self._engine)
+        first = replies[0]
+        return Held(
+            version=first.version,
+            run=first.run,
+            digest=total_digest(reply.digest for reply in replies),
+            staged=first.staged,
+            changed_by=next((reply.foreign for reply in replies if reply.foreign), None),
+            mismatched=mismatched(replies),
+            uncertain=self._committer.uncertain,
+            asleep=any(reply.asleep for reply in replies),
+        )
+
+    async def version(self) -> int:
+        """Return the engine's version."""
+        [state, *_] = await rank_states(self._engine)
+        return state.version
+
+    async def unseen(self, version: int, run: str | None, identities: Sequence[str]) -> set[str]:
+        """Return those of some parts that were not committed at the engine's version.
+
+        Args:
+            version, run: that the parts lead to, and that they name.
+        """
+        return await unseen_parts(self._engine, version, list(identities), run)
+
+    async def checkpoint(self) -> dict[str, tuple[str, tuple[int, ...]]] | None:
+        """Return manifest dtype and shape of each tensor that the engine was loaded from, by name.
+
+        None if it was started without weights.
+        """
+        [reply, *_] = await call_all_ranks(self._engine, GetPlan())
+        if reply.tensors is None:
+            return None
+        return {row["name"]: (row["dtype"], tuple(row["shape"])) for row in reply.tensors}
+
+    async def publish(self) -> dict[str, Any]:
+        """Repeat what follows a commit; return digest and run, see `EngineCommitter.publish`."""
+        return await self._committer.publish(self._engine)
+
+    async def set_weight_version(self, text: str) -> None:
+        """Set the engine's own weight version, with no sync."""
+        await self._engine.set_weight_version(text)
 
     async def roll_back(self, options: Options) -> dict[str, Any]:
         """Restore the version before the last one, weights and weight version.
@@ -133,7 +244,7 @@ class Coordinator:
             CommitFailed: the rollback failed half-way. The engine is uncertain.
         """
         record = RequestRecord(adapter=self.adapter)
-        async with self._reporter.follow(record):
+        async with self.reporter.follow(record):
             record.phase = "rollback"
             restored, pause_ms = await self._committer.run(RollBack(), options, self._engine)
             record.timings |= {"pause_ms": pause_ms, "commit_ms": restored.commit_ms}
@@ -160,7 +271,7 @@ class Coordinator:
         request = ClaimRun(sender=sender, takeover=takeover, now=now, at=at)
         [claimed, *_] = await call_all_ranks(self._engine, request)
         if claimed.owner is not None and claimed.owner.since == at:
-            self._reporter.report_owner("claimed", sender, self.adapter)
+            self.reporter.report_owner("claimed", sender, self.adapter)
         return claimed
 
     async def release(self, sender: RunSender) -> bool:
@@ -169,82 +280,10 @@ class Coordinator:
         request = ClaimRun(sender=sender, releases=True, now=now, at=at)
         [reply, *_] = await call_all_ranks(self._engine, request)
         if reply.released:
-            self._reporter.report_owner("released", sender, self.adapter)
+            self.reporter.report_owner("released", sender, self.adapter)
         return reply.released
 
     # ------------------------------------------------------------------------------------------
-
-    @contextlib.asynccontextmanager
-    async def _part_lock(self, verified: Sequence[VerifiedPart]) -> AsyncIterator[None]:
-        """Make a repeat wait until the request that it repeats is answered."""
-        async with contextlib.AsyncExitStack() as stack:
-            for identity in sorted({one.identity for one in verified}):
-                lock = self._part_locks.setdefault(identity, asyncio.Lock())
-                await stack.enter_async_context(lock)
-            yield
-
-    async def _as_transaction(
-        self, pairs: Sequence[tuple[PartId, VerifiedPart]], *, apart: bool
-    ) -> list[tuple[PartId, VerifiedPart]]:
-        """Number the parts of one request as parts of one sync; leave out those seen before."""
-        first = pairs[0][0]
-        by_identity = {part.identity: (part, one) for part, one in pairs}
-        unseen = await unseen_parts(self._engine, first.version, list(by_identity), first.run)
-        fresh = [one for one in by_identity if one in unseen] or list(by_identity)[:1]
-        sync_id = "files:" + xxhash.xxh3_128_hexdigest("".join(sorted(fresh)).encode())
-        chosen = [by_identity[identity] for identity in fresh]
-        # A full sync must cover the model, and a folder that proves states has an index.
-        proven = all(one.manifest.full or one.manifest.proves_states for _, one in chosen)
-
-        def unproven(part: PartId) -> Unproven | None:
-            own = part.unproven or Unproven()
-            return None if proven else msgspec.structs.replace(own, apart=apart)
-
-        return [
-            (
-                msgspec.structs.replace(
-                    part,
-                    sync_id=part.sync_id or sync_id,
-                    part=number,
-                    num_parts=len(fresh),
-                    unproven=unproven(part),
-                ),
-                one,
-            )
-            for number, (part, one) in enumerate(chosen)
-        ]
-
-    async def _apply(
-        self,
-        pairs: list[tuple[PartId, VerifiedPart]],
-        options: Options,
-        record: RequestRecord,
-        *,
-        whole: bool,
-    ) -> dict[str, Any]:
-        last = pairs[-1][0]
-        try:
-            if await self._staging.stage(pairs, record, whole=whole) and record.commits:
-                record.phase = "commit"
-                return await self._commit(last, options, record)
-        except CommitFailed as error:
-            if record.phase == "stage" and not isinstance(error, EngineUncertain):
-                await self._committer.halt(options)  # a commit has paused the engine itself
-            raise
-        except RunConflict:
-            raise
-        except Conflict:
-            # Another HTTP process might have received the same parts and committed them meanwhile.
-            # Not certain for a full sync: another one might have led to its version.
-            identities = [part.identity for part, _ in pairs]
-            if last.full or await unseen_parts(self._engine, last.version, identities, last.run):
-                raise
-            record.admissions = {"already_applied"}
-        facts: dict[str, Any] = {"version": last.version, "base_version": last.base_version}
-        if record.admissions != {"already_applied"}:
-            return record.answer("staged", {**facts, "run": last.run})
-        # From the digest a sender sees if more was committed than it has sent this time.
-        return record.answer("already_applied", facts | await self._committer.publish(self._engine))
 
     async def _commit(
         self, part: PartId, options: Options, record: RequestRecord
@@ -263,5 +302,5 @@ class Coordinator:
                 await self._staging.drop(part)
             raise
         record.timings["commit_ms"] = committed.commit_ms
-        self._reporter.report_run(committed, self.adapter)
+        self.reporter.report_run(committed, self.adapter)
         return record.answer("committed", msgspec.structs.asdict(committed))

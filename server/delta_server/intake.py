@@ -200,7 +200,7 @@ class _PartWriter(contextlib.AbstractContextManager["_PartWriter"]):
 
     def feed(self, chunks: Sequence[bytes | memoryview]) -> None:
         """Take the next chunks of the body."""
-        self._append(piece for chunk in chunks for piece in self._checked(chunk))
+        self._append(self._checked(chunks))
 
     def finish(self, chunks: Sequence[bytes | memoryview] = ()) -> VerifiedPart:
         """Take the last chunks of the body; return the part."""
@@ -212,17 +212,16 @@ class _PartWriter(contextlib.AbstractContextManager["_PartWriter"]):
         """Whether the next bytes are of the data section, and not compressed."""
         return self._gate.header is not None and self._frame.is_plain
 
-    def _checked(self, chunk: bytes | memoryview) -> Iterable[bytes | memoryview]:
-        """Check the next bytes; return them unwrapped. All must be used before the next."""
-        if self._is_plain:
-            self._gate.feed(chunk)
-            return (chunk,)
-        return self._unwrapped(chunk)
-
-    def _unwrapped(self, chunk: bytes | memoryview) -> Iterator[bytes | memoryview]:
-        for piece in self._frame.feed(chunk):
-            self._gate.feed(piece)
-            yield piece
+    def _checked(self, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        """Check the next bytes; yield them unwrapped."""
+        for chunk in chunks:
+            if self._is_plain:
+                self._gate.feed(chunk)
+                yield chunk
+                continue
+            for piece in self._frame.feed(chunk):
+                self._gate.feed(piece)
+                yield piece
 
     def _append(self, pieces: Iterable[Buffer]) -> None:
         """Write pieces, some at a time."""
@@ -275,9 +274,8 @@ class _SignedPartWriter(_PartWriter):
         with self._file.view() as data:
             if bytes(data[: len(ZSTD_MAGIC)]) == ZSTD_MAGIC:
                 return self._unwrap(data)
-            for piece in _pieces(data):
-                for _ in self._checked(piece):
-                    pass
+            for _ in self._checked(_pieces(data)):
+                pass
         return self._verified()
 
     def _unwrap(self, data: memoryview) -> VerifiedPart:

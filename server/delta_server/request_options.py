@@ -11,13 +11,9 @@ import msgspec
 from engine_ext.errors import MalformedPart
 from engine_ext.format import (
     MAX_VERSION,
-    Manifest,
-    Origin,
-    PartId,
     RunSender,
     check_run,
     optional_version,
-    split_owner,
 )
 
 _T = TypeVar("_T")
@@ -206,56 +202,3 @@ def parse_version_request(body: bytes) -> VersionRequest:
         MalformedPart: the body is not JSON, or a value has the wrong type.
     """
     return _parse_json(body, VersionRequest)
-
-
-def is_anonymous(manifest: Manifest, options: Options) -> bool:
-    """Return whether a part might be one of several that only their version connects."""
-    numbers = (manifest.part, manifest.num_parts, manifest.base_version)
-    digests = (manifest.digest_before, manifest.digest_after)
-    given = (*numbers, manifest.sync_id, manifest.run, *digests, options.base_version)
-    return not manifest.full and all(one is None for one in given)
-
-
-def part_id(
-    manifest: Manifest, identity: str, options: Options, origin: Origin = "sender"
-) -> PartId:
-    """Return the id of a part, from its metadata and the request's options.
-
-    Raises:
-        MalformedPart: the two disagree, or no version is given.
-    """
-    version = _agree("version", manifest.current_version, options.weight_version)
-    if version is None:
-        raise MalformedPart("no version: set current_version in the part, or weight_version")
-    base = _agree("base version", manifest.base_version, options.base_version)
-    if manifest.full:
-        base = None
-    elif base is None:
-        base = version - 1
-    only_part = manifest.part is None and manifest.num_parts is None
-    return PartId(
-        version=version,
-        base_version=base,
-        identity=identity,
-        sync_id=manifest.sync_id,
-        full=manifest.full,
-        part=manifest.part or 0,
-        num_parts=1 if only_part else manifest.num_parts,
-        sender=_sender_of(manifest),
-        origin=origin,
-    )
-
-
-def _sender_of(manifest: Manifest) -> RunSender | None:
-    if manifest.run is None:
-        return None
-    owner = manifest.run_owner
-    host, pid = (None, None) if owner is None else split_owner(owner)
-    return RunSender(run=manifest.run, epoch=manifest.run_epoch or 1, host=host, pid=pid)
-
-
-def _agree(what: str, in_part: int | None, in_request: int | None) -> int | None:
-    if None not in (in_part, in_request) and in_part != in_request:
-        message = f"the part's {what} is {in_part}, the request says {in_request}"
-        raise MalformedPart(message, in_part=in_part, in_request=in_request)
-    return in_part if in_part is not None else in_request

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from delta_server.intake import VerifiedPart
 from engine_ext.errors import (
     CommitFailed,
     CommittedNotResumed,
@@ -15,7 +14,7 @@ from engine_ext.errors import (
     EngineUncertain,
     WriteUndone,
 )
-from engine_ext.format import Origin, PartId
+from engine_ext.format import Manifest, Origin, PartId
 from engine_ext.ranks.operations import SyncRecord
 
 _MAX_TEXT = 200
@@ -30,8 +29,10 @@ class RequestRecord:
     commits: bool = True  # whether a sync that its parts complete is committed
     origin: Origin = "sender"  # who brings its parts
     reason: str | None = None  # why its sync is full
-    verified: list[VerifiedPart] = field(default_factory=list)  # the parts that have arrived whole
-    parts: list[PartId] = field(default_factory=list)
+    manifests: list[Manifest] = field(default_factory=list)  # of the parts that have arrived whole
+    identities: list[str] = field(default_factory=list)  # of these
+    wire_bytes: int = 0  # of these, as they were sent
+    parts: list[PartId] = field(default_factory=list)  # that are submitted
     admissions: set[str] = field(default_factory=set)  # how the ranks have admitted the parts
     timings: dict[str, float] = field(default_factory=dict)  # milliseconds, by phase and "_ms"
     phase: str = "receive"
@@ -56,27 +57,24 @@ class RequestRecord:
         sender = self.parts[0].sender if self.parts else None
         return None if sender is None else sender.run
 
-    @property
-    def wire_bytes(self) -> int:
-        """Size of the parts that have arrived whole, as they were sent."""
-        return sum(s.wire_bytes for s in self.verified)
-
     async def count_received(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the chunks of the body, and count them in `received`."""
         async for chunk in chunks:
             self.received += len(chunk)
             yield chunk
 
-    def set_parts(self, parts: Sequence[PartId], verified: Sequence[VerifiedPart]) -> None:
-        """Set the parts of the request; some of a disk request's can be left out later."""
-        self.parts, self.verified = list(parts), list(verified)
+    def add(self, manifest: Manifest, identity: str, wire_bytes: int) -> None:
+        """Add a part that has arrived whole; some of several are not in `parts`."""
+        self.manifests.append(manifest)
+        self.identities.append(identity)
+        self.wire_bytes += wire_bytes
 
     def answer(self, status: str, facts: dict[str, Any]) -> dict[str, Any]:
         """Return the JSON object of a successful answer, and set the result.
 
         The facts are fields of `engine_ext.ranks.operations.CommittedSync`, as far as known.
         """
-        entries = [entry for s in self.verified for entry in s.manifest.params]
+        entries = [entry for manifest in self.manifests for entry in manifest.params]
         answer = {
             "status": status,
             "version": facts["version"],
@@ -117,7 +115,7 @@ class RequestRecord:
             sync_id=sync_id and sync_id[:_MAX_TEXT],
             full=bool(first and first.full),
             reason=(self.reason or _NO_REASON) if first and first.full else None,
-            parts=len(self.verified),
+            parts=len(self.manifests),
             nnz=result.get("nnz"),
             elements=result.get("elements"),
             tensors=result.get("tensors"),

@@ -9,15 +9,16 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from delta_server import pauses
 from delta_server.auth import check_access
 from delta_server.dashboard import asks_for_token, page_response
-from delta_server.empty_syncs import advance
 from delta_server.engine import rank_states
-from delta_server.log_follower import refuse_pushes
-from delta_server.pulls import commit_pulled, is_pulled, pull
+from delta_server.guards import (
+    MAX_JSON_BYTES,
+    ApplyFromDisk,
+    UncertainGuard,
+    error_response,
+)
 from delta_server.request_options import (
     DiskRequest,
     Options,
@@ -31,13 +32,15 @@ from delta_server.request_options import (
     parse_version_request,
 )
 from delta_server.request_record import RequestRecord
-from delta_server.rpc_route import MAX_JSON_BYTES, ApplyFromDisk
 from delta_server.service import DeltaService
+from delta_server.sources import deliver
+from delta_server.sources.files import Files
+from delta_server.sources.pulls import commit_pulled, is_pulled, pull
+from delta_server.sources.push import SinglePart, advance, received
 from delta_server.upload_limits import receive_body
 from engine_ext.errors import (
     Conflict,
     DeltaError,
-    EngineUncertain,
     LogDamaged,
     MalformedPart,
     TooLarge,
@@ -45,14 +48,7 @@ from engine_ext.errors import (
     UnsupportedMedia,
     as_delta_error,
 )
-from engine_ext.format import SIGNATURE_HEADER, Verifier, signing_key
-
-# Prefixes of the paths where engines generate; they answer 503 while the weights are uncertain.
-GENERATION = (
-    "/v1", "/v2", "/inference", "/cohere", "/generate", "/generative_scoring", "/invocations",
-    "/pooling", "/score", "/rerank", "/classify", "/encode", "/api", "/vertex_generate",
-)  # fmt: skip
-_READS = ("GET", "HEAD", "OPTIONS")
+from engine_ext.format import SIGNATURE_HEADER
 
 
 def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
@@ -114,7 +110,7 @@ async def update_weights_delta(request: Request) -> dict[str, Any]:
             )
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type == "application/json":
-            with service.upload_slots.one():
+            with service.inlet.upload_slots.one():
                 disk_request = parse_disk_request(await _json_body(request, service))
                 return await _apply_files(service, disk_request, request, record)
         if content_type != "application/octet-stream":
@@ -122,7 +118,7 @@ async def update_weights_delta(request: Request) -> dict[str, Any]:
                 "Content-Type must be application/octet-stream or application/json, not "
                 f"{content_type!r}"
             )
-        with service.upload_slots.one():
+        with service.inlet.upload_slots.one():
             return await _apply_body(service, request, record)
 
 
@@ -146,13 +142,13 @@ async def update_weight_version(request: Request) -> JSONResponse:
             raise MalformedPart("the engine's weight version is that of the model")
         record = RequestRecord()
         async with service.reporter.follow(record):
-            with service.upload_slots.one():
+            with service.inlet.upload_slots.one():
                 wanted = parse_version_request(await _json_body(request, service))
                 pause_mode = "abort" if wanted.abort_all_requests else "keep"
                 options = Options(pause_mode=pause_mode, flush_cache=False)  # it stays valid
-                refuse_pushes(service.follower)
+                service.inlet.refuse_pushes()
                 text = str(wanted.new_version)
-                response = await asyncio.shield(advance(service, text, options, record))
+                response = await asyncio.shield(advance(service.inlet, text, options, record))
     except Exception as error:
         failure = as_delta_error(error)
         return error_response(failure, success=False, message=failure.message)
@@ -168,10 +164,10 @@ async def pull_weights(request: Request) -> JSONResponse:
             raise MalformedPart("versions are pulled for the model's weights, not for adapters")
         record = RequestRecord()
         async with service.reporter.follow(record):
-            with service.upload_slots.one():
+            with service.inlet.upload_slots.one():
                 wanted = parse_pull_request(await _json_body(request, service))
-                refuse_pushes(service.follower)
-                message = await asyncio.shield(pull(service, wanted, record))
+                service.inlet.refuse_pushes()
+                message = await asyncio.shield(pull(service.inlet, wanted, record))
     except Exception as error:
         failure = as_delta_error(error)
         return error_response(failure, success=False, message=failure.message)
@@ -184,7 +180,7 @@ async def collective_rpc(request: Request) -> dict[str, Any]:
     service = _service(request)
     record = RequestRecord(adapter=service.adapter)
     async with service.reporter.follow(record):
-        with service.upload_slots.one():
+        with service.inlet.upload_slots.one():
             disk_request = parse_rpc_request(await _json_body(request, service))
             answer = await _apply_files(service, disk_request, request, record)
             ranks = len(await rank_states(service.engine))
@@ -226,7 +222,7 @@ async def delta_dashboard(request: Request) -> Response:
 async def delta_rollback(request: Request) -> dict[str, Any]:
     """Restore the version before the last one."""
     service = _service(request)
-    refuse_pushes(service.follower)
+    service.inlet.refuse_pushes()
     return await asyncio.shield(service.coordinator.roll_back(parse_query(request.query_params)))
 
 
@@ -259,7 +255,7 @@ async def delta_run(request: Request) -> dict[str, Any]:
     """Let the sender of a run alone change the weights, or let anyone again."""
     service = _service(request)
     wanted = parse_run_request(await _json_body(request, service))
-    refuse_pushes(service.follower)
+    service.inlet.refuse_pushes()
     return await asyncio.shield(service.change_owner(wanted))
 
 
@@ -274,17 +270,13 @@ async def _apply_body(
     service: DeltaService, request: Request, record: RequestRecord
 ) -> dict[str, Any]:
     options = parse_query(request.query_params)
-    refuse_pushes(service.follower)
-    key = signing_key()
-    verifier = None if key is None else Verifier(key, request.headers.get(SIGNATURE_HEADER))
+    service.inlet.refuse_pushes()
     length = request.headers.get("content-length", "")
-    record.expected = int(length) if length.isascii() and length.isdigit() else None
-    verified = await service.intake.receive(
-        record.count_received(request.stream()), record.expected, service.minimum_rate, verifier
-    )
-    record.timings["receive_ms"] = record.seconds * 1e3
-    # A sender that disconnects must not stop a commit half-way.
-    done = await asyncio.shield(service.apply_body(verified, options, record))
+    size = int(length) if length.isascii() and length.isdigit() else None
+    signature = request.headers.get(SIGNATURE_HEADER)
+    arriving = received(service.inlet, request.stream(), size, signature, record)
+    source = SinglePart(service.coordinator, arriving, options, record)
+    done = await deliver(source, service.coordinator, options, record)
     # The sender computes the link's share of its own time from this.
     done["timings_ms"]["total_ms"] = round(record.seconds * 1e3, 3)
     return done
@@ -294,13 +286,13 @@ async def _update_from_disk(request: Request) -> dict[str, Any]:
     service = _service(request)
     record = RequestRecord(adapter=service.adapter)
     async with service.reporter.follow(record):
-        with service.upload_slots.one():
+        with service.inlet.upload_slots.one():
             disk_request = parse_disk_request(await _json_body(request, service))
             formatless = disk_request.load_format is None
-            if formatless and await is_pulled(service, disk_request.model_path):
-                refuse_pushes(service.follower)
+            if formatless and await is_pulled(service.inlet, disk_request.model_path):
+                service.inlet.refuse_pushes()
                 options = disk_request.options(request.query_params)
-                work = commit_pulled(service, disk_request, options, record)
+                work = commit_pulled(service.inlet, disk_request, options, record)
                 return await asyncio.shield(work)
             if disk_request.load_format != "delta":
                 raise MalformedPart(
@@ -315,9 +307,11 @@ async def _apply_files(
     adapter = parse_adapter(request.query_params, disk_request.adapter)
     if adapter is not None and service.adapter is None:
         service, record.adapter = service.for_adapter(adapter), adapter
-    refuse_pushes(service.follower)
+    service.inlet.refuse_pushes()
     options = disk_request.options(request.query_params)
-    return await asyncio.shield(service.apply_request(disk_request, options, record))
+    found = service.inlet.store_files.resolved(disk_request)
+    source = Files(service.inlet, found, options, record)
+    return await asyncio.shield(deliver(source, service.coordinator, options, record))
 
 
 def _service(request: Request) -> DeltaService:
@@ -334,39 +328,8 @@ def _service(request: Request) -> DeltaService:
 
 async def _json_body(request: Request, service: DeltaService) -> bytes:
     body = bytearray()
-    async for chunk in receive_body(request.stream(), service.minimum_rate):
+    async for chunk in receive_body(request.stream(), service.inlet.minimum_rate):
         body += chunk
         if len(body) > MAX_JSON_BYTES:
             raise TooLarge(f"the JSON body is over {MAX_JSON_BYTES} bytes", limit=MAX_JSON_BYTES)
     return bytes(body)
-
-
-def error_response(error: DeltaError, **keys: Any) -> JSONResponse:
-    """Return the answer to a refused request; `keys` are further keys next to ``error``."""
-    headers = {}
-    if "retry_after" in error.operands:
-        headers["Retry-After"] = str(error.operands["retry_after"])
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse({**keys, "error": error.to_wire()}, error.status, headers)
-
-
-class UncertainGuard:
-    """ASGI middleware: generation answers 503 while the weights are uncertain."""
-
-    def __init__(self, app: ASGIApp, state: Any, generation: Sequence[str] = ()) -> None:
-        self._app = app
-        self._state = state
-        self._generation = (*GENERATION, *generation)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pauses.client.set(scope["client"][0] if scope.get("client") else None)
-        if (
-            (scope["type"] == "websocket" or scope.get("method", "GET") not in _READS)
-            and scope["path"].removeprefix(scope.get("root_path", "")).startswith(self._generation)
-            and await self._state.delta_service.committer.is_uncertain()
-        ):
-            error = EngineUncertain("a weight update failed half-way; send a full sync")
-            await error_response(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)

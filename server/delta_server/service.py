@@ -1,4 +1,4 @@
-"""The service: what takes parts in and submits them, and what is known of the engine.
+"""The service: what an engine's endpoints work with, and what is known of the engine.
 
 The engine's workers keep the versions and the staged parts. This side keeps no state of its own, so
 that several HTTP processes can serve one engine; see `delta_server.coordinator`.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,29 +21,22 @@ from delta_server.coordinator import Coordinator
 from delta_server.digests import describe_digests
 from delta_server.engine import Engine, call_all_ranks, rank_statuses
 from delta_server.follow_state import FollowState
-from delta_server.intake import Intake, VerifiedPart
-from delta_server.log_follower import LogFollower
-from delta_server.log_replay import LogReplay
+from delta_server.intake import Intake
 from delta_server.part_server import PartServer
-from delta_server.published import is_complete
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import (
-    DiskRequest,
-    Options,
     RunRequest,
-    is_anonymous,
-    part_id,
 )
-from delta_server.request_record import RequestRecord
 from delta_server.scrubbing import combined, count_findings, mismatched
+from delta_server.sources import Inlet
+from delta_server.sources.folders import is_complete
+from delta_server.sources.log import LogReplay
+from delta_server.sources.log_follower import LogFollower
+from delta_server.sources.store_files import StoreFiles
 from delta_server.staging import Staging
-from delta_server.store_files import ResolvedFiles, StoreFiles, StoreFolder
-from delta_server.transactions import after_gap, located
 from delta_server.upload_limits import MinimumRate, UploadSlots
-from delta_server.version_folders import spool_request
 from engine_ext.errors import (
     DeltaError,
-    MalformedPart,
 )
 from engine_ext.format import DIGEST_ALGORITHM, Limits
 from engine_ext.log import open_log
@@ -60,7 +52,7 @@ from engine_ext.store_urls import is_store_url
 
 
 class DeltaService:
-    """Applies parts to one engine.
+    """The sources of one engine, its coordinator, and its state.
 
     `log_replay` is None without ``--delta-log``, `follower` without ``--delta-follow``.
 
@@ -78,7 +70,8 @@ class DeltaService:
         cache: PartCache | None = None
         if any(is_store_url(location) for location in (settings.log, *settings.roots)):
             cache = PartCache(settings.cache_dir, settings.cache_bytes)
-        self.store_files = StoreFiles(settings, self._folders, rate, cache)
+        store_files = StoreFiles(settings, self._folders, rate, cache)
+        self._list_names = store_files.list_names
         self._part_server: PartServer | None = None
         if engine.address is not None:
             self._part_server = PartServer(engine.address, settings.part_port)
@@ -86,16 +79,23 @@ class DeltaService:
             engine, self.committer, self.reporter, self._make_staging(engine)
         )
         self.intake = Intake(settings.spool_dir, Limits(max_part_bytes=settings.max_body_bytes))
-        self.minimum_rate = MinimumRate(settings.stage_timeout, settings.min_upload_rate)
-        self.upload_slots = UploadSlots(settings.max_uploads)
+        self.inlet = Inlet(
+            engine=engine,
+            settings=settings,
+            coordinator=self.coordinator,
+            intake=self.intake,
+            store_files=store_files,
+            minimum_rate=MinimumRate(settings.stage_timeout, settings.min_upload_rate),
+            upload_slots=UploadSlots(settings.max_uploads),
+            follows=settings.log is not None and settings.follow,
+        )
         self.log_replay: LogReplay | None = None
         self.follower: LogFollower | None = None
         if settings.log is not None:
             following = FollowState(engine, settings.follow_hold) if settings.follow else None
             log = open_log(settings.log, cache=cache, streams=settings.streams, limit=rate)
-            self.log_replay = replay = LogReplay(
-                *(self.committer, self.apply_files, engine, log), following, settings.spool_dir
-            )
+            scratch = settings.spool_dir
+            self.log_replay = replay = LogReplay(self.inlet, engine, log, following, scratch)
             if following is not None:
                 self.follower = LogFollower(replay, engine, settings.follow_interval, following)
         self._scrubbing: asyncio.Task[None] | None = None
@@ -118,11 +118,14 @@ class DeltaService:
         service.coordinator = self.coordinator.for_adapter(
             name, service._engine, self._make_staging(service._engine)
         )
+        service.inlet = dataclasses.replace(
+            self.inlet, engine=service._engine, coordinator=service.coordinator, follows=False
+        )
         return service
 
     def _make_staging(self, engine: Engine) -> Staging:
         workers = self.settings.read_workers
-        return Staging(engine, workers, self.store_files.list_names, self._part_server)
+        return Staging(engine, workers, self._list_names, self._part_server)
 
     async def start(self) -> None:
         """Check that every rank has a receiver, publish the base version, replay the log.
@@ -260,103 +263,3 @@ class DeltaService:
     async def digest(self, scan: bool) -> dict[str, Any]:
         """Return the digests; see `delta_server.digests.describe_digests`."""
         return await describe_digests(self._engine, scan)
-
-    async def apply_body(
-        self, verified: VerifiedPart, options: Options, record: RequestRecord
-    ) -> dict[str, Any]:
-        """Stage one part, and commit if it completes its sync; return the answer as JSON.
-
-        One without numbers, ids and base might be the rest of the engine's version. The part
-        is removed from the spool afterwards.
-
-        Raises:
-            DeltaError: each class fixes the state that the engine is in then.
-        """
-        try:
-            async with self.reporter.follow(record):
-                record.set_parts([], [verified])
-                manifest, record.reason = verified.manifest, options.reason
-                part = part_id(manifest, verified.identity, options, record.origin)
-                record.set_parts([part], [verified])
-                apart = is_anonymous(manifest, options)
-                return await self.coordinator.submit(
-                    [part], [verified], options, record, apart=apart
-                )
-        finally:
-            verified.remove()
-
-    async def apply_request(
-        self, request: DiskRequest, options: Options, record: RequestRecord
-    ) -> dict[str, Any]:
-        """Apply the files that a disk request names; see `apply_files`.
-
-        Raises:
-            DeltaError: each class fixes the state that the engine is in then.
-        """
-        async with self.store_files.resolved(request) as files:
-            return await self.apply_resolved(files, options, record)
-
-    async def apply_resolved(
-        self, files: ResolvedFiles, options: Options, record: RequestRecord
-    ) -> dict[str, Any]:
-        """Apply files; see `apply_files`.
-
-        Raises:
-            DeltaError: each class fixes the state that the engine is in then.
-        """
-        return await self.apply_files(files.paths, options, record, files.roots, files.source)
-
-    async def apply_files(
-        self,
-        paths: Sequence[Path],
-        options: Options,
-        record: RequestRecord,
-        roots: Sequence[str] | None = None,
-        source: StoreFolder | None = None,
-        *,
-        log_records: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
-        """Stage the parts in some files, and commit if they complete their sync.
-
-        Files whose metadata have no part numbers are one transaction. If they name the version
-        that the engine is at, those not seen before are applied as its continuation. Return the
-        answer as JSON.
-
-        Args:
-            paths: real paths, below `roots`, of files or of one folder of a version.
-            roots: folders below which files can be read; ``--delta-root`` if None.
-            source: where they were fetched from; None if they were not.
-            log_records: what the delta log has of the version, for a replay; see
-                `engine_ext.log.records`.
-
-        Raises:
-            DeltaError: each class fixes the state that the engine is in then.
-        """
-        try:
-            async with self.reporter.follow(record):
-                start = time.perf_counter()
-                allowed = self.settings.folders if roots is None else roots
-                at_once = self.settings.read_workers
-                verified = await spool_request(self.intake, paths, allowed, at_once, self._engine)
-                record.set_parts([], verified)
-                record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
-                record.reason = options.reason or record.reason
-                parts = [part_id(s.manifest, s.identity, options, record.origin) for s in verified]
-                if log_records:
-                    seen = dict(log_records)
-                    parts = [msgspec.structs.replace(part, log_records=seen) for part in parts]
-                record.set_parts(parts, verified)
-                url, bring = (source.url, source.bring_index) if source else (None, None)
-                whole = all(s.manifest.part is None for s in verified)
-                if whole:
-                    parts = located(parts, paths, url)
-                versions = sorted({part.version for part in parts})
-                if len(versions) > 1:
-                    raise MalformedPart(f"the files of one request lead to versions {versions}")
-                if len({part.run for part in parts}) > 1:
-                    raise MalformedPart("the files of one request are of several runs")
-                parts = await after_gap(self._engine, parts, paths[0], allowed, bring)
-                return await self.coordinator.submit(parts, verified, options, record, whole=whole)
-        finally:
-            for part_file in record.verified:
-                part_file.remove()

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from delta_server.engine import Engine, call_all_ranks
 from delta_server.intake import VerifiedPart
 from delta_server.part_server import PartServer
-from delta_server.published import not_applied
 from delta_server.request_record import RequestRecord
-from engine_ext.errors import Conflict, DeltaError, NotUpdatable
+from engine_ext.errors import Conflict, DeltaError, NotUpdatable, PartUnavailable
 from engine_ext.format import PartId
 from engine_ext.ranks.operations import (
     AbortSync,
@@ -27,6 +27,10 @@ from engine_ext.ranks.operations import (
     PrepareSync,
 )
 
+# A part with what it is of its sync.
+NumberedPart = tuple[PartId, VerifiedPart]
+
+_SUFFIX: Final = ".safetensors"
 # While ranks stage, they are asked this often whether they still live.
 _ALIVE_S = 0.25
 # A part that another request has begun has no pipe here. Each poll costs the engine one message
@@ -128,21 +132,18 @@ class Staging:
         self._engine, self._at_once, self._list_folder = engine, at_once, list_folder
         self._part_server = part_server
 
-    async def stage(
-        self, pairs: Sequence[tuple[PartId, VerifiedPart]], record: RequestRecord, *, whole: bool
-    ) -> bool:
-        """Stage some parts of one sync, `whole` if they are all of it.
-
-        Return whether their sync is complete.
+    async def stage(self, parts: Sequence[NumberedPart], record: RequestRecord) -> bool:
+        """Stage some parts of one sync, or all; return whether the sync is complete.
 
         Raises:
-            DeltaError: a rank refused a part; nothing was written. The parts that were begun
-                besides it are forgotten, and with `whole` the sync.
+            DeltaError: a rank refused a part; nothing was written. The other parts that were begun
+                are forgotten; of parts without numbers of their own also those that are staged.
         """
         start = time.perf_counter()
+        unnumbered = all(verified.manifest.part is None for _, verified in parts)
         record.phase = "stage"
         complete = False
-        begun, todo = deque[_Begun](), deque(pairs)
+        begun, todo = deque[_Begun](), deque(parts)
         with contextlib.ExitStack() as pipes:
             try:
                 while begun or todo:
@@ -152,9 +153,9 @@ class Staging:
                     complete = await self._finish(begun, record)
             except DeltaError:
                 admissions = record.admissions.union(*(one.admissions for one in begun))
-                if whole and admissions - {"already_applied"}:
+                if unnumbered and admissions - {"already_applied"}:
                     # No one else sends the rest; what is staged would only keep other syncs out.
-                    await self.drop(pairs[0][0])
+                    await self.drop(parts[0][0])
                 else:
                     await self._forget(begun)
                 raise
@@ -269,3 +270,25 @@ class Staging:
                 await asyncio.sleep(min(max(wait, _MIN_POLL_S), _MAX_POLL_S))
             else:
                 ended = await pipe.wait(_ALIVE_S)
+
+
+def not_applied(delivery: Delivery, list_folder: Callable[[str], Collection[str]]) -> list[str]:
+    """Return the files of the version's folder that have not arrived, sorted.
+
+    They are none if nothing can show any: the folder is gone, or not known.
+
+    Args:
+        list_folder: returns the names in a folder, given as it is in the delivery.
+
+    Raises:
+        PartUnavailable: the folder is in a store that cannot be read now.
+    """
+    if delivery.complete or delivery.folder is None:
+        return []
+    try:
+        names = list_folder(delivery.folder)
+    except PartUnavailable:
+        raise
+    except DeltaError:
+        return []
+    return sorted({n for n in names if n.endswith(_SUFFIX)} - {*delivery.files})

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from delta_sender import DeltaSender, SyncError
-from delta_server.routes import GENERATION
+from delta_server.guards import GENERATION
 from engine_ext.ranks.status import EngineStatus
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess

@@ -17,6 +17,8 @@ import torch
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
 from delta_server.service import DeltaService
+from delta_server.sources import deliver
+from delta_server.sources.push import SinglePart
 from engine_ext.errors import DeltaError, as_delta_error
 from engine_ext.ranks.operations import Operation, ReplyT
 from engine_ext.sync.staged import StagedPart, UndoLog, Write
@@ -169,10 +171,11 @@ class ServedRig(Rig):
     def replay(self, process: int, body: bytes) -> dict[str, Any]:
         """Apply a part as one of the delta log; its answer, or the error as JSON, as of a route."""
         service = self.services[process]
-        spooled = service.intake.read(io.BytesIO(body))
-        record = RequestRecord(origin="log")
+        record, options = RequestRecord(origin="log"), Options()
+        read = asyncio.to_thread(service.intake.read, io.BytesIO(body))
+        source = SinglePart(service.coordinator, read, options, record)
         try:
-            return self.run(service.apply_body(spooled, Options(), record))
+            return self.run(deliver(source, service.coordinator, options, record))
         except Exception as error:
             return {"error": as_delta_error(error).to_wire()}
 

@@ -23,6 +23,8 @@ BREAKS = [
     ),
     ("import engine_ext.settings", "engine_ext/errors.py", "layers"),
     ("from engine_ext.sync import scatter", "server/delta_server/service.py", "contract-only"),
+    ("import delta_server.sources.push", "server/delta_server/staging.py", "server-layers"),
+    ("import engine_ext.ranks.operations", "server/delta_server/sources/push.py", "sources-port"),
     ("import delta_sender.publish", "trainer/delta_sender/encode/sync_round.py", "sender-layers"),
     ("import engine_ext.model", "trainer/delta_sender/diff/snapshot.py", "contract-only"),
     ("import delta_server.service", "trainer/delta_sender/publish/sender.py", "apart"),

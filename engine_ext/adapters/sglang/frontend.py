@@ -44,7 +44,7 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     for route in ours:
         # Like SGLang's own updates, these need the admin's key if one is set.
         auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
-    _choose_by_format(ours, theirs, lambda path: is_pulled(service, path))
+    _choose_by_format(ours, theirs, lambda path: is_pulled(service.inlet, path))
     app.router.routes[:] = [*ours, *theirs]
 
 

@@ -26,14 +26,15 @@ class DeltaEndpoints:
     def attach_router(self, app: Any) -> None:
         """Register the routes. vLLM calls this while it builds the app."""
         from delta_server import attach
-        from delta_server.routes import error_response
-        from delta_server.transfer import TransferGuard
+        from delta_server.guards import TransferGuard, error_response
+        from delta_server.sources.transfer import MAX_REQUEST_BYTES
 
         async def answer(request: Any, error: DeltaError) -> Any:
             return error_response(error)
 
         attach(app)
-        app.add_middleware(TransferGuard, state=app.state, paths=transfer_frontend.PATHS)
+        paths, most = transfer_frontend.PATHS, MAX_REQUEST_BYTES
+        app.add_middleware(TransferGuard, state=app.state, paths=paths, max_bytes=most)
         app.add_exception_handler(DeltaError, answer)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:

@@ -67,12 +67,12 @@ class InitInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def install(client: Any, service: Any, engine: VllmEngine) -> Any:
-    """Replace a client's methods of the API; return the `delta_server.transfer.WeightTransfer`.
+    """Replace a client's methods of the API; return the `WeightTransfer` of the service.
 
     Raises:
         RuntimeError: several HTTP processes serve the engine. The server does not start.
     """
-    from delta_server.transfer import WeightTransfer
+    from delta_server.sources.transfer import WeightTransfer
 
     if engine.shared:
         raise RuntimeError(
@@ -85,7 +85,7 @@ def install(client: Any, service: Any, engine: VllmEngine) -> Any:
     async def receive(path: Path, size: int) -> None:
         await _carry_out(engine, ReceivePart(path=str(path), size=size), limit_s)
 
-    transfer = WeightTransfer(service, receive)
+    transfer = WeightTransfer(service.inlet, receive)
 
     async def init_weight_transfer_engine(request: Any) -> None:
         try:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
-from delta_server.transfer import MAX_INLINE_BYTES
+from delta_server.sources.transfer import MAX_INLINE_BYTES
 from engine_ext.adapters.vllm import features, transfer_frontend
 from engine_ext.adapters.vllm.frontend import DeltaEndpoints
 from engine_ext.format.signature import HMAC_KEY_ENVIRONMENT

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from delta_server import disk_files as files
-from delta_server.disk_files import open_file, resolve_files
 from delta_server.request_options import DiskRequest
+from delta_server.sources import disk_files as files
+from delta_server.sources.disk_files import open_file, resolve_files
 from engine_ext.errors import DeltaError, MalformedPart, PathForbidden, TooLarge
 from engine_ext.format import Limits
 from tests.support.delta_bodies import delta_part

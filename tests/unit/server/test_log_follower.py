@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delta_server.log_replay import LogReplay
+from delta_server.sources.log import LogReplay
 from engine_ext.log import DeltaLog, open_log, read_heartbeats
 from engine_ext.log.catalog import DONE
 from engine_ext.log.heartbeats import FOLDER

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from delta_server.disk_files import list_names
-from delta_server.published import beside, gap_is_empty, is_complete, not_applied, version_of
+from delta_server.sources.disk_files import list_names
+from delta_server.sources.folders import beside, gap_is_empty, is_complete, version_of
+from delta_server.staging import not_applied
 from engine_ext.ranks.operations import Delivery
 from tests.support.delta_bodies import (
     BASE,

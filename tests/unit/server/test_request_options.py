@@ -12,8 +12,8 @@ from delta_server.request_options import (
     Options,
     parse_disk_request,
     parse_query,
-    part_id,
 )
+from delta_server.sources.numbering import part_id
 from engine_ext.errors import MalformedPart
 from engine_ext.format import Manifest, decode_part
 from tests.support.delta_bodies import bare, delta_part, forged, fresh_weights, full_part

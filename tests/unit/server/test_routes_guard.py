@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from delta_server.routes import UncertainGuard
+from delta_server.guards import UncertainGuard
 from tests.support.delta_bodies import delta_part
 from tests.support.endpoint_rig import COMPLETIONS, STATUS, Rig, assert_error
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from delta_server import log_follower, log_replay
+from delta_server.sources import log as log_replay
+from delta_server.sources import log_follower
 from engine_ext.log import DeltaLog, live_heartbeats, open_log
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
 from tests.support.endpoint_rig import Rig, assert_error

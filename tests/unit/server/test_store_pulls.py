@@ -158,7 +158,7 @@ def test_a_store_that_is_away(rig: Rig, store: Objects, monkeypatch: pytest.Monk
         patched.setattr("tenacity.nap.time.sleep", lambda seconds: None)
         patched.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
         assert_error(pull(rig, store.url, 8), 502, "PartUnavailable")
-        rig.service.store_files._stores.clear()
+        rig.service.inlet.store_files._stores.clear()
     assert pull(rig, store.url, 8).status_code == 200
     rig.assert_committed(load(rig, 8), NEXT, 8)
 

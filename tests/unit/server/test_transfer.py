@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_server.transfer import WeightTransfer
+from delta_server.sources.transfer import WeightTransfer
 from engine_ext.errors import MalformedPart
 from tests.support.delta_bodies import OTHER_STEP, delta_part
 from tests.support.endpoint_rig import Rig
@@ -22,7 +22,7 @@ def test_another_trainers_broadcast_is_named(rig: Rig, arrives: bytes) -> None:
         path.write_bytes(arrives)
 
     async def update() -> None:
-        transfer = WeightTransfer(rig.service, receive)
+        transfer = WeightTransfer(rig.service.inlet, receive)
         await transfer.start()
         await transfer.update({"broadcast_bytes": len(arrives)})
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from delta_server.log_replay import LogReplay
+from delta_server.sources.log import LogReplay
 from engine_ext.format import encode_part
 from engine_ext.log import open_log
 from tests.support.delta_bodies import VERSION
@@ -138,8 +138,7 @@ def test_a_log_of_folders_is_replayed(engine: Engine, tmp_path: Path) -> None:
     """Up to the first that is not for these weights; a later checkpoint leads around it."""
     log = tmp_path / "log"
     engine.rig.service.log_replay = LogReplay(
-        engine.rig.service.committer,
-        engine.rig.service.apply_files,
+        engine.rig.service.inlet,
         engine.rig.engine,
         open_log(Path(os.path.realpath(log))),
     )

@@ -1,8 +1,11 @@
-"""Spool what a disk request names: files of parts, or the folder of one version.
+"""The folders of versions that other trainers publish: read as parts, and what they show.
 
 Such a folder is what slime (since v0.3.1), vime and miles publish, see ``docs/wire-format.md``, or
 a plain checkpoint. It is converted to parts: a delta to ``gap8_xor``, a checkpoint to a full sync.
 Everything else (versions, staging, the proof of the new bytes, the commit) is as for other parts.
+
+The folder of version 12 is called ``weight_v000012``, and the others are next to it. They show that
+a version is empty, or that files of it did not arrive.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,14 +22,17 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_server.disk_files import list_names, open_file, spool_files
-from delta_server.engine import Engine, call_all_ranks
 from delta_server.intake import Intake, VerifiedPart
+from delta_server.sources import Inlet
+from delta_server.sources.disk_files import list_names, open_file, spool_each, spool_files
+from delta_server.sources.store_files import ResolvedFiles
+from delta_server.staging import not_applied
 from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable, Unauthorized
 from engine_ext.format import BIT_CHANGES, Limits, ParamDelta, encode_part, signing_key
-from engine_ext.ranks.operations import GetPlan
+from engine_ext.ranks.operations import Delivery
 from engine_ext.version_folders import (
+    INDEX,
     SINGLE,
     FileTensor,
     Version,
@@ -41,42 +48,42 @@ _FULL_ENCODING: Final = "indices"  # of dense params only, so that it is their p
 _BUCKET_BYTES: Final = 64 << 20  # of the params of a part, unless one alone is larger
 _POSITIONS: Final = b'"__positions__"'  # in the header of every part, and of no checkpoint
 
+_FOLDER: Final = re.compile(r"weight_v([0-9]{1,19})")
+_SUFFIX: Final = ".safetensors"
+_DONE: Final = "DONE"
+_MAX_GAP: Final = 4096  # versions; each is a folder that is listed
+
 _Spec = tuple[str, tuple[int, ...]]  # manifest dtype and shape of a checkpoint tensor
 
 
-async def spool_request(
-    intake: Intake, paths: Sequence[Path], roots: Sequence[str], concurrency: int, engine: Engine
-) -> list[VerifiedPart]:
-    """Bring what `delta_server.disk_files.resolve_files` returned to the spool, as parts.
+async def spool_request(inlet: Inlet, files: ResolvedFiles) -> list[VerifiedPart]:
+    """Bring the files of a request to the spool, as parts.
 
     The parts of a version's folder have no part numbers: they are one transaction, as those of
     other files without numbers. None of them can be left out, and the same folder always gives the
     same parts. The spool holds the whole version, converted.
 
-    Args:
-        paths: real paths: files of parts, or one folder of a version.
-        concurrency: how many files are read or converted at once.
-        engine: is asked for the dtypes and shapes of its checkpoint.
-
     Raises:
         MalformedPart, TooLarge, PathForbidden, Unauthorized, SpoolFull: see
-            `delta_server.disk_files` and `engine_ext.version_folders`.
+            `delta_server.sources.disk_files` and `engine_ext.version_folders`.
         NotUpdatable: the checkpoint has no tensor of a name in a delta.
         BaseMismatch: a delta, and the engine has no weights yet. The engine is unchanged after
             any of these, and nothing is kept in the spool.
     """
-    folder = await asyncio.to_thread(version_folder, paths, roots)
+    intake, roots, at_once = inlet.intake, files.roots, inlet.settings.read_workers
+    folder = await asyncio.to_thread(version_folder, files.paths, roots)
     if folder is None:
-        return await spool_files(intake, paths, roots, concurrency)
+        return await spool_files(intake, files.paths, roots, at_once)
     if signing_key() is not None:
         raise Unauthorized(
             "the folders of other trainers are not signed, and this engine wants signatures; "
             "unset DELTA_HMAC_KEY, or send signed parts"
         )
     version = await asyncio.to_thread(read_version, folder, roots)
-    specs = {} if version.index.full else await _specs(engine)
-    source = _Source(folder, roots, version, specs)
-    return await _convert(intake, source, concurrency)
+    specs = {} if version.index.full else await inlet.coordinator.checkpoint()
+    if specs is None:
+        raise BaseMismatch("the engine was started without weights; its first version must be full")
+    return await _convert(intake, _Source(folder, roots, version, specs), at_once)
 
 
 def version_folder(paths: Sequence[Path], roots: Sequence[str]) -> Path | None:
@@ -115,14 +122,6 @@ def _path(folder: Path, name: str) -> Path:
     return Path(os.path.realpath(folder / name))
 
 
-async def _specs(engine: Engine) -> dict[str, _Spec]:
-    """Return dtype and shape of each tensor in the checkpoint that the engine was loaded from."""
-    [reply, *_] = await call_all_ranks(engine, GetPlan())
-    if reply.tensors is None:
-        raise BaseMismatch("the engine was started without weights; its first version must be full")
-    return {row["name"]: (row["dtype"], tuple(row["shape"])) for row in reply.tensors}
-
-
 @dataclass(frozen=True, slots=True)
 class _Source:
     """Input of a conversion: a version's folder, and the tensors of the engine's checkpoint."""
@@ -135,32 +134,16 @@ class _Source:
 
 async def _convert(intake: Intake, source: _Source, concurrency: int) -> list[VerifiedPart]:
     """Convert all files of a version; nothing is kept in the spool if that fails."""
-    semaphore = asyncio.Semaphore(concurrency)
-    verified: list[VerifiedPart] = []
 
-    def convert(file: str, own: list[VerifiedPart]) -> None:
+    def convert(file: str) -> Iterator[VerifiedPart]:
         for body in _bodies(source, file):
-            own.append(intake.read(io.BytesIO(body)))
+            yield intake.read(io.BytesIO(body))
 
-    async def one(file: str) -> list[VerifiedPart]:
-        own: list[VerifiedPart] = []
-        async with semaphore:
-            try:
-                await asyncio.to_thread(convert, file, own)
-            finally:
-                verified.extend(own)
-        return own
-
-    results = await asyncio.gather(*map(one, source.version.index.files), return_exceptions=True)
-    failures = [result for result in results if isinstance(result, BaseException)]
-    if failures:
-        for part in verified:
-            part.remove()
-        raise failures[0]
+    verified = await spool_each(convert, list(source.version.index.files), concurrency)
     if not verified:  # a version without changes
         body = _encode([], source.version)
-        return [await asyncio.to_thread(intake.read, io.BytesIO(body))]
-    return [part for own in results if not isinstance(own, BaseException) for part in own]
+        verified = [await asyncio.to_thread(intake.read, io.BytesIO(body))]
+    return verified
 
 
 def _bodies(source: _Source, name: str) -> Iterator[bytes]:
@@ -216,3 +199,76 @@ def _encode(deltas: Sequence[ParamDelta], version: Version) -> bytes:
         return encode_part(deltas, encoding=encoding, full=full, **versions)
     except ValueError as error:  # a name or a dtype that no part can have
         raise MalformedPart(f"the folder cannot be converted: {error}") from None
+
+
+def version_of(folder: Path) -> int | None:
+    """Return the version that a folder's name has, or None."""
+    match = _FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def beside(folder: Path, version: int) -> Path:
+    """Return the folder of another version, given one whose name has a version."""
+    digits = len(folder.name) - len("weight_v")
+    return folder.with_name(f"weight_v{version:0{digits}d}")
+
+
+def folder_of(source: Path, version: int) -> Path:
+    """Return the folder of a version, below the one that a trainer publishes in."""
+    return source / f"weight_v{version:06d}"
+
+
+def holds_nothing(folder: Path, roots: Sequence[str]) -> bool:
+    """Return whether a version's folder shows that the version is its predecessor's.
+
+    It does if it has an index of no tensors. A folder without files shows nothing: it might
+    be one that was emptied, or that is not filled yet. Nor does an index show anything where parts
+    must be signed, as it has no signature.
+    """
+    if signing_key() is not None:
+        return False
+    try:
+        if INDEX not in list_names(folder, roots):
+            return False
+        version = read_version(folder, roots)
+    except DeltaError:
+        return False
+    one_step = version.version is not None and version.base_version == version.version - 1
+    return one_step and not version.index.files
+
+
+def gap_is_empty(
+    folder: Path,
+    first: int,
+    last: int,
+    roots: Sequence[str],
+    bring: Callable[[Path], object] | None = None,
+) -> bool:
+    """Return whether the folders next to one show that the versions of a range hold nothing.
+
+    Args:
+        bring: brings what a folder has to show to this host, if it is elsewhere.
+    """
+    if last - first >= _MAX_GAP:
+        return False
+    for version in range(first, last + 1):
+        other = beside(folder, version)
+        if bring is not None:
+            bring(other)
+        if not holds_nothing(other, roots):
+            return False
+    return True
+
+
+def is_complete(delivery: Delivery, roots: Sequence[str]) -> bool | None:
+    """Return whether all of a version has arrived; None if nothing can show it.
+
+    A folder in a store is not asked.
+    """
+    if delivery.complete:
+        return True
+    if not_applied(delivery, lambda folder: list_names(Path(folder), roots)):
+        return False
+    if delivery.folder is not None and (Path(delivery.folder) / _DONE).exists():
+        return True  # the folder was settled, and all of its files have arrived
+    return None

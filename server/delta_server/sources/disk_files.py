@@ -10,18 +10,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from delta_server.intake import Intake, VerifiedPart
 from delta_server.request_options import DiskRequest
 from engine_ext.errors import MalformedPart, PathForbidden, TooLarge
 from engine_ext.format import SIGNATURE_SUFFIX, Limits, Verifier, signing_key
 from engine_ext.version_folders import INDEX
+
+_File = TypeVar("_File")
 
 _SUFFIX = ".safetensors"
 _MAX_SIGNATURE_BYTES = 128
@@ -143,25 +146,46 @@ async def spool_files(
     Raises:
         DeltaError: see `open_file` and `Spool.read`; no copy is kept then.
     """
-    semaphore = asyncio.Semaphore(concurrency)
 
-    def copy(path: Path) -> VerifiedPart:
+    def copy(path: Path) -> Iterator[VerifiedPart]:
         verifier = make_verifier(path, roots)
         with open_file(path, roots) as source:
-            return intake.read(source, verifier)
+            yield intake.read(source, verifier)
 
-    async def read(path: Path) -> VerifiedPart:
+    return await spool_each(copy, paths, concurrency)
+
+
+async def spool_each(
+    read: Callable[[_File], Iterable[VerifiedPart]], files: Sequence[_File], concurrency: int
+) -> list[VerifiedPart]:
+    """Read some files in threads, at most `concurrency` at a time; return the parts in order.
+
+    Threads cannot be stopped: if the caller is cancelled, they are waited for.
+
+    Args:
+        read: yields the parts of a file.
+
+    Raises:
+        Exception: the first one that `read` has raised; none of the parts is kept then.
+    """
+    semaphore = asyncio.Semaphore(concurrency)
+    verified: list[list[VerifiedPart]] = [[] for _ in files]
+
+    async def one(file: _File, own: list[VerifiedPart]) -> None:
         async with semaphore:
-            return await asyncio.to_thread(copy, path)
+            await asyncio.to_thread(lambda: own.extend(read(file)))
 
-    results = await asyncio.gather(*map(read, paths), return_exceptions=True)
-    failures = [r for r in results if isinstance(r, BaseException)]
-    verified = [r for r in results if isinstance(r, VerifiedPart)]
-    if failures:
-        for part_file in verified:
-            part_file.remove()
-        raise failures[0]
-    return verified
+    reading = asyncio.gather(*map(one, files, verified), return_exceptions=True)
+    try:
+        failures = [result for result in await asyncio.shield(reading) if result is not None]
+        if failures:
+            raise failures[0]
+    except BaseException:
+        await reading
+        for part in itertools.chain(*verified):
+            part.remove()
+        raise
+    return list(itertools.chain(*verified))
 
 
 def list_names(folder: Path, roots: Sequence[str]) -> list[str]:

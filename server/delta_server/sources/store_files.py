@@ -16,8 +16,8 @@ from typing import Final
 
 import msgspec
 
-from delta_server.disk_files import is_read, list_names, resolve_files
 from delta_server.request_options import DiskRequest
+from delta_server.sources.disk_files import is_read, list_names, resolve_files
 from engine_ext.errors import (
     LogDamaged,
     MalformedPart,
@@ -62,7 +62,7 @@ class StoreFolder:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedFiles:
-    """The files of a request on this host: `delta_server.disk_files.resolve_files`.
+    """The files of a request on this host: `delta_server.sources.disk_files.resolve_files`.
 
     Attributes:
         roots: folders below which they are.

@@ -14,22 +14,25 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from delta_server import metrics
 from delta_server.board import LOG, Item, Nothing
-from delta_server.commit import EngineCommitter, total_digest
-from delta_server.engine import Engine, call_all_ranks
+from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
-from delta_server.log_history import Comparison, LogHistory
+from delta_server.intake import VerifiedPart
 from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
-from delta_server.scrubbing import mismatched
+from delta_server.sources import Inlet, Outcome, deliver
+from delta_server.sources.files import Files
+from delta_server.sources.log_history import Comparison, LogHistory
+from delta_server.sources.store_files import ResolvedFiles
+from delta_server.staging import NumberedPart
 from engine_ext.errors import (
     BaseMismatch,
     CommitFailed,
@@ -56,27 +59,10 @@ from engine_ext.log import (
     route,
     why_not_newer,
 )
-from engine_ext.ranks.operations import AbortSync
 from engine_ext.ranks.status import LogStatus
 from engine_ext.store_urls import is_store_url
 
 logger = logging.getLogger(__name__)
-
-
-class ApplyFiles(Protocol):
-    """See `delta_server.service.DeltaService.apply_files`."""
-
-    def __call__(
-        self,
-        paths: Sequence[Path],
-        options: Options,
-        record: RequestRecord,
-        roots: Sequence[str],
-        *,
-        log_records: Mapping[str, str],
-    ) -> Awaitable[dict[str, Any]]:
-        """Apply the files of a version that the log has these records of."""
-        ...
 
 
 _PROGRESS_EVERY_S = 2.0
@@ -90,12 +76,45 @@ _ENGINE_ERRORS = (
 )  # fmt: skip
 
 
+class LogVersion(Files):
+    """A source of one version of a log.
+
+    Args:
+        records: what the log has of it, for the ranks to keep; see `engine_ext.log.records`.
+    """
+
+    def __init__(
+        self,
+        inlet: Inlet,
+        files: ResolvedFiles,
+        options: Options,
+        record: RequestRecord,
+        records: Mapping[str, str],
+    ) -> None:
+        super().__init__(inlet, contextlib.nullcontext(files), options, record)
+        self._records = dict(records)
+
+    async def complete(self, verified: Sequence[VerifiedPart]) -> list[NumberedPart]:
+        """Return the parts with their ids and the records; raises what `Files.complete` raises."""
+        return [
+            (msgspec.structs.replace(part, log_records=self._records), one)
+            for part, one in await super().complete(verified)
+        ]
+
+    async def settled(self, version: int | None, outcome: Outcome) -> None:
+        """Drop what stays staged of the version: it would keep out what leads around it."""
+        if outcome not in ("committed", "already_applied"):
+            for part in self._record.parts[:1]:
+                with contextlib.suppress(Exception):
+                    await self._inlet.coordinator.drop_staged(part)
+        await super().settled(version, outcome)
+
+
 class LogReplay:
     """Replay a delta log into one engine.
 
     Args:
-        committer: commits on the engine, and knows its state.
-        apply_files: see `delta_server.service.DeltaService.apply_files`.
+        inlet: brings versions to the engine.
         engine: the engine's adapter.
         log: the log.
         following: how far versions are applied; None applies all.
@@ -107,14 +126,13 @@ class LogReplay:
 
     def __init__(
         self,
-        committer: EngineCommitter,
-        apply_files: ApplyFiles,
+        inlet: Inlet,
         engine: Engine,
         log: DeltaLog,
         following: FollowState | None = None,
         scratch: str | None = None,
     ) -> None:
-        self._committer, self._apply_files, self._engine = committer, apply_files, engine
+        self._inlet, self._coordinator, self._engine = inlet, inlet.coordinator, engine
         self.log = log
         self._following, self._scratch = following, scratch
         self._history = LogHistory(engine, log)
@@ -151,8 +169,7 @@ class LogReplay:
 
     async def version(self) -> int:
         """Return the engine's version."""
-        [status, *_] = await self._committer.status()
-        return status.version
+        return (await self._coordinator.held()).version
 
     @contextlib.asynccontextmanager
     async def idle(self) -> AsyncIterator[None]:
@@ -171,7 +188,7 @@ class LogReplay:
         options = Options(flush_cache=self._engine.shared)
         try:
             async with self.idle():
-                await self._committer.publish()
+                await self._coordinator.publish()
                 await self._run_again(options)
         except DeltaError as error:
             self._problem = self._problem or error.to_wire()
@@ -385,24 +402,18 @@ class LogReplay:
                 if None not in (declared.before, digest) and declared.before != digest:
                     raise _starts_elsewhere(entry, f"{declared.before}, the engine has {digest}")
             real = [Path(os.path.realpath(path)) for path in entry.paths]
-            root = os.path.realpath(entry.folder.parent)
+            files = ResolvedFiles(real, [os.path.realpath(entry.folder.parent)])
             record = RequestRecord(origin="log", reason="from the delta log")
+            kept = {entry.folder.name: read} if records is None else records
+            source = LogVersion(self._inlet, files, at, record, kept)
             try:
-                kept = {entry.folder.name: read} if records is None else records
-                answer = await self._apply_files(real, at, record, [root], log_records=kept)
-            except DeltaError as error:
-                # Other parts of it that stay staged would keep out what leads around it.
-                for part in record.parts[:1]:
-                    drop = AbortSync(version=part.version, sync_id=part.sync_id)
-                    with contextlib.suppress(Exception):
-                        await call_all_ranks(self._engine, drop)
-                unproven = declared.before is None and not (entry.full or entry.foreign)
-                if unproven and isinstance(error, BaseMismatch):
+                async with self._coordinator.reporter.follow(record):
+                    answer = await deliver(source, self._coordinator, at, record)
+            except BaseMismatch as error:
+                if declared.before is None and not (entry.full or entry.foreign):
                     raise _starts_elsewhere(entry, error.message) from error
                 raise
         if answer["status"] != "committed":
-            if answer["status"] == "staged":
-                await call_all_ranks(self._engine, AbortSync())
             raise entry.damaged(f"its parts are not all of a sync ({answer['status']})")
 
     async def _state(self) -> tuple[int, bool, str]:
@@ -411,13 +422,11 @@ class LogReplay:
         Raises:
             WeightsAsleep: the engine has released its weights.
         """
-        replies = await self._committer.status()
-        status = replies[0]
-        if status.asleep:
+        held = await self._coordinator.held()
+        if held.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
-        known = not self._committer.uncertain and status.foreign is None
-        known = known and not mismatched(replies)
-        return status.version, known, total_digest(reply.digest for reply in replies)
+        known = not (held.uncertain or held.changed_by or held.mismatched)
+        return held.version, known, held.digest
 
     @contextlib.asynccontextmanager
     async def _lease(self) -> AsyncIterator[None]:

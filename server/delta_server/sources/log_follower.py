@@ -20,9 +20,9 @@ from typing import Any, Final
 from delta_server import metrics
 from delta_server.engine import Engine
 from delta_server.follow_state import FollowState, LogLook
-from delta_server.log_replay import LogReplay
 from delta_server.request_options import Options
-from engine_ext.errors import Conflict, DeltaError, LogDiverged, VersionConflict, WeightsAsleep
+from delta_server.sources.log import LogReplay
+from engine_ext.errors import DeltaError, LogDiverged, VersionConflict, WeightsAsleep
 from engine_ext.log import FollowerState, Heartbeat, remove_heartbeat, write_heartbeat
 from engine_ext.ranks.status import FollowStatus
 
@@ -259,16 +259,3 @@ def as_wire(error: BaseException) -> dict[str, Any]:
     if isinstance(error, DeltaError):
         return error.to_wire()
     return {"type": type(error).__name__, "message": str(error)}
-
-
-def refuse_pushes(follower: LogFollower | None) -> None:
-    """Refuse an update that does not come from the log of an engine that follows one.
-
-    Raises:
-        Conflict: the engine follows.
-    """
-    if follower is not None:
-        raise Conflict(
-            "the engine follows its delta log (--delta-follow) and takes versions from there "
-            "alone; publish the version in the log"
-        )

@@ -16,20 +16,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from fastapi import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from delta_server.auth import check_access
-from delta_server.log_follower import refuse_pushes
 from delta_server.request_options import DiskRequest, Options
 from delta_server.request_record import RequestRecord
-from delta_server.routes import error_response
-from delta_server.service import DeltaService
-from engine_ext.errors import Conflict, DeltaError, MalformedPart, TooLarge
-from engine_ext.format import PartId, Verifier, signing_key
+from delta_server.sources import Inlet, deliver
+from delta_server.sources.files import Files
+from delta_server.sources.push import SinglePart, received
+from engine_ext.errors import Conflict, MalformedPart, TooLarge
+from engine_ext.format import PartId
 
 MAX_INLINE_BYTES: Final = 32 << 20  # of a part; larger ones go by path or by a collective
-_MAX_JSON_BYTES: Final = MAX_INLINE_BYTES // 3 * 4 + (1 << 20)
+MAX_REQUEST_BYTES: Final = MAX_INLINE_BYTES // 3 * 4 + (1 << 20)
 _READ_BYTES: Final = 1 << 20
 
 
@@ -87,9 +84,11 @@ class WeightTransfer:
     """
 
     def __init__(
-        self, service: DeltaService, receive: Callable[[Path, int], Awaitable[None]]
+        self,
+        inlet: Inlet,
+        receive: Callable[[Path, int], Awaitable[None]],
     ) -> None:
-        self._service, self._receive = service, receive
+        self._inlet, self._receive = inlet, receive
         self._lock = asyncio.Lock()
         self._is_open = False
         self._staged: PartId | None = None  # the last part that must be committed
@@ -98,7 +97,7 @@ class WeightTransfer:
 
     async def start(self) -> None:
         """Begin an update. One that was not finished ends: its trainer has started again."""
-        refuse_pushes(self._service.follower)
+        self._inlet.refuse_pushes()
         async with self._lock:
             await self._end()
             self._is_open = True
@@ -107,11 +106,11 @@ class WeightTransfer:
         """Stage the parts that an ``update_info`` brings; return the last one's answer as JSON."""
         async with self._lock, self._ending_on_error():
             record = RequestRecord(commits=False)
-            async with self._service.reporter.follow(record):
+            async with self._inlet.coordinator.reporter.follow(record):
                 self._check_open()
                 info = parse_update_info(given)
                 options = info.disk_request().options({})
-                with self._service.upload_slots.one():
+                with self._inlet.upload_slots.one():
                     answer = await self._stage(info, options, record)
             self._options, self._version = options, answer["version"]
             if answer["status"] != "already_applied":
@@ -132,8 +131,7 @@ class WeightTransfer:
             self._check_open()
             leads_to = self._version
             if leads_to is None:
-                replies = await self._service.committer.status()
-                leads_to = replies[0].version
+                leads_to = (await self._inlet.coordinator.held()).version
             if version is not None and version != str(leads_to):
                 raise Conflict(
                     f"the update leads to version {leads_to}, not {version[:40]!r}",
@@ -142,7 +140,7 @@ class WeightTransfer:
             answer = None
             if self._staged is not None:
                 record = RequestRecord()
-                answer = await self._service.coordinator.commit_staged(
+                answer = await self._inlet.coordinator.commit_staged(
                     self._staged, self._options, record
                 )
                 self._staged = None
@@ -152,11 +150,11 @@ class WeightTransfer:
     async def _stage(
         self, info: UpdateInfo, options: Options, record: RequestRecord
     ) -> dict[str, Any]:
-        service = self._service
+        inlet = self._inlet
         if info.model_path is not None:
-            return await service.apply_request(info.disk_request(), options, record)
-        key = signing_key()
-        verifier = None if key is None else Verifier(key, info.signature)
+            found = inlet.store_files.resolved(info.disk_request())
+            files = Files(inlet, found, options, record)
+            return await deliver(files, inlet.coordinator, options, record)
         async with contextlib.AsyncExitStack() as stack:
             if info.part is not None:
                 body = await asyncio.to_thread(_decoded, info.part)
@@ -167,19 +165,17 @@ class WeightTransfer:
                 stack.enter_context(_naming_the_collective())
                 path = await stack.enter_async_context(self._broadcast(size))
                 chunks = _read(path)
-            verified = await service.intake.receive(
-                record.count_received(chunks), size, service.minimum_rate, verifier
-            )
-            record.timings["receive_ms"] = record.seconds * 1e3
-            return await service.apply_body(verified, options, record)
+            arriving = received(inlet, chunks, size, info.signature, record)
+            source = SinglePart(inlet.coordinator, arriving, options, record)
+            return await deliver(source, inlet.coordinator, options, record)
 
     @contextlib.asynccontextmanager
     async def _broadcast(self, size: int) -> AsyncIterator[Path]:
         """Let the engine receive a broadcast; the file with its bytes is removed afterwards."""
-        limit = self._service.settings.max_body_bytes
+        limit = self._inlet.settings.max_body_bytes
         if size > limit:
             raise TooLarge(f"the part has {size} bytes, the limit is {limit}", limit=limit)
-        with tempfile.TemporaryDirectory(dir=self._service.intake.directory) as folder:
+        with tempfile.TemporaryDirectory(dir=self._inlet.intake.directory) as folder:
             path = Path(folder) / "broadcast"
             await self._receive(path, size)
             yield path
@@ -201,43 +197,7 @@ class WeightTransfer:
         staged, self._staged = self._staged, None
         self._is_open, self._version = False, None
         if staged is not None:
-            await self._service.coordinator.drop_staged(staged)
-
-
-class TransferGuard:
-    """ASGI middleware: an API's paths need what the delta endpoints need, and bodies are bounded.
-
-    Args:
-        state: of the app; its `delta_transfer` is the `WeightTransfer`. Without one, or with None,
-            the paths are the engine's own affair.
-        paths: of the API.
-    """
-
-    def __init__(self, app: ASGIApp, state: Any, paths: tuple[str, ...]) -> None:
-        self._app, self._state, self._paths = app, state, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        transfer = getattr(self._state, "delta_transfer", None)
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if transfer is None or scope["type"] != "http" or path not in self._paths:
-            await self._app(scope, receive, send)
-            return
-        try:
-            request = Request(scope)
-            check_access(request, self._state.delta_service.settings.allow_from)
-            length = request.headers.get("content-length", "0")
-            has_length = "transfer-encoding" not in request.headers and length.isdecimal()
-            if not has_length or int(length) > _MAX_JSON_BYTES:
-                raise TooLarge(
-                    f"the body needs a Content-Length of {_MAX_JSON_BYTES} bytes at most; send "
-                    "larger parts by path, or broadcast them",
-                    limit=_MAX_JSON_BYTES,
-                )
-        except DeltaError as error:
-            self._state.delta_service.reporter.report_denied(error)
-            await error_response(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+            await self._inlet.coordinator.drop_staged(staged)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,172 @@
+"""Sources: the ways by which a version gets to an engine, behind one port.
+
+========================  ==========================================================================
+``push``                  the body of a request; the step that has changed nothing
+``files``                 files that a request names: parts, or the folder of a version
+``disk_files``            where they are: a folder below a ``--delta-root``
+``store_files``           or an object store
+``folders``               the versions that other trainers publish, as parts
+``pulls``                 versions that the engine is asked to fetch, then to commit
+``log``                   the delta log, replayed; ``log_follower`` follows it, ``log_history``
+                          compares it with what led to the engine's version
+``transfer``              an engine's own transfer API
+``numbering``             completes what parts say of their sync, for all of these
+========================  ==========================================================================
+
+A failure in a source reaches no rank: what it has taken in is removed, and the engine is
+unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from delta_server.coordinator import Coordinator
+from delta_server.engine import Engine
+from delta_server.intake import Intake, VerifiedPart
+from delta_server.request_options import Options
+from delta_server.request_record import RequestRecord, outcome_of
+from delta_server.sources.store_files import StoreFiles
+from delta_server.staging import NumberedPart
+from delta_server.upload_limits import MinimumRate, UploadSlots
+from engine_ext.errors import Conflict, as_delta_error
+from engine_ext.settings import Settings
+
+Outcome = Literal[
+    "committed", "already_applied", "staged",
+    "refused", "failed", "undone", "uncertain", "unpublished", "cancelled",
+]  # fmt: skip
+
+
+class Source(Protocol):
+    """Brings a version to the engine, or some parts of one; used once.
+
+    - It ends in `VerifiedPart`: intake has received, checked and decompressed every part that
+      `parts` yields.
+    - It calls no rank and commits nothing. What it must know of the engine it asks the coordinator.
+    - `parts` removes what it has taken in and not yielded, also if it is closed early. What it has
+      yielded belongs to `deliver`, which removes it whatever happens.
+    - `complete` is called once, in the turn of the parts: while another request with one of
+      them is in progress, it waits. The coordinator sees numbered parts only.
+    - What `parts` and `complete` raise leaves the engine unchanged.
+    - `settled` is called once, after everything else, and raises nothing.
+    """
+
+    def parts(self) -> AsyncGenerator[VerifiedPart, None]:
+        """Yield the parts as they are taken in.
+
+        Raises:
+            DeltaError: one is refused, or cannot be read.
+        """
+        ...
+
+    async def complete(self, verified: Sequence[VerifiedPart]) -> list[NumberedPart]:
+        """Return the parts of one sync with all that must be known of them; some can be left out.
+
+        Args:
+            verified: what `parts` has yielded, not empty.
+
+        Raises:
+            DeltaError: they are not of one sync.
+        """
+        ...
+
+    async def settled(self, version: int | None, outcome: Outcome) -> None:
+        """Take note of how the delivery has ended; give up what the source still holds.
+
+        Args:
+            version: that the parts lead to; None if that was not known yet.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Inlet:
+    """What sources of one engine, or of one of its adapters, work with."""
+
+    engine: Engine
+    settings: Settings
+    coordinator: Coordinator
+    intake: Intake
+    store_files: StoreFiles
+    minimum_rate: MinimumRate
+    upload_slots: UploadSlots
+    follows: bool  # versions come from the engine's log alone
+
+    def refuse_pushes(self) -> None:
+        """Refuse an update that does not come from the log, if the engine follows one.
+
+        Raises:
+            Conflict: the engine follows.
+        """
+        if self.follows:
+            raise Conflict(
+                "the engine follows its delta log (--delta-follow) and takes versions from there "
+                "alone; publish the version in the log"
+            )
+
+
+async def deliver(
+    source: Source, coordinator: Coordinator, options: Options, record: RequestRecord
+) -> dict[str, Any]:
+    """Bring the parts of a source to the coordinator; return the answer as JSON.
+
+    The caller reports a failure while they arrive (`SyncReporter.follow`). Once all have arrived,
+    the delivery ends and is reported even if its caller is cancelled: a sender that disconnects
+    must not stop a commit half-way.
+
+    Raises:
+        DeltaError: each class fixes the state that the engine is in then.
+    """
+    verified: list[VerifiedPart] = []
+    try:
+        async with contextlib.aclosing(source.parts()) as arriving:
+            async for one in arriving:
+                verified.append(one)
+                record.add(one.manifest, one.identity, one.wire_bytes)
+    except BaseException as error:
+        await _settle(source, verified, None, _outcome(error))
+        raise
+    return await asyncio.shield(_submit(source, verified, coordinator, options, record))
+
+
+async def _submit(
+    source: Source,
+    verified: Sequence[VerifiedPart],
+    coordinator: Coordinator,
+    options: Options,
+    record: RequestRecord,
+) -> dict[str, Any]:
+    outcome: Any = None
+    try:
+        async with coordinator.reporter.follow(record), coordinator.turn(record.identities):
+            record.reason = options.reason or record.reason
+            numbered = await source.complete(verified)
+            record.parts = [part for part, _ in numbered]
+            answer = await coordinator.submit(numbered, options, record)
+            outcome = answer["status"]
+            return answer
+    except BaseException as error:
+        outcome = _outcome(error)
+        raise
+    finally:
+        version = record.parts[0].version if record.parts else None
+        await _settle(source, verified, version, outcome)
+
+
+async def _settle(
+    source: Source, verified: Sequence[VerifiedPart], version: int | None, outcome: Outcome
+) -> None:
+    for one in verified:
+        one.remove()
+    await source.settled(version, outcome)
+
+
+def _outcome(error: BaseException) -> Any:
+    if isinstance(error, Exception):
+        return outcome_of(as_delta_error(error, log=False))
+    return "cancelled"
