@@ -185,7 +185,7 @@ def _encoded(values: list[Any]) -> bytes:
 
 
 def _store(port: int, **options: Any) -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     return TCPStore(_HOST, port, wait_for_workers=False, **options)
 

@@ -57,7 +57,8 @@ def test_container(monkeypatch: pytest.MonkeyPatch) -> None:
             check_refusal(error)
             return
         assert part.manifest == header.manifest
-        mapped = read_verified(*reversed(verified_file(bytes(kept))))
+        identity, file = verified_file(bytes(kept))
+        mapped = read_verified(file, identity)
         assert mapped is not None
         assert_same(mapped, part.deltas)
         assert_well_formed(part)

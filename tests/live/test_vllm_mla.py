@@ -79,6 +79,7 @@ def test_served_on_two_ranks(
     plans = engine.get("/delta_status", params={"plan": "true"}).json()["plan"]
     assert [len({p for row in plan for p in row["recomputed"]}) for plan in plans] == [4, 4]
     trainer = Trainer(tiny_models.load_tensors(base))
+    before = None
     for only in SYNCS:
         before = engine.checksums()
         changed = trainer.step(only=only)

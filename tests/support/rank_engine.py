@@ -31,8 +31,11 @@ class RecordingApplier:
 
     name = "recording"
     digest = Digest.ZERO
+    plan = None
 
     def __init__(self) -> None:
+        self.digests: dict[str, Digest] = {}
+        self.copies: dict[str, Digest] = {}
         self.committed: list[list[str]] = []
         self.fail: dict[str, Exception] = {}
         self.before_check: Callable[[], object] = lambda: None
@@ -61,7 +64,7 @@ class RecordingApplier:
         return True
 
     def scan(self) -> Scan:
-        return Scan(dict(self.digests), [], {})
+        return Scan(self.digests, [], {})
 
     def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
         return True
@@ -86,7 +89,7 @@ class RecordingApplier:
 
     def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
         self.given_up += given_up
-        self.committed.append([param.delta.name for part in staged for param in part.params])
+        self.committed.append([param.name for part in staged for param in part.params])
         self._step("commit")
 
     def undo(self, staged: Sequence[StagedPart]) -> None:

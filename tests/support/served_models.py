@@ -280,10 +280,10 @@ def serve_ranks(models: Sequence[type[ToyModel]], base: Checkpoint, **options: A
 @contextmanager
 def small_pieces(elements: int) -> Iterator[None]:
     """Let params with more elements be staged in pieces of so many."""
-    of_stager = dict.fromkeys(
+    of_stager: dict[str, Any] = dict.fromkeys(
         ("_HOST_PIECE_ELEMENTS", "_DEVICE_PIECE_ELEMENTS", "_RUN_PIECE_ELEMENTS"), elements
     )
-    of_table = dict.fromkeys(("_COPIED_ELEMENTS", "_BATCH_ELEMENTS"), elements)
+    of_table: dict[str, Any] = dict.fromkeys(("_COPIED_ELEMENTS", "_BATCH_ELEMENTS"), elements)
     with mock.patch.multiple(stager, **of_stager), mock.patch.multiple(host_table, **of_table):
         yield
 

@@ -159,10 +159,10 @@ def join_group(request: JoinGroup, device: torch.device) -> Any:
     later only the trainer's bytes are waited for.
     """
     limit = timedelta(seconds=request.timeout)
-    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+    store: Any = dist.TCPStore(
         request.master_address, request.master_port, 2, False, limit, wait_for_workers=False
     )
-    shared = dist.PrefixStore("delta-transfer", store)  # type: ignore[attr-defined]
+    shared = dist.PrefixStore("delta-transfer", store)
     shared.set(ANNOUNCED, "")
     group: Any
     if request.backend == "gloo":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import logging
 import sys
 from types import SimpleNamespace
@@ -89,7 +90,9 @@ def test_the_endpoints_are_there_where_they_are_asked_for(monkeypatch: pytest.Mo
     (plugin,) = hooks.endpoint_plugins()
     assert (plugin.name, plugin.required_tasks) == ("delta_updates", None)
     # Also in a process that has not read the arguments.
-    assert logging.getLogger("delta_server.reporting").parent.handlers == [handler]
+    parent = logging.getLogger("delta_server.reporting").parent
+    assert parent is not None
+    assert parent.handlers == [handler]
 
 
 @pytest.mark.parametrize("asked", ["by the flag", "by the load format", "by nobody"])
@@ -193,7 +196,7 @@ def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> 
         await asyncio.sleep(0)
         asked.append((method, arguments[0]))
         answers = [
-            operations.encode_answer(lambda version=version: state(version)) for version in (5, 6)
+            operations.encode_answer(functools.partial(state, version)) for version in (5, 6)
         ]
         return [[answers[0]], [answers[1]]]
 

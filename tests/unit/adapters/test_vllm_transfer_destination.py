@@ -220,5 +220,8 @@ def test_errors_that_are_bugs_are_answered_like_errors(api: Api) -> None:
     async def broken() -> None:
         raise KeyError("bug")
 
+    async def completed() -> None:
+        await transfer_frontend._completing(broken)()
+
     with pytest.raises(DeltaError, match="KeyError"):
-        asyncio.run(transfer_frontend._completing(broken)())
+        asyncio.run(completed())

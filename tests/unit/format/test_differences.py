@@ -83,7 +83,7 @@ def test_applied_and_taken_back(
         def with_change(parts: object) -> dict[str, object]:
             return {**rank_summary([part]), "changes": [(digest - here).hex()]}
 
-        served.peer.rank_summary = with_change  # type: ignore[method-assign, assignment]
+        served.peer.rank_summary = with_change  # type: ignore[method-assign]
     with small_pieces(span):
         assert attempt(served, [part]) is None
     assert memory(served.model) == memory(load(model, target))

@@ -63,7 +63,7 @@ def test_an_unknown_commit_is_repeated_by_another_process(
 ) -> None:
     getattr(rig.engine, lost)["commit"] = ConnectionError("a rank did not answer")
     assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
-    assert rig.engine.paused
+    assert rig.is_paused()
     expected = "committed" if lost == "fails" else "already_applied"
     assert other.send(delta_part()).json()["status"] == expected
     assert same(rig.engine.weights, NEXT)
@@ -195,7 +195,7 @@ def test_a_check_that_changes_the_weights_stops_generation(
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine.shards[1], "check_sync", damaging)
         assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
-    assert rig.engine.paused
+    assert rig.is_paused()
     assert rig.engine.writes == [0, 0]
     generated = rig.run(rig.request("POST", COMPLETIONS))
     assert_error(generated, 503, "EngineUncertain", "uncertain")

@@ -27,6 +27,7 @@ from tests.support.delta_bodies import (
 )
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.in_process_engine import Engine
+from tests.support.present import present
 
 CATCH_UP = "/delta_catch_up"
 THIRD_STEP = {"norm.weight": {0: 0x7777, 7: 0x8888}}
@@ -69,7 +70,7 @@ def write_steps(log: Path, count: int = 3, first: int = VERSION) -> list[Path]:
 
 
 def problem(rig: Rig) -> dict[str, Any]:
-    found = rig.status().log.problem
+    found = present(present(rig.status().log).problem)
     assert found["type"] == "LogDamaged"
     return found
 
@@ -121,7 +122,7 @@ def test_versions_of_several_parts(log: Path, started: Callable[..., Rig]) -> No
 def test_an_empty_log(started: Callable[..., Rig]) -> None:
     rig = started()
     assert rig.status().version.number == VERSION
-    assert rig.status().log.problem is None
+    assert present(rig.status().log).problem is None
     answer = rig.post(CATCH_UP).json()
     assert answer == {"status": "caught_up", "version": VERSION, "applied": [], "newest": None}
 

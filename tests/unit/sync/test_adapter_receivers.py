@@ -11,6 +11,7 @@ from engine_ext.ranks import operations as ops
 from tests.support.delta_bodies import VERSION, delta_part, full_part
 from tests.support.endpoint_rig import Rig
 from tests.support.in_process_engine import RANKS
+from tests.support.present import present
 from tests.support.served_models import delta_between, dense_delta, one_part
 from tests.support.toy_adapters import (
     A,
@@ -67,7 +68,7 @@ def error_of(response: Any) -> tuple[int, str, str]:
 
 
 def versions(rig: Rig) -> dict[str, int]:
-    return {one.name: one.version for one in rig.status().adapters}
+    return {one.name: one.version for one in present(rig.status().adapters)}
 
 
 def test_a_delta_reaches_one_adapter_on_every_rank(rig: Rig, ranks: list[ToyAdapters]) -> None:
@@ -172,7 +173,7 @@ def test_an_adapter_that_cannot_be_restored_stops_everything(
     ranks[1].fails = 2
     response = rig.send(part(BASE, NEXT), adapter="one")
     assert error_of(response) == (500, "CommitFailed", "uncertain")
-    assert rig.engine.paused
+    assert rig.is_paused()
     assert rig.status().health.state == "uncertain"
     assert rig.post("/v1/completions", json={}).status_code == 503
     for body, adapter in (
@@ -182,7 +183,7 @@ def test_an_adapter_that_cannot_be_restored_stops_everything(
         (part(BASE, NEXT), {"adapter": "one"}),
     ):
         assert error_of(rig.send(body, **adapter)) == (503, "EngineUncertain", "uncertain")
-    assert rig.engine.paused
+    assert rig.is_paused()
     # It cannot be forgotten either.
     rig.run(rig.engine.call(ops.UnloadAdapter(adapter="one")))
     body = one_part([dense_delta(n, t) for n, t in only_a(NEXT).items() if n == A])

@@ -249,7 +249,7 @@ def test_what_the_reload_makes_of_it_is_compared(tmp_path: Path) -> None:
         if not unloaded.model.weight.is_meta:
             unloaded.model.weight.view(torch.int16)[0, 0] ^= 1
 
-    applier = unloaded.engine.receivers[0]._applier
+    applier: Any = unloaded.engine.receivers[0]._applier
     load, applier._load = applier._load, lambda traced, sync: drop_a_bit(sync())
     with torch.no_grad():
         answer = unloaded.send_full(base)
@@ -272,7 +272,7 @@ def test_a_dry_run_that_changes_the_model_is_no_refusal(tmp_path: Path) -> None:
         memory_of[0, 0] ^= 1
         original(weights)
 
-    applier = unloaded.engine.receivers[0]._applier
+    applier: Any = unloaded.engine.receivers[0]._applier
     applier._trace = functools.partial(applier._trace.func, *loaded_with(applier, write_unseen))
     answer = unloaded.send_full(base)
     assert kind(answer) == "CommitFailed"

@@ -86,7 +86,11 @@ def test_a_rank_keeps_its_own_share(ranks: list[Served], encoding: str) -> None:
     for served in (ranks[0], ranks[-1]):
         applier = served.applier
         applier.stage(decode_part(body))  # compiles, and fills caches
-        staged, kept = allocated(lambda applier=applier: [applier.stage(decode_part(body))])
+
+        def stage(applier: Any = applier) -> Any:
+            return [applier.stage(decode_part(body))]
+
+        staged, kept = allocated(stage)
         own = sum(param.counted for param in staged[0].params)
         share = own * (2 + 2 + 4)  # new and old bits, offset
         assert 0 < own < 1.3 * staged[0].nnz / RANKS

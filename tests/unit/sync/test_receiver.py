@@ -26,7 +26,7 @@ from tests.unit.sync.recorded_ranks import (
 def test_a_sync_is_staged_and_committed_on_every_rank(ranks: Ranks) -> None:
     data = body(sync_id="a")
     one = part_id(data)
-    base = {"complete": True, "folder": None, "files": []}
+    base: dict[str, Any] = {"complete": True, "folder": None, "files": []}
     staged = [a["ok"] for a in ranks.engine.stage(one, data)]
     assert staged == [{"complete": True, "prepared": True, "base": base}] * 3
     assert ranks.written == [0, 0, 0]
@@ -56,9 +56,8 @@ def test_a_sync_is_staged_and_committed_on_every_rank(ranks: Ranks) -> None:
 
 def test_several_parts_are_written_as_one(ranks: Ranks) -> None:
     parts = [body(name=name, part=n, num_parts=3) for n, name in enumerate("abc")]
-    for data in (parts[2], parts[0], parts[1]):
-        answers = ranks.engine.stage(part_id(data), data)
-    assert answers[0]["ok"]["complete"]
+    answers = [ranks.engine.stage(part_id(parts[n]), parts[n]) for n in (2, 0, 1)]
+    assert answers[-1][0]["ok"]["complete"]
     [answer, *_] = ranks.engine.commit(part_id(parts[0]))
     assert (answer["ok"]["parts"], answer["ok"]["nnz"], answer["ok"]["tensors"]) == (3, 18, 3)
     assert [applier.committed for applier in ranks.appliers] == [[["a", "b", "c"]]] * 3

@@ -44,7 +44,7 @@ def test_memory_is_released_when_nothing_reads_it_any_more(ranks: Ranks) -> None
         goes_on.wait(10)
         ended.set()
 
-    ranks.appliers[0].before_check = slow  # type: ignore[method-assign]
+    ranks.appliers[0].before_check = slow
     data = body()
     ranks.engine.begin(part_id(data), ranks.engine.spool(data))
     assert began.wait(10)
