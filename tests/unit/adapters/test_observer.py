@@ -43,12 +43,14 @@ class ToyEngine:
     """Constructs, loads and processes a model; an `EngineLoad` as well.
 
     Attributes:
+        role: of the model.
         happened: in order.
         checkpoint: None if there is none.
         refuses: why the loader would not simply load.
     """
 
     def __init__(self, checkpoint: Checkpoint | None = None, refuses: str | None = None) -> None:
+        self.role = TARGET
         self.happened: list[str] = []
         self.checkpoint, self.refuses = checkpoint, refuses
         self.module: Any = ModuleType("engine")
@@ -79,6 +81,9 @@ class ToyEngine:
     def constructor(self) -> tuple[Any, str]:
         return self.module, "make"
 
+    def check(self, model: nn.Module) -> None:
+        self.happened.append("checked")
+
     def reader(self, model: nn.Module) -> CheckpointReader | None:
         self.happened.append("read")
         return None if self.checkpoint is None else lambda: copied(self.checkpoint or {})
@@ -98,10 +103,9 @@ class Rank:
     def __init__(self, *engines: ToyEngine) -> None:
         self.loading, self.states = LoadingTrace(), UnprocessedModules(LIMIT)
         roles = (TARGET, DRAFT) if len(engines) > 1 else (ModelRole("", "", own=True),)
-        self.observers = [
-            ModelLoadObserver(role, engine, self.loading, self.states)
-            for role, engine in zip(roles, engines, strict=True)
-        ]
+        for role, engine in zip(roles, engines, strict=True):
+            engine.role = role
+        self.observers = [ModelLoadObserver(one, self.loading, self.states) for one in engines]
         self.models = []
         for observer, engine in zip(self.observers, engines, strict=True):
             with observer:
@@ -164,7 +168,7 @@ def test_engine_is_as_before_afterwards() -> None:
 
 def test_engine_is_as_before_if_loading_fails() -> None:
     engine = with_checkpoint()
-    observer = ModelLoadObserver(TARGET, engine, LoadingTrace(), UnprocessedModules(LIMIT))
+    observer = ModelLoadObserver(engine, LoadingTrace(), UnprocessedModules(LIMIT))
     with pytest.raises(OSError, match="no file"), observer:
         raise OSError("no file")
     assert (engine.module.make, engine.module.process) == engine.functions
@@ -174,7 +178,7 @@ def test_engine_is_as_before_if_loading_fails() -> None:
 def test_engine_is_as_before_if_watching_cannot_begin() -> None:
     engine = with_checkpoint()
     del engine.module.make
-    observer = ModelLoadObserver(TARGET, engine, LoadingTrace(), UnprocessedModules(LIMIT))
+    observer = ModelLoadObserver(engine, LoadingTrace(), UnprocessedModules(LIMIT))
     with pytest.raises(AttributeError, match="make"):
         observer.__enter__()
     assert engine.module.process is process
@@ -182,20 +186,18 @@ def test_engine_is_as_before_if_watching_cannot_begin() -> None:
 
 
 def test_model_that_was_not_processed_is_not_learned() -> None:
-    observer = ModelLoadObserver(
-        TARGET, with_checkpoint(), LoadingTrace(), UnprocessedModules(LIMIT)
-    )
+    observer = ModelLoadObserver(with_checkpoint(), LoadingTrace(), UnprocessedModules(LIMIT))
     with observer:
         pass
     assert not observations([observer], []).learned
 
 
-def test_reader_that_refuses_the_model_stops_the_engine() -> None:
+def test_engine_that_refuses_the_model_stops_its_start() -> None:
     engine = with_checkpoint()
 
     def refuse(model: nn.Module) -> None:
         raise RuntimeError("two tensors have one name")
 
-    engine.reader = refuse  # type: ignore[method-assign]
+    engine.check = refuse  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="one name"):
         Rank(engine)
