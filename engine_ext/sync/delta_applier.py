@@ -29,7 +29,7 @@ from engine_ext.placement import (
     summary,
     uncertified,
 )
-from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.ranks import RankGroup, SingleRank
 from engine_ext.startup import LaterCopies
 from engine_ext.sync import checks, consensus
 from engine_ext.sync.applier import Scan
@@ -77,7 +77,7 @@ class DeltaApplier:
         threads: int,
         post_load: PostLoad | None = None,
         certified: Certified | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         trace_again: TraceAgain | None = None,
         later: LaterCopies | None = None,
     ) -> None:

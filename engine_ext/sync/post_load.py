@@ -28,7 +28,7 @@ import torch
 from engine_ext.errors import NotUpdatable
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, uncertified
-from engine_ext.ranks import Ranks
+from engine_ext.ranks import RankGroup
 from engine_ext.startup import LockstepRunner, Rebuild, RebuildError, Recomputed, module_place
 from engine_ext.sync.staged import StagedModule, StagedModules, StagedPart, Write
 
@@ -60,7 +60,7 @@ class PostLoad:
         model: torch.nn.Module,
         index: StorageIndex,
         placement: Placement,
-        ranks: Ranks,
+        ranks: RankGroup,
         *,
         rebuilds: Sequence[Rebuild] = (),
         recomputed: Sequence[Recomputed] = (),

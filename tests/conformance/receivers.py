@@ -77,7 +77,7 @@ class Project:
         self._call("begin", part=sent, path=str(path), now=0.0)
         while not all(answer["done"] for answer in self._call("poll", part=sent)):
             time.sleep(0.0005)
-        self._call("settle", part=sent, staged=True)
+        self._call("prepare", part=sent, keep=True)
 
     def _prepare(self, part: PartId) -> None:
         sent = msgspec.to_builtins(part)

@@ -183,7 +183,7 @@ def _apply(worker: Any, version: int, path: str) -> None:
     _ok(worker, "begin", part=sent, path=path, now=0.0)
     while not _ok(worker, "poll", part=sent)["done"]:
         pass
-    done = _ok(worker, "settle", part=sent, staged=True)["prepared"]
+    done = _ok(worker, "prepare", part=sent, keep=True)["done"]
     while not done:
         done = _ok(worker, "prepare", part=sent)["done"]
     _ok(worker, "commit", version=version, sync_id=part.manifest.sync_id)

@@ -247,8 +247,8 @@ class _Served:
                 self.call("begin", part=part, path=file.name, now=0.0)
                 while not self.call("poll", part=part)["done"]:
                     time.sleep(0.001)
-            settled = self.call("settle", part=part, staged=True)
-        done = settled["prepared"]
+            settled = self.call("prepare", part=part, keep=True)
+        done = settled["done"]
         while not done:
             done = self.call("prepare", part=part)["done"]
         self.call("commit", version=self.version, sync_id=sync_id)

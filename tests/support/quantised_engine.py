@@ -218,7 +218,7 @@ class Serving:
         """Stage and prepare as the HTTP side does, and drop what is refused."""
         answers = self.engine.stage(part_id(body), body)
         if any("error" in answer for answer in answers):
-            self.engine.call("drop")
+            self.engine.call("abort")
         return answers
 
     def sync(self, target: Checkpoint, **options: Any) -> list[dict[str, Any]]:

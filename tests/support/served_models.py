@@ -24,7 +24,7 @@ from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.plan import Plan, make_plan
 from engine_ext.placement.segments import Placed, Placement
-from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.ranks import RankGroup, SingleRank
 from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import host_table, stager
 from engine_ext.sync.delta_applier import DeltaApplier
@@ -231,7 +231,7 @@ def make_applier(
     chunk_bytes: int = CHUNK_BYTES,
     undo_bytes: int = UNDO_BYTES,
     threads: int = 1,
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
 ) -> DeltaApplier:
     options: Any = {"undo_bytes": undo_bytes, "threads": threads, "ranks": ranks}
     if apply == "masked":

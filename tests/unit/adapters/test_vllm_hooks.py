@@ -200,8 +200,9 @@ def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> 
         ]
         return [[answers[0]], [answers[1]]]
 
-    def state(version: int) -> operations.RankState:
-        return operations.RankState(version=version, engine_state="certain", resume_owed=False)
+    def state(version: int) -> operations.RankReport:
+        facts: dict[str, Any] = {"engine_state": "certain", "resume_owed": False}
+        return operations.RankReport(state=operations.RankState(version=version, **facts))
 
     client = SimpleNamespace(
         pause_generation=None,
@@ -215,11 +216,11 @@ def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def twice() -> list[Any]:
         engine = VllmEngine(client)
-        calls = [engine.call(operations.GetState()) for _ in range(2)]
+        calls = [engine.call(operations.GetStatus(details=False)) for _ in range(2)]
         return list(await asyncio.gather(*calls))
 
     for replies in asyncio.run(twice()):
-        assert [reply.version for reply in replies] == [5, 6]
+        assert [reply.state.version for reply in replies] == [5, 6]
     # One after the other: replicas that got them in another order would wait for one another.
     assert asked == ["begins", ("collective_rpc", "delta_updates")] * 2
 

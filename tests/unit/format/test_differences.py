@@ -190,7 +190,7 @@ class TestRanks:
                 answers = self.engine.stage(again, body)
             assert {error["type"] for error in errors_of(answers)} == {"BaseMismatch"}
             assert self.memories() == self.fresh(self.target)
-            self.engine.call("drop")
+            self.engine.call("abort")
 
     def test_a_rank_with_another_old_value_keeps_all_from_writing(self) -> None:
         live = next(iter(self.served[1].model.parameters())).data.view(torch.int16)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from delta_server.board import LOG
 from delta_server.service import DeltaService
 from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
 from engine_ext.log import open_log
 from engine_ext.log.catalog import DONE, folder_name
-from engine_ext.ranks.operations import AcquireLogLease
+from engine_ext.ranks.operations import LeaseItem
 from engine_ext.ranks.status import LogStatus
 from tests.support.delta_bodies import (
     OTHER_STEP,
@@ -317,5 +318,5 @@ def test_only_one_process_replays(log: Path, started: Callable[..., Rig]) -> Non
 def test_a_dead_process_does_not_keep_others_out(log: Path, started: Callable[..., Rig]) -> None:
     rig = started()
     write_steps(log)
-    rig.run(rig.engine.call(AcquireLogLease(holder="999999999:1:x", instead_of=None)))
+    rig.run(rig.engine.call(LeaseItem(key=LOG, holder="999999999:1:x")))
     assert rig.post(CATCH_UP).json()["version"] == VERSION + 3

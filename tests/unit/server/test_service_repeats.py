@@ -114,7 +114,7 @@ def test_a_part_that_is_sent_again_before_it_is_answered(rig: Rig, copies: int) 
     assert not rig.engine.paused
 
 
-@pytest.mark.parametrize("operation", ["begin", "poll", "settle"])
+@pytest.mark.parametrize("operation", ["begin", "poll", "prepare"])
 def test_a_sync_survives_an_answer_that_is_lost(rig: Rig, operation: str) -> None:
     rig.engine.loses[operation] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "DeltaError")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine_ext.ranks import ENGINE
 from engine_ext.ranks import operations as ops
 from tests.support.delta_bodies import VERSION, delta_part, full_part
 from tests.support.endpoint_rig import Rig
@@ -185,7 +186,7 @@ def test_an_adapter_that_cannot_be_restored_stops_everything(
         assert error_of(rig.send(body, **adapter)) == (503, "EngineUncertain", "uncertain")
     assert rig.is_paused()
     # It cannot be forgotten either.
-    rig.run(rig.engine.call(ops.UnloadAdapter(adapter="one")))
+    rig.run(rig.engine.call(ops.AbortSync(adapter="one", unloads=True)))
     body = one_part([dense_delta(n, t) for n, t in only_a(NEXT).items() if n == A])
     assert rig.send(body, adapter="one").status_code == 503
     for number, name in enumerate((A, B)):
@@ -211,7 +212,7 @@ def test_an_uncertain_model_stops_adapters(rig: Rig, ranks: list[ToyAdapters]) -
 def test_the_lease_shows_an_uncertain_adapter(rig: Rig, ranks: list[ToyAdapters]) -> None:
     ranks[0].fails = 2
     rig.send(part(BASE, NEXT), adapter="one")
-    request = ops.AcquireLease(holder="another process", resumes=False, instead_of=None)
+    request = ops.LeaseItem(key=ENGINE, holder="another process")
     for reply in rig.run(rig.engine.call(request)):
         assert reply.state.engine_state == "uncertain"
 
@@ -240,7 +241,7 @@ def test_weights_that_something_else_has_replaced(rig: Rig, ranks: list[ToyAdapt
 
 
 def test_an_unloaded_adapter_is_not_found(rig: Rig, ranks: list[ToyAdapters]) -> None:
-    rig.run(rig.engine.call(ops.UnloadAdapter(adapter="one")))
+    rig.run(rig.engine.call(ops.AbortSync(adapter="one", unloads=True)))
     assert error_of(rig.send(part(BASE, NEXT), adapter="one"))[1] == "AdapterNotLoaded"
     assert versions(rig) == {"two": 0}
 

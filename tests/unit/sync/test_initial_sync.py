@@ -209,7 +209,7 @@ def test_a_part_of_a_fused_weight_is_not_enough(left_out: str, tmp_path: Path) -
     assert kind(answer) == "NotUpdatable"
     assert answer["error"]["missing"]
     assert memory(unloaded.model) == before
-    unloaded.engine.call("drop")
+    unloaded.engine.call("abort")
     assert "ok" in unloaded.send_full(base)
 
 
@@ -221,7 +221,7 @@ def test_a_tensor_that_two_parts_send(tmp_path: Path) -> None:
     assert "ok" in unloaded.send(one_part(whole, part=0, **more))
     answer = unloaded.send(one_part(whole[:1], part=1, **more))
     assert kind(answer) == "NotUpdatable"
-    unloaded.engine.call("drop")
+    unloaded.engine.call("abort")
     assert "ok" in unloaded.send_full(base)
 
 
@@ -231,9 +231,9 @@ def test_digests_of_a_full_sync_are_checked(tmp_path: Path) -> None:
     right = digest(base).hex()
     before = memory(unloaded.model)
     assert kind(unloaded.send_full(base, digest_after="0" * 32)) == "BaseMismatch"
-    unloaded.engine.call("drop")
+    unloaded.engine.call("abort")
     assert kind(unloaded.send_full(base, digest_part=right)) == "BaseMismatch"
-    unloaded.engine.call("drop")
+    unloaded.engine.call("abort")
     assert memory(unloaded.model) == before
     assert unloaded.send_full(base, digest_after=right)["ok"]["digest"] == right
 

@@ -156,7 +156,7 @@ def test_eight_ranks_keep_their_shares(ranks: list[Served], encoding: str, tmp_p
     body = a_part(encoding)
     engine, one = Engine([served.applier for served in ranks], tmp_path), part_id(body)
     errors_of(engine.stage(one, body), none=True)  # compiles, and fills caches
-    engine.call("drop")
+    engine.call("abort")
     answers, kept = allocated(lambda: engine.stage(one, body))
     errors_of(answers, none=True)
     nnz = sum(delta.nnz for delta in decode_part(body).deltas)

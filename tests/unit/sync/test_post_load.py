@@ -243,9 +243,9 @@ def test_a_sync_that_is_dropped_before_it_is_prepared(tmp_path: Path, ranks: int
     errors_of(engine.poll(part), none=True)
     base: dict[str, Any] = {"complete": True, "folder": None, "files": []}
     settled = [a["ok"] for a in engine.settle(part, staged=True)]
-    assert settled == [{"complete": True, "prepared": False, "base": base}] * ranks
+    assert settled == [{"complete": True, "done": False, "rebuilt": 0, "base": base}] * ranks
     assert {e["type"] for e in errors_of(engine.commit(part))} == {"Conflict"}
-    engine.call("drop")
+    engine.call("abort")
     assert {e["type"] for e in errors_of(engine.prepare(part))} == {"Conflict"}
     assert serving.served() == before
     errors_of(serving.sync(target_of(serving)), none=True)
@@ -258,7 +258,7 @@ def test_a_prepared_sync_that_is_dropped_changes_nothing(tmp_path: Path) -> None
     before = serving.served()
     errors_of(serving.stage(serving.body(target_of(serving))), none=True)
     assert serving.served() == before
-    serving.engine.call("drop")
+    serving.engine.call("abort")
     errors_of(serving.sync(target_of(serving, seed=30)), none=True)
     serving.assert_fresh()
 

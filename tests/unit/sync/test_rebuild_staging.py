@@ -64,7 +64,7 @@ def test_another_part_after_preparing_is_prepared_again(
     errors_of(engine.poll(taken[0]), none=True)
     settled = errors_free(engine.settle(taken[0], staged=True))
     base: dict[str, Any] = {"complete": True, "folder": None, "files": []}
-    assert settled == [{"complete": True, "prepared": False, "base": base}] * ranks
+    assert settled == [{"complete": True, "done": False, "rebuilt": 0, "base": base}] * ranks
     assert "not prepared" in refusal(engine.commit(taken[0]))
     while not all(answer["ok"]["done"] for answer in engine.prepare(taken[0])):
         pass
@@ -98,7 +98,7 @@ def on_ranks(serving: Serving, method: str, *arguments: str) -> None:
 
 
 ENDS: dict[str, Callable[[Serving], object]] = {
-    "dropped": lambda serving: serving.engine.call("drop"),
+    "dropped": lambda serving: serving.engine.call("abort"),
     "put to sleep": lambda serving: on_ranks(serving, "weights_released"),
     "reloaded": lambda serving: on_ranks(serving, "weights_replaced", "it"),
     "rolled back": lambda serving: serving.engine.call("rollback"),

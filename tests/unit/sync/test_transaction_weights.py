@@ -234,7 +234,7 @@ def test_a_full_sync_may_say_how_much_it_changes(sharded: Sharded) -> None:
             answers = sharded.engine.stage(part_id(data), data)
             assert {error["type"] for error in errors_of(answers)} == {"BaseMismatch"}
             assert sharded.memories() == before
-            errors_of(sharded.engine.call("drop"), none=True)
+            errors_of(sharded.engine.call("abort"), none=True)
     errors_of(sharded.engine.apply(part_id(data), data), none=True)
     assert sharded.memories() == sharded.fresh(target)
     errors_of(sharded.engine.call("rollback"), none=True)

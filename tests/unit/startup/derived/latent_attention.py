@@ -253,7 +253,7 @@ class Service:
         part = part_id(body)
         answers = self.engine.stage(part, body)
         if any("error" in answer for answer in answers):
-            self.engine.call("drop")
+            self.engine.call("abort")
             return answers
         return self.engine.commit(part)
 
