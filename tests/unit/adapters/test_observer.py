@@ -43,6 +43,7 @@ class ToyEngine:
     """Constructs, loads and processes a model; an `EngineLoad` as well.
 
     Attributes:
+        role: of the model.
         happened: in order.
         checkpoint: None if there is none.
         refuses: why the loader would not simply load.
@@ -197,12 +198,12 @@ def test_model_that_was_not_processed_is_not_learned() -> None:
     assert not observations([observer], []).learned
 
 
-def test_reader_that_refuses_the_model_stops_the_engine() -> None:
+def test_engine_that_refuses_the_model_stops_its_start() -> None:
     engine = with_checkpoint()
 
     def refuse(model: nn.Module) -> None:
         raise RuntimeError("two tensors have one name")
 
-    engine.reader = refuse  # type: ignore[method-assign]
+    engine.check = refuse  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="one name"):
         Rank(engine)
