@@ -635,3 +635,57 @@ def test_runs_as_a_program_and_imports_nothing_unasked(base: Path, target: Path)
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("version 0 -> 1: dry run; 3 of 56 elements")
+
+
+def test_a_server_that_is_no_engine_is_named(
+    base: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its page is not printed, and nothing is tried again."""
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        headers = {"Server": "SimpleHTTP/0.6"}
+        return httpx.Response(501, headers=headers, text="<!DOCTYPE HTML>\n<p>Unsupported")
+
+    client = functools.partial(httpx.Client, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "Client", client)
+    assert cli.main(["--base", str(base), "--target", str(target), "--url", URL]) == 1
+    [failed] = [line for line in capsys.readouterr().err.splitlines() if "failed" in line]
+    assert failed.startswith(f"failed: HTTP 501: no delta endpoint at {URL}/delta_run: the server")
+    assert "it is SimpleHTTP/0.6, is no engine" in failed
+    assert "--enable-delta-updates" in failed
+    assert asked == ["/delta_run"] * 2  # claimed, and released
+
+
+@pytest.mark.parametrize("seconds", ["30", "0.1"])
+def test_wait_says_what_it_waits_for(
+    base: Path,
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: str,
+) -> None:
+    asked = 0
+
+    def start(request: httpx.Request) -> httpx.Response:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise httpx.ConnectError("all failed") from ConnectionRefusedError(111, "refused")
+        if request.url.path in ("/delta_run", "/delta_status"):
+            return httpx.Response(404)
+        return accept(request)
+
+    client = functools.partial(httpx.Client, transport=httpx.MockTransport(start))
+    monkeypatch.setattr(httpx, "Client", client)
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--wait", seconds]
+    waits = seconds == "30"
+    assert cli.main(arguments) == (0 if waits else 1)
+    printed = capsys.readouterr()
+    waiting = f"{URL}: nothing listens there (connection refused); waiting for {seconds[:2]} s at"
+    if waits:
+        assert printed.err.count(waiting) == 1
+        assert printed.out.startswith("version 0 -> 1: committed")
+    else:
+        assert "failed: http://engine:8000/delta_status: no answer in 0 s" in printed.err

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import httpx
 
-from delta_sender.arguments import Base, log_of
+from delta_sender.arguments import Base
 from delta_sender.diff.snapshot import NamedTensors
+from delta_sender.locations import log_of
 from delta_sender.options import SenderOptions
 from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.notify import Notifier

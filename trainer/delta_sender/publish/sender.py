@@ -7,8 +7,9 @@ from pathlib import Path
 
 import httpx
 
-from delta_sender.arguments import Base, engine_root, log_location
+from delta_sender.arguments import Base
 from delta_sender.diff.snapshot import NamedTensors
+from delta_sender.locations import engine_root, log_location
 from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.log_sender import log_publisher
