@@ -21,7 +21,7 @@ def answer_in_words(status: int, text: str, server: str | None, url: str) -> str
         status: HTTP status, not 200.
         text: The body.
         server: The header ``Server``.
-        url: What was asked for.
+        url: That was asked for.
     """
     error = _object(text).get("error")
     if isinstance(error, dict):

@@ -38,7 +38,7 @@ def leaving_at_once(prog: str) -> Iterator[None]:
     """End the process on Ctrl-C inside the block, with one line and status 130.
 
     For imports that take seconds: an exception in them can be caught, or leave a half of a package.
-    Nothing may have begun that has to be undone. Elsewhere than in the main thread it does nothing.
+    Nothing must have begun that has to be undone. Outside of the main thread it does nothing.
     """
 
     def leave(number: int, frame: object) -> None:

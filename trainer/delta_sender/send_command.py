@@ -1,4 +1,4 @@
-"""What ``delta-send`` does once its command line is parsed."""
+"""Run ``delta-send`` with a command line that is parsed."""
 
 from __future__ import annotations
 
