@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup .venv-sglang .venv-trainers demo soak test test-fast test-slow test-all test-gpu test-versions fuzz lint format docs package clean clean-all
+.PHONY: help setup .venv-sglang .venv-trainers demo soak test test-fast test-slow test-all programs test-gpu test-versions fuzz lint format docs package clean clean-all
 
 ifneq ($(filter demo soak,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -72,17 +72,20 @@ test-slow: setup
 	@echo "test-slow: the slow tests of those that start no engine"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not engine and not full" $(PARALLEL) $(PYTEST_ARGS)
 
-test-all: setup .venv-sglang .venv-trainers lint test-fast test-slow ## lint, and every test; needs chromium and prometheus
-	@for program in chromium prometheus promtool; do \
-		command -v $$program >/dev/null || { \
-			echo "test-all: error: no $$program here; install Debian's packages chromium and prometheus:" \
-				"apt-get install --no-install-recommends chromium prometheus" >&2; exit 1; }; \
-	done
+test-all: programs setup .venv-sglang .venv-trainers lint test-fast test-slow ## lint, and every test; needs chromium and prometheus
 	@echo "test-all: the tests that start engines, and the full ones"
 	@$(BIN)/python -m pytest -m "engine or full" $(PYTEST_ARGS)
 	@$(TRAINERS)/python -m pytest tests/trainers -m "engine or full" $(PYTEST_ARGS)
 	@$(TRAINERS)/python -m pytest tests/verl $(PYTEST_ARGS)
 	@$(TRAINERS)/python -m pytest tests/dashboard $(PYTEST_ARGS)
+
+# Checked first: what needs them is at the end of hours of tests.
+programs:
+	@for program in chromium prometheus promtool; do \
+		command -v $$program >/dev/null || { \
+			echo "test-all: error: no $$program here; install Debian's packages chromium and prometheus:" \
+				"apt-get install --no-install-recommends chromium prometheus" >&2; exit 1; }; \
+	done
 
 test-gpu: ## the receiver's tests on a CUDA device, by GPU_PYTHON=python3
 	@echo "test-gpu: placement, start-up, sync and kernels on cuda:0"

@@ -2,38 +2,41 @@
 
     python -m scripts.check_words [PATH ...]
 
-Reads docstrings, comments and texts of Python files, and Markdown outside of code. Prints each
-place as ``file:line: "phrase": what to write``, and exits with 1 if there is one.
+Reads docstrings, comments and texts of Python files, Markdown outside of code, and the comments of
+settings, scripts and programs in other languages. Prints each place as
+``file:line: "phrase": what to write``, and exits with 1 if there is one.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import fnmatch
 import io
 import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
 
 _START = r"(?:\A|(?<=[.:!?]\s)|(?<=\n\n))\s*(?:[-*]\s+|\d\.\s+)?"
+_MAY = r"\bmay\b|(?<!\d )\bMay\b(?! \d)"  # the month has a number next to it
 
 RULES: Final = [
     (re.compile(r"\bbeside\b", re.I), 'write "next to" or "while"'),
     (re.compile(r"\b(?:tells?|told|untold|telling)\b", re.I), 'write "report", "show" or "notify"'),
     (re.compile(r"\bof which\b", re.I), "make two sentences of it"),
     (re.compile(r"\bis none of\b", re.I), 'write "is not one of"'),
-    (re.compile(r"\blies\b", re.I), 'write "is"'),
+    (re.compile(r"\blies?\b", re.I), 'write "is"'),
     (re.compile(r"\bby itself\b", re.I), 'write "automatically", or leave it out'),
     (re.compile(r"\b(?:goes|go|went|going) on\b", re.I), 'write "continue"'),
     (re.compile(_START + r"Of (?!the )[^.\n]*"), "begin with the subject"),
     (re.compile(_START + r"What [^.?]*\b(?:is|are|was|were)\b[^?]*?\."), "begin with the subject"),
-    (re.compile(r"\bmay\b"), 'write "can", "might" or "must not"'),
+    (re.compile(_MAY), 'write "can", "might" or "must not"'),
 ]
 """Phrases, and what to write in their place."""
 
@@ -43,14 +46,26 @@ ALLOWED: Final = {
 }
 """Whole texts that are data: sentences that a tokenizer is trained on."""
 
+_READ: Final = (
+    "*.py",
+    "*.md",
+    "*.toml",
+    "*.yml",
+    "*.js",
+    "*.css",
+    "*.sh",
+    "Makefile",
+    "*Dockerfile",
+)
+_COMMENT = re.compile(r"(?:^|\s)(?:#+|//+|/\*+|^\s*\*)\s+(.*)")
 _FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2", re.M | re.S)
 _CODE = re.compile(r"``.+?``|`[^`\n]+`|\]\([^)]*\)|https?://\S+", re.S)
 
 
 def check(path: Path) -> Iterator[tuple[int, str, str]]:
     """Yield line, phrase and advice for each phrase of a file that a rule finds."""
-    text = path.read_text()
-    for line, prose in _markdown(text) if path.suffix == ".md" else _python(text):
+    read = {".md": _markdown, ".py": _python}.get(path.suffix, _commented)
+    for line, prose in read(path.read_text()):
         plain = _CODE.sub(lambda code: re.sub(r"[^\n]", "_", code.group()), prose)
         for rule, advice in RULES:
             for match in rule.finditer(plain):
@@ -71,18 +86,31 @@ def _python(text: str) -> Iterator[tuple[int, str]]:
             continue
         if " " in node.value and node.value not in ALLOWED:
             yield node.lineno, node.value
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    yield from _blocks(
+        (token.start[0], token.string.lstrip("# "))
+        for token in tokens
+        if token.type == tokenize.COMMENT
+    )
+
+
+def _commented(text: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each comment: what follows ``#`` or ``//``, or a line with ``*``."""
+    found = ((number, _COMMENT.search(line)) for number, line in enumerate(text.splitlines(), 1))
+    return _blocks((number, match[1]) for number, match in found if match)
+
+
+def _blocks(comments: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each block of comments on lines that follow each other."""
     block: list[str] = []
     first = last = 0
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type != tokenize.COMMENT:
-            continue
-        line = token.start[0]
+    for line, comment in comments:
         if block and line == last + 1:
-            block.append(token.string.lstrip("# "))
+            block.append(comment)
         else:
             if block:
                 yield first, "\n".join(block)
-            block, first = [token.string.lstrip("# ")], line
+            block, first = [comment], line
         last = line
     if block:
         yield first, "\n".join(block)
@@ -91,15 +119,20 @@ def _python(text: str) -> Iterator[tuple[int, str]]:
 def tracked(paths: Sequence[str] = ()) -> list[Path]:
     """Return the files in git below `paths` that have words; without paths, all."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--", *(paths or ("*.py", "*.md"))],
+        ["git", "ls-files", "-z", "--", *(paths or _READ)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    names = [name for name in listed.stdout.split("\0") if name.endswith((".py", ".md"))]
     own = Path(__file__).relative_to(ROOT).as_posix()
-    return [ROOT / name for name in names if name not in {own, "CHANGELOG.md"}]
+    return [
+        ROOT / name
+        for name in listed.stdout.split("\0")
+        if any(fnmatch.fnmatch(name, one) for one in _READ)
+        and name not in {own, "CHANGELOG.md"}
+        and (ROOT / name).is_file()
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:

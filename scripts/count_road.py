@@ -23,7 +23,6 @@ PRODUCT: Final = ("engine_ext", "server/delta_server", "trainer/delta_sender")
 MOST_PRIVATE_USES: Final = 319
 _SMALL: Final = 60  # lines
 # The ways by which a version gets into an engine, as FILE:NAME; removed ones no longer count.
-# Classes in `sources/` that have `settled` count too.
 WAYS_IN: Final = {
     "HTTP body": "server/delta_server/service.py:apply_body",
     "files of a request": "server/delta_server/service.py:apply_files",
@@ -128,17 +127,6 @@ def operations() -> list[str]:
     return classes(["engine_ext"], wanted)
 
 
-def sources() -> list[str]:
-    """Return the classes of ``sources/`` that have a method `settled`."""
-
-    def wanted(node: ast.ClassDef) -> bool:
-        names = [one.name for one in node.body if hasattr(one, "name")]
-        bases = [ast.unparse(base) for base in node.bases]
-        return "settled" in names and "Protocol" not in bases
-
-    return classes(["server/delta_server/sources"], wanted)
-
-
 def flags() -> list[str]:
     """Return the engine's flags, ``--enable-delta-updates`` not among them."""
     text = (ROOT / "engine_ext/settings.py").read_text()
@@ -172,8 +160,8 @@ def traced_rows(*, with_ways: bool) -> Iterator[Row]:
 
 def static_rows() -> Iterator[Row]:
     """Yield the rows that are counted in the sources."""
-    ways = [*present(WAYS_IN), *sources()]
-    yield "ways in", len(ways), f"WAYS_IN, and sources: {', '.join(ways)}"
+    ways = present(WAYS_IN)
+    yield "ways in", len(ways), f"WAYS_IN: {', '.join(ways)}"
     yield "rank operations", len(operations()), "subclasses of Operation[...] in engine_ext"
     paths = present(STAGING_PATHS)
     yield "code paths that stage a tensor", len(paths), f"STAGING_PATHS: {', '.join(paths)}"

@@ -39,11 +39,8 @@ COPIED: Final = (
 )
 # By room: the packages that are mutated, and the tests that should notice.
 ROOMS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
-    "format": (("engine_ext/format",), ("tests/unit/wire",)),
-    "sync": (
-        ("engine_ext/sync", "engine_ext/sync"),
-        ("tests/unit/apply", "tests/unit/receiver"),
-    ),
+    "format": (("engine_ext/format",), ("tests/unit/format",)),
+    "sync": (("engine_ext/sync",), ("tests/unit/sync",)),
 }
 _COMPARES: Final[dict[type, type]] = {
     ast.Lt: ast.LtE,
@@ -168,7 +165,11 @@ def find(mutant: Mutant, files: Sequence[Path]) -> Path | None:
 
 
 class Scratch:
-    """A copy of the tree in which mutants are tested, one at a time."""
+    """A copy of the tree in which mutants are tested, one at a time.
+
+    Raises:
+        ValueError: there is no test in the folders of `tests`.
+    """
 
     def __init__(self, folder: Path, tests: Sequence[str], cpu_s: int) -> None:
         self.folder, self._cpu_s = folder, cpu_s
@@ -180,6 +181,8 @@ class Scratch:
             else:
                 shutil.copy2(source, folder / name)
         self._tests = [f for one in tests for f in sorted((folder / one).rglob("test_*.py"))]
+        if not self._tests:
+            raise ValueError(f"no tests in {', '.join(tests)}")
 
     def outcome(self, file: str, source: str | None) -> str:
         """Return ``killed``, ``survived`` or ``limit`` for a module's new source; None: as it is.

@@ -4,8 +4,9 @@
 # engine's .venv-NAME, with the pinned packages of requirements/ and this project, editable.
 # Does nothing when it is current. PYTHON names the interpreter. uv installs, from .venv.
 #
-# .complete is written last: an environment without it, or with the one of other locks, of another
-# pyproject.toml or another folder, is made from nothing, which takes seconds from uv's cache.
+# .complete is written last: an environment without it, or with the one of other locks, of other tables
+# of pyproject.toml that installing reads or of another folder, is made from nothing, which takes
+# seconds from uv's cache.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -28,7 +29,9 @@ die() {
 }
 
 [[ -f ${locks[0]} ]] || die "no environment for $name: there is no ${locks[0]}"
-key=$({ pwd -P && cat "${locks[@]}" pyproject.toml; } | sha256sum)
+# The tables of pyproject.toml by which the project is built and installed; not those of checks.
+installs() { awk '/^\[/ { reads = /^\[(build-system|project|tool\.hatch)[].]/ } reads' pyproject.toml; }
+key=$({ pwd -P && cat "${locks[@]}" && installs; } | sha256sum)
 is_current() { [[ -x $venv/bin/python && -f $venv/.complete && $(<"$venv/.complete") == "$key" ]]; }
 [[ $name == vllm ]] || scripts/setup_env.sh vllm
 if is_current; then
@@ -52,6 +55,7 @@ version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
 [[ $version == 3.11 ]] || die "the lock files are for Python 3.11, and $PYTHON is $version"
 
 say "making $venv: $(cat "${locks[@]}" | grep -cE '^[^#]+==') packages of ${locks[*]}"
+rm -f "$venv/.complete"
 rm -rf "$venv"
 export UV_PYTHON_DOWNLOADS=never VIRTUAL_ENV=$venv
 if [[ $venv == .venv ]]; then

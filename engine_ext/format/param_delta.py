@@ -21,7 +21,7 @@ class ParamDelta(msgspec.Struct, frozen=True, eq=False, gc=False):
         dtype: By its manifest name.
         indices: int64 or int32 [nnz], ascending unique flat indices; None means dense.
         values: The new elements' bit patterns, unsigned ints of the dtype's width; [nnz], or
-            [numel] if dense. May be a read-only view of the part's buffer.
+            [numel] if dense. They can be a read-only view of the part's buffer.
         differences: Whether the values are new minus old bit patterns modulo 2**width; never
             dense.
         stream: The gap stream of `indices`, if it is known before encoding.

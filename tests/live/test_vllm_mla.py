@@ -134,7 +134,7 @@ def main(model: str, out: str, kept: str, *parts: str) -> None:
 
 
 def _state(llm: Any, worker: Any) -> dict[str, Any]:
-    """Every bit of the model and what it generates; and where its parameters lie."""
+    """Every bit of the model and what it generates; and where its parameters are."""
     from vllm import SamplingParams
 
     from engine_ext.model.fingerprint import hash_tensor

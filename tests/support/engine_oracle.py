@@ -37,13 +37,15 @@ class Part:
     """One part as it is sent.
 
     Attributes:
+        base: None for a full sync.
+        names_base: whether it names its base; otherwise that is the version before its own.
         bare: it names nothing but its version, so that it can be the rest of an unfinished one.
     """
 
     body: bytes
     changes: Changes
     version: int
-    base: int | None  # None for a full sync
+    base: int | None
     sync_id: str | None = None
     full: bool = False
     number: int = 0
@@ -51,6 +53,13 @@ class Part:
     sender: Sender | None = None
     origin: Origin = "sender"
     bare: bool = False
+    names_base: bool = True
+
+    @property
+    def is_malformed(self) -> bool:
+        """Whether it names a base that no version can be."""
+        names_base = self.names_base and not self.bare and self.origin == "sender"
+        return names_base and self.base is not None and self.base < 0
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -256,6 +265,8 @@ class Known:
 
     def take(self, part: Part, fault: Fault | None = None) -> tuple[Answer, list[Known]]:
         """Take a part; return the answer, and the states that the engine can have then."""
+        if part.is_malformed:
+            return frozenset({"MalformedPart"}), [self]
         if part.origin == "sender" and (out := self.shut_out(part.sender)):
             return out, [self]
         if self.is_seen(part) and not self.is_staged(part):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from delta_server import commit as commit_module
 from engine_ext.errors import NotUpdatable
 from engine_ext.format import ParamDelta
 from engine_ext.sync import rebuild_plan
+from tests.support.delta_bodies import forged
 from tests.support.endpoint_rig import STATUS
 from tests.support.engine_oracle import (
     TIMEOUT,
@@ -45,6 +47,17 @@ from tests.support.toy_quantised import (
 )
 
 UNCERTAIN = ("CommitFailed", "EngineUncertain")
+# The error that a part is answered with when a fault has happened.
+ERRORS: dict[Fault, str] = {
+    "refused": "NotUpdatable",
+    "broken": "DeltaError",
+    "unprocessed": "NotUpdatable",
+    "undone": "WriteUndone",
+    "mixed": "CommitFailed",
+    "lost": "CommitFailed",
+    "unpaused": "DeltaError",
+    "unpublished": "CommittedNotResumed",
+}
 
 
 class InPlace(Model):
@@ -72,10 +85,16 @@ class Rebuilt(Model):
 
 
 class ModelledEngine(RuleBasedStateMachine):
-    """An engine, what it must hold, and the parts that were sent to it."""
+    """An engine, what it must hold, and the parts that were sent to it.
+
+    Attributes:
+        computed: the tensors that post-load processing computes.
+        occurred: how often each status, error and fault was seen, over all histories.
+    """
 
     kind: ClassVar[type[Model]] = InPlace
-    computed: ClassVar[frozenset[str]] = frozenset()  # by post-load processing
+    computed: ClassVar[frozenset[str]] = frozenset()
+    occurred: ClassVar[Counter[str]] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +118,7 @@ class ModelledEngine(RuleBasedStateMachine):
         self.names = sorted(self.base)
         loaded = {name: bits(tensor) for name, tensor in self.base.items()}
         self.known = Known(Committed(0, loaded), frozenset(self.names))
+        self.digests: dict[tuple[str, int], str] = {}  # by run and version
 
     def teardown(self) -> None:
         self._patches.close()
@@ -122,7 +142,7 @@ class ModelledEngine(RuleBasedStateMachine):
         part = Part(b"", changes, **facts)
         metadata: dict[str, Any] = {}
         if not part.bare:
-            base = None if full else part.base
+            base = None if full or part.is_malformed or not part.names_base else part.base
             metadata = {"base_version": base, "part": part.number, "num_parts": part.count}
         if part.sender is not None:
             run, epoch = part.sender
@@ -134,6 +154,8 @@ class ModelledEngine(RuleBasedStateMachine):
             full=full,
             **metadata,
         )
+        if part.is_malformed:
+            body = forged(body, base_version=str(part.base))
         return Part(body, changes, **facts)
 
     def checkpoint(self, found: Bits) -> Checkpoint:
@@ -163,22 +185,35 @@ class ModelledEngine(RuleBasedStateMachine):
             for number in range(count)
         ]
 
-    def deliver(self, process: int, part: Part, fault: Fault | None = None, rank: int = 0) -> None:
+    def deliver(
+        self,
+        process: int,
+        part: Part,
+        fault: Fault | None = None,
+        rank: int = 0,
+        writes: int = 0,
+    ) -> None:
         self.sent = [*self.sent[-15:], part]
         if fault == "unprocessed" and not self.computed.intersection(self.known.named_with(part)):
             fault = None
         if fault == "unpaused" and self.known.paused:
             fault = None  # a commit does not pause a paused engine
-        with self.armed(fault, rank):
+        with self.armed(fault, rank, writes):
             if part.origin == "log":
                 answer = self.rig.replay(process, part.body)
             else:
                 answer = self.rig.send_to(process, part.body).json()
         self.follow(answer, *self.known.take(part, fault))
+        if fault is not None and answer.get("error", {}).get("type") == ERRORS[fault]:
+            self.occurred[fault] += 1
 
     @contextlib.contextmanager
-    def armed(self, fault: Fault | None, rank: int) -> Iterator[None]:
-        """Let something fail meanwhile, on one rank if ranks have to do with it."""
+    def armed(self, fault: Fault | None, rank: int, writes: int) -> Iterator[None]:
+        """Let something fail meanwhile, on one rank if ranks have to do with it.
+
+        Args:
+            writes: how many writes of the rank succeed before one fails.
+        """
         applier = self.rig.served_engine.appliers[rank]
         failing: Any = contextlib.nullcontext()
         if fault == "refused":
@@ -188,7 +223,7 @@ class ModelledEngine(RuleBasedStateMachine):
         elif fault == "unprocessed":
             failing = not_processing(rank)
         elif fault in ("undone", "mixed"):
-            applier.writes, applier.undoes = rank, fault == "undone"
+            applier.writes, applier.undoes = writes, fault == "undone"
             applier.rolls_back = fault == "undone"
         elif fault == "lost":
             self.rig.engine.loses["commit"] = ConnectionError("lost")
@@ -204,9 +239,11 @@ class ModelledEngine(RuleBasedStateMachine):
         """The answer is the expected one, and the engine is in one of the possible states."""
         if isinstance(expected, str):
             assert answer.get("status") == expected, (answer, expected)
+            self.occurred[expected] += 1
         else:
             error = answer.get("error", {})
             assert error.get("type") in expected, (answer, expected)
+            self.occurred[error["type"]] += 1
             kinds = {"CommittedNotResumed": "committed", **dict.fromkeys(UNCERTAIN, "uncertain")}
             assert error["engine_state"] == kinds.get(error["type"], "unchanged")
         self.hold(possible)

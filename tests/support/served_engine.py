@@ -34,7 +34,7 @@ class FaultyApplier:
 
     Attributes:
         refuses: what staging raises.
-        writes: after how many writes of a commit the rank fails; None never fails.
+        writes: after how many writes of a commit or rollback the rank fails; None never fails.
         undoes: whether what was written can be taken back.
         rolls_back: whether a rollback works.
     """
@@ -73,6 +73,8 @@ class FaultyApplier:
 
     def roll_back(self, log: UndoLog) -> None:
         if not self.rolls_back:
+            for elements, old in log.writes[: self.writes]:
+                elements.put(old)
             raise OSError("the old values are gone")
         self._applier.roll_back(log)
 
@@ -196,17 +198,17 @@ class ServedRig(Rig):
         return [served(loaded(kind, checkpoint, rank, RANKS)) for rank in range(RANKS)]
 
     def overwrite(self, by: str) -> None:
-        """Let the engine change its weights itself, and report it."""
-        for receiver, model in zip(self.engine.receivers, self.serving.models, strict=True):
+        """Let the engine change its weights itself, the unprocessed ones too, and report it."""
+        for receiver in self.engine.receivers:
             receiver.weights_replaced(by)
-            for tensor in model.parameters():
+        kept = [one.before for states in self.serving.states for one in states.states]
+        for module in (*self.serving.models, *kept):
+            for tensor in module.parameters():
                 tensor.data.zero_()
 
-    def corrupt(self, rank: int) -> None:
-        """Flip a bit of a live weight that this rank alone holds, which nobody reports."""
-        model = self.serving.models[rank]
-        bias = next(one for name, one in model.named_parameters() if name.endswith(".bias"))
-        bias.data.view(torch.int16)[0] ^= 1
+    def corrupt(self, rank: int, name: str) -> None:
+        """Flip a bit of a rank's live parameter, which nobody reports."""
+        self.serving.models[rank].get_parameter(name).data.view(torch.int16)[0] ^= 1
 
     def fall_asleep(self) -> None:
         for receiver in self.engine.receivers:

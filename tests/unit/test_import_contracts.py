@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("engine_ext", "server/delta_server", "trainer/delta_sender")
+PACKAGES = ("engine_ext", "server/delta_server", "trainer/delta_sender", "scripts")
 
 # A line that breaks a contract, the file of the copy that it goes to, and the contract's id.
 BREAKS = [
@@ -32,6 +32,8 @@ BREAKS = [
     ("import vllm", "engine_ext/startup/trace/dry_run.py", "engines"),
     ("import sglang", "server/delta_server/service.py", "engines"),
     ("from engine_ext.format.part import DecodedPart", "engine_ext/format/container.py", "acyclic"),
+    ("import scripts.command_line", "trainer/delta_sender/cli.py", "scripts-on-top"),
+    ("from scripts import doc_tables", "scripts/command_line.py", "scripts-layers"),
 ]
 
 

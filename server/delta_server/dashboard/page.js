@@ -116,7 +116,7 @@ function takeToken(event) {
   event.preventDefault();
   const token = find("#token").value.trim();
   find("#token").value = "";
-  // What a header cannot carry is no token of an engine.
+  // No engine has a token that a header cannot carry.
   if (!/^[\x21-\x7e]+$/.test(token)) {
     setProblem("A token has printable ASCII characters only, without spaces.");
     return;
@@ -292,7 +292,7 @@ function draw(tag, attributes, text = null) {
   return node;
 }
 
-/** Draw one bar per sync, the newest at the right; `valueOf` may return nothing. */
+/** Draw one bar per sync, the newest at the right; `valueOf` can return nothing. */
 function plot(place, name, format, history, valueOf) {
   const bars = history
     .map((sync) => ({ sync, value: valueOf(sync) }))

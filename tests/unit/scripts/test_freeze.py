@@ -82,6 +82,20 @@ def test_mutants_are_found_again_by_name(tmp_path: Path) -> None:
         compile(changed, "moved.py", "exec")
 
 
+@pytest.mark.parametrize("room", mutate.ROOMS)
+def test_folders_of_mutated_room_exist(room: str) -> None:
+    packages, tests = mutate.ROOMS[room]
+    for folder in packages:
+        assert list((mutate.ROOT / folder).rglob("*.py")), folder
+    for folder in tests:
+        assert list((mutate.ROOT / folder).rglob("test_*.py")), folder
+
+
+def test_room_without_tests_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no tests in tests/nothing"):
+        mutate.Scratch(tmp_path, ["tests/nothing"], cpu_s=1)
+
+
 def test_traced_way_ends_in_the_live_weight() -> None:
     way, body = trace_part.sent()
     assert way.hops[-1][0].endswith("http_client.py")

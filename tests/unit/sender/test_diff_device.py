@@ -1,4 +1,4 @@
-"""Tensors compared where they lie: what is found is what the comparison in host memory finds.
+"""Tensors compared where they are: what is found is what the comparison in host memory finds.
 
 The tensors here are in host memory and taken for a device's; operators stand for the kernels.
 """

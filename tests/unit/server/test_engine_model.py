@@ -10,10 +10,12 @@ each step the answer, the status, the digest and every byte of each rank's memor
 from __future__ import annotations
 
 import copy
+import random
+from collections import Counter
 from typing import Any, get_args
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     initialize,
@@ -25,7 +27,7 @@ from hypothesis.stateful import (
 from engine_ext.format.digest import Digest, tensor_digest
 from tests.support.endpoint_rig import STATUS
 from tests.support.engine_oracle import LOG, TIMEOUT, Bits, Fault, Part, Sender
-from tests.support.modelled_engine import ModelledEngine, Rebuilt
+from tests.support.modelled_engine import ERRORS, ModelledEngine, Rebuilt
 
 RUNS: list[Sender | None] = [("a", 1), ("a", 2), ("b", 1), None, None]
 SENDERS = st.sampled_from(RUNS)
@@ -35,6 +37,12 @@ SEEDS = st.integers(0, 255)
 FAULTS = st.sampled_from([*[None] * len(get_args(Fault)), *get_args(Fault)])
 RARELY = st.sampled_from([*[False] * 3, True])
 FULL = st.sampled_from([False, False, True])
+SEED = 1
+WRITES = st.integers(0, 12)
+REFUSALS = (
+    *("RunFenced", "RunConflict", "SyncInProgress", "EngineUncertain", "WeightsAsleep"),
+    *("VersionConflict", "BaseMismatch"),
+)
 
 
 class EngineModel(ModelledEngine):
@@ -56,6 +64,7 @@ class EngineModel(ModelledEngine):
         shuffled=st.randoms(use_true_random=False),
         fault=FAULTS,
         rank=st.integers(0, 1),
+        writes=WRITES,
         ends=st.sampled_from([True, True, True, False]),
         as_owner=st.sampled_from([True, True, True, False]),
     )
@@ -69,6 +78,7 @@ class EngineModel(ModelledEngine):
         shuffled: Any,
         fault: Fault | None,
         rank: int,
+        writes: int,
         ends: bool,
         as_owner: bool,
     ) -> None:
@@ -87,17 +97,17 @@ class EngineModel(ModelledEngine):
         shuffled.shuffle(parts)
         for number, part in enumerate(parts[: None if ends else -1]):
             is_last = number == count - 1
-            self.deliver(process, part, fault if is_last else None, rank)
+            self.deliver(process, part, fault if is_last else None, rank, writes)
 
     @rule(
         process=PROCESSES,
         sender=SENDERS,
         seed=SEEDS,
         version=st.integers(0, 7),
-        base=st.integers(0, 6),
+        base=st.none() | st.integers(-1, 6),
         full=st.booleans(),
-        number=st.integers(0, 2),
-        count=st.sampled_from([3, 3, None]),
+        number=st.integers(0, 3),
+        count=st.sampled_from([4, 4, None]),
         sync_id=st.sampled_from(["x", "y", None]),
     )
     def any_part(
@@ -106,7 +116,7 @@ class EngineModel(ModelledEngine):
         sender: Sender | None,
         seed: int,
         version: int,
-        base: int,
+        base: int | None,
         full: bool,
         number: int,
         count: int | None,
@@ -116,7 +126,8 @@ class EngineModel(ModelledEngine):
             self.names[number::3],
             seed,
             version=version,
-            base=None if full else base,
+            base=None if full else version - 1 if base is None else base,
+            names_base=base is not None,
             full=full,
             number=number,
             count=count,
@@ -144,17 +155,28 @@ class EngineModel(ModelledEngine):
         )
         self.deliver(process, part)
 
-    @rule(process=PROCESSES, which=st.integers(0, 15), fault=FAULTS)
-    def send_again(self, process: int, which: int, fault: Fault | None) -> None:
+    @rule(
+        process=PROCESSES,
+        which=st.integers(0, 15),
+        fault=FAULTS,
+        rank=st.integers(0, 1),
+        writes=WRITES,
+    )
+    def send_again(
+        self, process: int, which: int, fault: Fault | None, rank: int, writes: int
+    ) -> None:
         """A part that was sent before: late, or because its answer was lost."""
         if self.sent:
-            self.deliver(process, self.sent[which % len(self.sent)], fault)
+            self.deliver(process, self.sent[which % len(self.sent)], fault, rank, writes)
 
     @rule(senders=st.tuples(SENDERS, SENDERS), seed=SEEDS, twice=st.booleans(), one=st.booleans())
     def send_at_once(
         self, senders: tuple[Sender | None, ...], seed: int, twice: bool, one: bool
     ) -> None:
-        """Two parts at once, to two processes: it is as if one came first, or was not taken."""
+        """Two parts at once, to two processes: it is as if one came first, or was not taken.
+
+        One of them is taken, if it would be alone.
+        """
         version = max(self.next_version(sender) for sender in senders)
         facts = {"version": version, "base": self.known.at.version}
         first, second = self.split(seed, 2, sender=senders[0], **facts)
@@ -164,7 +186,9 @@ class EngineModel(ModelledEngine):
             [second] = self.split(seed + 1, 1, sender=senders[1], **facts)
         answers = self.rig.send_at_once([first.body, second.body])
         possible = []
-        for order in ([first, second], [second, first], [first], [second], []):
+        alone = [copy.deepcopy(self.known).take(part)[0] for part in (first, second)]
+        none = [] if any(isinstance(answer, str) for answer in alone) else [list[Part]()]
+        for order in ([first, second], [second, first], [first], [second], *none):
             known = copy.deepcopy(self.known)
             for part in order:
                 [*_, known] = known.take(part)[1]
@@ -255,9 +279,14 @@ class EngineModel(ModelledEngine):
         request = {"action": action, **body, **keys}
         return self.rig.ask(process, "POST", "/delta_run", json=request).json()
 
-    @rule(process=PROCESSES, fault=st.sampled_from([None, None, "mixed"]), rank=st.integers(0, 1))
-    def roll_back(self, process: int, fault: Fault | None, rank: int) -> None:
-        with self.armed(fault, rank):
+    @rule(
+        process=PROCESSES,
+        fault=st.sampled_from([None, None, "mixed"]),
+        rank=st.integers(0, 1),
+        writes=WRITES,
+    )
+    def roll_back(self, process: int, fault: Fault | None, rank: int, writes: int) -> None:
+        with self.armed(fault, rank, writes):
             answer = self.rig.ask(process, "POST", "/delta_rollback").json()
         self.follow(answer, self.known.roll_back(fault), [self.known])
 
@@ -274,14 +303,28 @@ class EngineModel(ModelledEngine):
             self.rig.overwrite("a reload")
             self.known.overwrite()
 
-    @rule(process=PROCESSES, rank=st.integers(0, 1), happens=RARELY)
-    def corrupt(self, process: int, rank: int, happens: bool) -> None:
-        """A bit of memory flips, and a scan finds it."""
+    @rule(process=PROCESSES)
+    def scan(self, process: int) -> None:
+        """Memory holds what was written."""
+        if self.known.certain and not self.known.asleep:
+            assert self.scanned(process) == []
+
+    @rule(process=PROCESSES, rank=st.integers(0, 1), of_both_ranks=st.booleans(), happens=RARELY)
+    def corrupt(self, process: int, rank: int, of_both_ranks: bool, happens: bool) -> None:
+        """A bit of one rank's memory flips, perhaps of a copy, and a scan finds it."""
         if happens and self.known.certain and not self.known.asleep:
-            self.rig.corrupt(rank)
-            scanned = self.rig.ask(process, "GET", "/delta_digest?scan=true")
-            assert scanned.status_code == 200
+            shard = next(name for name in self.names if name.endswith(".bias"))
+            flipped = "norm" if of_both_ranks else shard
+            self.rig.corrupt(rank, flipped)
+            assert self.scanned(process) == [flipped]
             self.known.mismatched = True
+
+    def scanned(self, process: int) -> list[str]:
+        """The tensors that a scan finds corrupted."""
+        response = self.rig.ask(process, "GET", "/delta_digest?scan=true")
+        assert response.status_code == 200
+        found: list[str] = response.json()["corrupted"]
+        return found
 
     @rule(happens=RARELY)
     def sleep(self, happens: bool) -> None:
@@ -302,7 +345,8 @@ class EngineModel(ModelledEngine):
     @rule(process=PROCESSES, seed=SEEDS)
     def recover(self, process: int, seed: int) -> None:
         """A full sync of the owner ends every bad state, once no one else's parts are staged."""
-        if self.known.certain or self.known.asleep:
+        self.wake_up()
+        if self.known.certain:
             return
         self.wait(TIMEOUT)
         commits = self.known.commits
@@ -317,6 +361,37 @@ class EngineModel(ModelledEngine):
             self.deliver(process, part)
         assert self.known.commits == commits + 1
         assert self.known.certain
+
+    @rule(
+        process=PROCESSES,
+        seed=SEEDS,
+        full=FULL,
+        count=st.integers(1, 2),
+        rank=st.integers(0, 1),
+        writes=WRITES,
+        happens=RARELY,
+    )
+    def fail_in_every_way(
+        self,
+        process: int,
+        seed: int,
+        full: bool,
+        count: int,
+        rank: int,
+        writes: int,
+        happens: bool,
+    ) -> None:
+        """Each fault in turn happens to a sync of the owner, and its last part is sent again."""
+        if not happens:
+            return
+        order = random.Random(seed)
+        for number, fault in enumerate(get_args(Fault)):
+            self.recover(process, seed)
+            self.wait(TIMEOUT)
+            owner, new = self.known.owner, seed + 17 * number
+            self.sync(process, owner, new, full, count, order, fault, rank, writes, True, True)
+            self.memory_is_of_the_version_to_the_bit()
+            self.send_again(process, -1, None, rank, writes)
 
     # What must hold always ---------------------------------------------------------------------
 
@@ -337,6 +412,13 @@ class EngineModel(ModelledEngine):
             assert self.rig.memory() == expected
 
     @invariant()
+    def version_of_run_names_one_content(self) -> None:
+        at = self.known.at
+        if self.known.certain and at.run is not None and at.whole:
+            digest = digest_of(at.bits)
+            assert self.digests.setdefault((at.run, at.version), digest) == digest
+
+    @invariant()
     def nothing_is_left_in_the_spool(self) -> None:
         assert self.rig.spooled() == []
 
@@ -352,10 +434,17 @@ def digest_of(found: Bits) -> str:
 
 def run_machine(
     machine: type[EngineModel], examples: int, steps: int, *, repeats: bool = True
-) -> None:
-    """Run histories of a machine; the same ones every time if it `repeats`."""
+) -> Counter[str]:
+    """Run histories of a machine, the same ones every time if it `repeats`.
+
+    Returns:
+        How often each status, error and fault was seen.
+    """
+    counted = type(machine.__name__, (machine,), {"occurred": Counter[str]()})
+    if repeats:
+        counted = seed(SEED)(counted)
     run_state_machine_as_test(
-        machine,
+        counted,
         settings=settings(
             deadline=None,
             database=None,
@@ -365,6 +454,7 @@ def run_machine(
             suppress_health_check=list(HealthCheck),
         ),
     )
+    return counted.occurred
 
 
 def test_engine_holds_what_model_says() -> None:
@@ -372,8 +462,18 @@ def test_engine_holds_what_model_says() -> None:
 
 
 @pytest.mark.slow
-def test_engine_that_rebuilds_holds_what_model_says() -> None:
-    run_machine(RebuiltModel, examples=10, steps=20)
+@pytest.mark.timeout(900)  # a history that fails is made short
+def test_every_fault_happens_to_engine() -> None:
+    occurred = run_machine(EngineModel, examples=60, steps=40)
+    wanted = {*get_args(Fault), *ERRORS.values(), *REFUSALS} - {"unprocessed"}
+    assert wanted - set(occurred) == set(), occurred
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a history that fails is made short
+def test_every_fault_happens_to_engine_that_rebuilds() -> None:
+    occurred = run_machine(RebuiltModel, examples=40, steps=30)
+    assert set(get_args(Fault)) - set(occurred) == set(), occurred
 
 
 @pytest.mark.full

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import zstandard
 
@@ -25,20 +27,46 @@ from engine_ext.errors import (
     UploadTooSlow,
 )
 from engine_ext.format import (
+    BIT_CHANGES,
+    ENCODINGS,
+    DecodedPart,
+    FrameReader,
     Limits,
+    ParamDelta,
+    Verifier,
+    decode_part,
     manifest_checksum,
     read_container,
     read_verified,
+    sign,
     write_container,
     xxh3_checksum,
 )
-from tests.support.delta_bodies import STEP, delta_part, pieces, zstd_declaring
+from tests.support.delta_bodies import STEP, delta_part, part_of, pieces, sparse, zstd_declaring
+from tests.support.independent_encoder import sendable
 from tests.support.verified_file import verified_file
 
 LIMITS = Limits(max_part_bytes=4096)
 PLAIN = delta_part(STEP, encoding="deltas")
 ZSTD = delta_part(STEP, encoding="deltas_zstd")
 PACKED = delta_part(STEP, encoding="gap8_exp")
+
+
+def encoded(encoding: str) -> bytes:
+    """Sparse and dense tensors, as an encoding takes them."""
+    deltas = [sparse(name, elements) for name, elements in STEP.items()]
+    if encoding == BIT_CHANGES:  # has no dense form
+        changes = {"cleared": np.array([0x00FF, 0xFFFF], np.uint16)}
+        flipped = [
+            sparse(delta.name, {3: 1, 5: 0x1234}, new_checksum="adler32:0000000a", **changes)
+            for delta in deltas
+        ]
+        return part_of(*flipped, encoding=encoding)
+    dense = ParamDelta("w", "bfloat16", (3,), None, np.array([1, 0x7FC1, 0xFFFF], np.uint16))
+    taken, metadata = sendable(encoding, [*deltas, dense])
+    return part_of(*taken, encoding=encoding, **metadata)
+
+
 # Too long, and no container either: which of the two is found first depends on the chunks.
 OVERSIZED = (MalformedPart, TooLarge)
 
@@ -75,15 +103,30 @@ async def breaking(body: bytes) -> AsyncIterator[bytes]:
     raise ConnectionResetError("the sender went away")
 
 
-@pytest.mark.parametrize("body", [PLAIN, ZSTD, PACKED], ids=["plain", "zstd", "packed"])
+def bits_of(part: DecodedPart | None) -> dict[str, tuple[Any, ...]]:
+    """All that a part says of each tensor, to the bit."""
+    assert part is not None
+    return {
+        delta.name: (
+            *(delta.dtype, delta.shape, delta.differences, delta.new_checksum),
+            *(
+                None if array is None else (array.dtype.str, array.tolist())
+                for array in (delta.indices, delta.values, delta.cleared)
+            ),
+        )
+        for delta in part.deltas
+    }
+
+
+@pytest.mark.parametrize("encoding", [*ENCODINGS, BIT_CHANGES])
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
-def test_receive_leaves_a_verified_file(spool: Intake, body: bytes, size: int) -> None:
+def test_ranks_read_what_was_sent(spool: Intake, encoding: str, size: int) -> None:
+    body = encoded(encoding)
     spooled = receive(spool, pieces(body, size), declared=len(body))
     data = spooled.path.read_bytes()
     assert (spooled.identity, data) == verified_file(body)
-    part = read_verified(data, spooled.identity)
-    assert part is not None
-    assert {d.name: d.nnz for d in part.deltas} == {n: len(e) for n, e in STEP.items()}
+    sent = b"".join(FrameReader(LIMITS.max_part_bytes).feed(body))
+    assert bits_of(read_verified(data, spooled.identity)) == bits_of(decode_part(sent))
     assert spooled.manifest.current_version == 8
     assert spooled.wire_bytes == len(body)
     assert files(spool) == [spooled.path]
@@ -232,6 +275,36 @@ def test_nothing_stays_of_a_cancelled_body(spool: Intake) -> None:
 
     asyncio.run(cancelled())
     assert files(spool) == []
+
+
+def test_nothing_stays_of_a_cancelled_signed_frame(
+    spool: Intake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread writes the part to another file, and the request is given up meanwhile."""
+    reached, given_up = threading.Event(), threading.Event()
+    original = spool_files.SpoolFile.seal
+
+    def seal(file: spool_files.SpoolFile) -> Any:
+        reached.set()
+        assert given_up.wait(20)
+        return original(file)
+
+    monkeypatch.setattr(spool_files.SpoolFile, "seal", seal)
+
+    async def cancelled() -> None:
+        verifier = Verifier("a key", sign("a key", ZSTD))
+        body, rate = pieces(ZSTD, 50), MinimumRate(60, 1)
+        task = asyncio.ensure_future(spool.receive(body, None, rate, verifier))
+        while not reached.is_set():
+            await asyncio.sleep(0.001)
+        assert len(files(spool)) == 2
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        given_up.set()
+        while files(spool):
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(cancelled(), 20))
 
 
 # A full disk ---------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ class Piece(NamedTuple):
     """Elements that a checkpoint tensor and a shard of its source share.
 
     Attributes:
-        of_source: Where they lie in the source.
-        box: Where they lie in the checkpoint's tensor.
+        of_source: Where they are in the source.
+        box: Where they are in the checkpoint's tensor.
     """
 
     of_source: Box
@@ -68,7 +68,7 @@ def sources_of(plan: Plan) -> Iterator[Source]:
 
 
 def _within(common: Box, box: Box, shape: torch.Size) -> Box:
-    """Return where elements of a part of the source lie in the tensor that the part becomes."""
+    """Return where elements of a part of the source are in the tensor that the part becomes."""
     slices = [
         (one.start, one.stop - one.start)
         for one, size in zip(common.relative_to(box), box.sizes, strict=True)
