@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
     except ModuleNotFoundError as error:
-        status, problem = USAGE, f"{error}; pip install 'delta-updates[sender]'"
+        status, problem = USAGE, f"{error}: install this package with its extra 'sender'"
     except (LogDamaged, PartUnavailable, CannotFold, FileExistsError) as error:
         status, problem = DAMAGED, str(error)
     except (OSError, ValueError) as error:

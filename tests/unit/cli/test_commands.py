@@ -6,8 +6,11 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from engine_ext import __version__
 
@@ -59,6 +62,17 @@ def test_help_takes_fraction_of_importing_torch() -> None:
     limit = processor_s("-c", "import torch") / 4
     times = {name: processor_s("-m", module, "--help") for name, module in MODULES.items()}
     assert {name: taken for name, taken in times.items() if taken > limit} == {}
+
+
+@pytest.mark.slow
+def test_small_send_takes_little_more_than_importing_torch(tmp_path: Path) -> None:
+    for number, name in enumerate(("base", "next")):
+        (tmp_path / name).mkdir()
+        model = {"a.weight": torch.full((64, 64), float(number)).bfloat16()}
+        save_file(model, tmp_path / name / "model.safetensors")
+    checkpoints = ["--base", str(tmp_path / "base"), "--target", str(tmp_path / "next")]
+    sent = processor_s("-m", "delta_sender", *checkpoints, "--dry-run")
+    assert sent < 2.5 * processor_s("-c", "import torch")
 
 
 @pytest.mark.parametrize("name", MODULES)
