@@ -26,12 +26,11 @@ def answer_in_words(status: int, text: str, server: str | None, url: str) -> str
     error = _object(text).get("error")
     if isinstance(error, dict):
         return f"HTTP {status}: {error.get('type')}: {error.get('message')}"
-    who = f", which says it is {server}" if server else ""
+    who = f" ({server})" if server else ""
     if status in _NO_ENDPOINT:
         return (
-            f"HTTP {status}: no delta endpoint at {url}: the server there{who}, is no engine that "
-            "was started with --enable-delta-updates, or the address is not its root, "
-            "http://HOST:PORT"
+            f"HTTP {status}: no delta endpoint at {url}: the server there{who} is no engine with "
+            "--enable-delta-updates, or the address is not its root, http://HOST:PORT"
         )
     plain = " ".join(re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", text, flags=re.S).split())
     return f"HTTP {status} from {url}{who}: {plain[:_SHOWN] or 'no text'}"

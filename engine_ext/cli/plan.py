@@ -53,7 +53,8 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         ranks = _ask(options.target) if is_url else _load(options, engine_flags)
     except Exception as error:
-        print(f"delta-plan: {type(error).__name__}: {error}", file=sys.stderr)
+        kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
+        print(f"delta-plan: {kind}{error}", file=sys.stderr)
         return 1
     rows = merge(ranks)
     shown = [row for row in rows if not options.uncertified or "uncertified" in row["status"]]

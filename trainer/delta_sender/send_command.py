@@ -127,7 +127,8 @@ class _Printer(logging.Handler):
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
         self._console = console
-        self._bar: tuple[Progress, TaskID] | None = None
+        self._progress: Progress | None = None
+        self._bar: TaskID | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         self._console.print(record.getMessage(), highlight=False)
@@ -136,18 +137,22 @@ class _Printer(logging.Handler):
 
     def wait_for(self, what: str) -> None:
         """Show what is waited for, if there is a bar."""
-        if self._bar is not None:
-            progress, task = self._bar
-            progress.update(task, description=f"waiting for {what}", visible=True)
+        if self._progress is None:
+            return
+        if self._bar is None:
+            self._bar = self._progress.add_task("", total=None)
+        self._progress.update(self._bar, description=f"waiting for {what}")
 
     @contextmanager
     def bar(self, progress: Progress) -> Iterator[None]:
         """Have a bar for what is waited for, inside the block."""
-        self._bar = progress, progress.add_task("", total=None, visible=False)
+        self._progress = progress
         try:
             yield
         finally:
-            self._bar = None
+            if self._bar is not None:
+                progress.remove_task(self._bar)
+            self._progress = self._bar = None
 
     def then_wait(self, tensors: NamedTensors) -> NamedTensors:
         """Yield what is sent; after the last one, the engines' answers are waited for."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import hmac
 import json
 import os
+import pty
 import subprocess
 import sys
 import threading
@@ -653,7 +655,7 @@ def test_a_server_that_is_no_engine_is_named(
     assert cli.main(["--base", str(base), "--target", str(target), "--url", URL]) == 1
     [failed] = [line for line in capsys.readouterr().err.splitlines() if "failed" in line]
     assert failed.startswith(f"failed: HTTP 501: no delta endpoint at {URL}/delta_run: the server")
-    assert "it is SimpleHTTP/0.6, is no engine" in failed
+    assert "the server there (SimpleHTTP/0.6) is no engine with" in failed
     assert "--enable-delta-updates" in failed
     assert asked == ["/delta_run"] * 2  # claimed, and released
 
@@ -689,3 +691,27 @@ def test_wait_says_what_it_waits_for(
         assert printed.out.startswith("version 0 -> 1: committed")
     else:
         assert "failed: http://engine:8000/delta_status: no answer in 0 s" in printed.err
+
+
+def test_a_bar_names_what_is_waited_for(
+    base: Path, target: Path, serve: Callable[..., list[httpx.Request]]
+) -> None:
+    """On a terminal, while another sync is in the way."""
+    busy = {"type": "SyncInProgress", "message": "busy", "engine_state": "unchanged"}
+    answers = iter([httpx.Response(409, json={"error": busy}, headers={"Retry-After": "1"})])
+    serve(lambda request: next(answers, None) or accept(request))
+    terminal, end = pty.openpty()
+    shown = os.fdopen(os.dup(end), "w")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "stderr", shown)
+        patched.setenv("TERM", "xterm")
+        patched.setenv("COLUMNS", "120")
+        assert cli.main(["--base", str(base), "--target", str(target), "--url", URL]) == 0
+    shown.close()
+    os.close(end)
+    printed = b""
+    with contextlib.suppress(OSError):  # EIO: all of it is read
+        while piece := os.read(terminal, 1 << 16):
+            printed += piece
+    os.close(terminal)
+    assert b"waiting for another sync to end" in printed
