@@ -135,10 +135,10 @@ class Sender:
             self._send(compare(self.base, new), base_version=str(self.version))
         except BaseError:
             # Only what this run has sent is replaced, or what a restarted engine has loaded.
-            held = self._request("GET", "/delta_status")
+            held = self._request("GET", "/delta_status")["version"]
             if held["run"] != self.run and not (held["loaded"] and self._has_sent):
                 raise
-            self._tried = max(self._tried, held["version"])  # versions do not go back
+            self._tried = max(self._tried, held["number"])  # versions do not go back
             self._send([(name, tensor, None) for name, tensor in new.items()], full="true")
         # The base moves only now, or a change that never arrives would silently stay lost. If only
         # the answer is lost, the engine is a version ahead: the next sync gets a 409 and sends all.

@@ -115,6 +115,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _ask(url: str) -> list[list[Row]]:
     import httpx
+    import msgspec
+
+    from engine_ext.ranks.status import EngineStatus
 
     asked, headers = f"{url.rstrip('/')}/delta_status", bearer_headers()
     try:
@@ -124,8 +127,8 @@ def _ask(url: str) -> list[list[Row]]:
     if answer.status_code != httpx.codes.OK:
         who = answer.headers.get("Server")
         raise RuntimeError(answer_in_words(answer.status_code, answer.text, who, asked))
-    plan: list[list[Row]] | None = answer.json()["plan"]
-    if plan is None:
+    plan = msgspec.json.decode(answer.content, type=EngineStatus).plan
+    if not plan:
         raise RuntimeError("the engine waits for its weights; send a full sync first")
     return plan
 

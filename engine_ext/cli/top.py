@@ -30,10 +30,12 @@ with leaving_at_once("delta-top"):
     from rich.text import Text
 
     from engine_ext.errors import DeltaError
+    from engine_ext.ranks.status import EngineStatus
     from engine_ext.settings import API_KEY_ENVIRONMENT, bearer_headers
 
 if TYPE_CHECKING:
     from engine_ext.log import Lag
+    from engine_ext.ranks.operations import RunOwner, SyncRecord
 
 _WIDE = 200  # columns if the output is not a terminal
 _NARROW = 120  # columns below which the tables have fewer of them
@@ -67,7 +69,7 @@ class Answer:
     """The answer of one engine."""
 
     url: str  # the engine's root
-    status: dict[str, Any] | None  # the JSON of ``GET /delta_status?history=true``
+    status: EngineStatus | None  # of ``GET /delta_status?history=true``
     error: str | None = None  # why there is no status
     http_status: int | None = None  # of an answer that was refused, or that no engine gives
 
@@ -78,9 +80,8 @@ class Answer:
             if self.http_status is None:
                 return "unreachable"
             return "denied" if self.http_status in (401, 403) else "no engine"
-        if self.status["engine_state"] != "certain":
-            return str(self.status["engine_state"])
-        return "asleep" if self.status.get("asleep") else "certain"
+        health = self.status.health
+        return "asleep" if health.state == "certain" and health.asleep else health.state
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,13 +122,10 @@ async def ask(client: httpx.AsyncClient, url: str) -> Answer:
         said = answer_in_words(response.status_code, response.text, who, f"{url}/delta_status")
         return Answer(url, None, said, response.status_code)
     try:
-        body = response.json()
-        # Another kind of server would not have these keys.
-        body["version"], body["engine_state"], body["history"]
-    except (ValueError, KeyError, TypeError):
+        return Answer(url, msgspec.json.decode(response.content, type=EngineStatus))
+    except (ValueError, msgspec.DecodeError):  # another kind of server
         said = "the server has no delta endpoints of this version"
         return Answer(url, None, said, response.status_code)
-    return Answer(url, body)
 
 
 def table(answers: Sequence[Answer], syncs: int, columns: int = _WIDE) -> RenderableType:
@@ -148,7 +146,7 @@ def table(answers: Sequence[Answer], syncs: int, columns: int = _WIDE) -> Render
             engines.add_row(_host(answer), *[""] * 4, state, "", "", _text(answer.error))
             continue
         engines.add_row(_host(answer), *_engine_cells(answer.status, state))
-        for record in answer.status["history"][: -syncs - 1 : -1]:
+        for record in (answer.status.history or [])[: -syncs - 1 : -1]:
             history.add_row(_host(answer), *_sync_cells(record))
     return Group(engines, history) if history.row_count else engines
 
@@ -168,9 +166,9 @@ def _narrow_tables(answers: Sequence[Answer], syncs: int) -> RenderableType:
         engines.add_row(_host(answer), cells["version"], state, _text(note))
         history = _table("at", "outcome", "version", "bytes", _PAUSE, "why")
         history.title, history.title_justify = _host(answer), "left"
-        for record in answer.status["history"][: -syncs - 1 : -1]:
+        for record in (answer.status.history or [])[: -syncs - 1 : -1]:
             at, outcome, versions, _, _, size, _, why = _sync_cells(record)
-            pause = _text(_milliseconds(record["timings_ms"].get("pause_ms")))
+            pause = _text(_milliseconds(record.timings_ms.get("pause_ms")))
             history.add_row(at, outcome, versions, size, pause, why)
         if history.row_count:
             shown.append(history)
@@ -206,48 +204,47 @@ def _table(*names: str) -> Table:
     return made
 
 
-def _engine_cells(status: dict[str, Any], state: Text) -> list[Text]:
-    staged = status.get("staged")
+def _engine_cells(status: EngineStatus, state: Text) -> list[Text]:
+    version, health, staged = status.version, status.health, status.staged
     parts = ""
-    if staged:
-        parts = f"{len(staged['parts'])}/{staged['num_parts'] or '?'} of {staged['version']}"
-    uncertified = len(status.get("uncertified") or ())
+    if staged is not None:
+        parts = f"{len(staged.parts)}/{staged.num_parts or '?'} of {staged.version}"
+    uncertified = len(health.uncertified)
     notes = [f"{uncertified} tensors cannot be updated"] if uncertified else []
-    if paused := status.get("paused"):
-        since = paused["since"] and time.strftime("%d %b %H:%M", time.localtime(paused["since"]))
-        notes.append(f"paused since {since or '?'} by {paused['by']}")
-    if mismatched := status.get("mismatched"):
-        notes.append(f"other bits than written in {', '.join(mismatched)}; send a full sync")
-    scrub = status.get("scrub") or {}
-    if scrub.get("mismatched"):
-        notes.append(f"scrubbing found other bits in {', '.join(scrub['mismatched'])}")
-    if scrub.get("error"):
-        notes.append(f"scrubbing fails: {scrub['error']}")
-    if owner := status.get("owner"):
-        notes.append(_owned(owner, status.get("run")))
-    note, run = "; ".join(notes), (status.get("run") or "")[:_RUN]
-    identity = map(_text, (status.get("engine"), status.get("ranks"), status["version"], run))
-    return [*identity, state, *map(_text, (parts, (status.get("digest") or "")[:12], note))]
+    if (paused := health.paused) is not None:
+        since = paused.since and time.strftime("%d %b %H:%M", time.localtime(paused.since))
+        notes.append(f"paused since {since or '?'} by {paused.by or 'an unknown client'}")
+    if health.mismatched:
+        notes.append(f"other bits than written in {', '.join(health.mismatched)}; send a full sync")
+    if status.scrub is not None and status.scrub.mismatched:
+        notes.append(f"scrubbing found other bits in {', '.join(status.scrub.mismatched)}")
+    if status.scrub is not None and status.scrub.error:
+        notes.append(f"scrubbing fails: {status.scrub.error}")
+    if status.owner is not None:
+        notes.append(_owned(status.owner, version.run))
+    note, run = "; ".join(notes), (version.run or "")[:_RUN]
+    identity = map(_text, (status.engine, status.ranks, version.number, run))
+    return [*identity, state, *map(_text, (parts, version.digest[:12], note))]
 
 
-def _owned(owner: dict[str, Any], run: str | None) -> str:
+def _owned(owner: RunOwner, run: str | None) -> str:
     """Return who owns an engine, as text."""
-    process = "" if owner["host"] is None else f"{owner['host']}:{owner['pid'] or '?'} "
-    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner["since"]))
-    other = "" if owner["run"] == run else f" of run {owner['run'][:_RUN]}"
-    return f"owned by {process}since {since}, epoch {owner['epoch']}{other}"
+    process = "" if owner.host is None else f"{owner.host}:{owner.pid or '?'} "
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(owner.since))
+    other = "" if owner.run == run else f" of run {owner.run[:_RUN]}"
+    return f"owned by {process}since {since}, epoch {owner.epoch}{other}"
 
 
-def _sync_cells(record: dict[str, Any]) -> list[Text]:
-    at, outcome = time.strftime("%H:%M:%S", time.localtime(record["at"])), str(record["outcome"])
-    nnz, elements, timings = record["nnz"], record["elements"], record["timings_ms"]
+def _sync_cells(record: SyncRecord) -> list[Text]:
+    at, outcome = time.strftime("%H:%M:%S", time.localtime(record.at)), record.outcome
+    nnz, elements, timings = record.nnz, record.elements, record.timings_ms
     density = f"{100 * nnz / elements:.3g} %" if nnz is not None and elements else ""
-    base, version = record["base_version"], record["version"]
+    base, version = record.base_version, record.version
     versions = version if base is None else f"{base} -> {version}"
     times = "/".join(_milliseconds(timings.get(phase)) for phase in _PHASES)
-    full = f"full: {record['reason']}" if record.get("reason") else ""
-    why = f"{record['error']}: {record['message']}" if record["error"] else full
-    facts = (versions, nnz, density, _size(record["bytes"]), times, why)
+    full = f"full: {record.reason}" if record.reason else ""
+    why = f"{record.error}: {record.message}" if record.error else full
+    facts = (versions, nnz, density, _size(record.bytes), times, why)
     return [_text(at), _text(outcome, _COLOURS.get(outcome, "red")), *map(_text, facts)]
 
 
@@ -300,7 +297,7 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
 
         if options.json:
             await look()
-            engines = [vars(answer) for answer in answers]
+            engines = [msgspec.to_builtins(answer) for answer in answers]
             followers = [msgspec.to_builtins(lag) for lag in lags]
             both = {"engines": engines, "followers": followers}
             print(json.dumps(engines if options.delta_log is None else both, indent=1))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from engine_ext.errors import as_delta_error, from_wire
@@ -44,11 +43,15 @@ class GroupRanks:
     """The ranks of a process group on the CPU."""
 
     def __init__(self, group: Any) -> None:
+        import torch  # not by who only reads replies
+
         self._group = group
         self.rank = int(torch.distributed.get_rank(group))
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order; all ranks must call it."""
+        import torch
+
         size = torch.distributed.get_world_size(self._group)
         if size == 1:
             return [value]
@@ -58,6 +61,8 @@ class GroupRanks:
 
     def gather_bytes(self, data: Bytes, to: int) -> list[Bytes] | None:
         """Return every rank's bytes on the rank `to`, None on the others; all must call it."""
+        import torch
+
         sizes: list[int] = self.all_gather(data.size)
         if len(sizes) == 1 or not max(sizes):
             return [data for _ in sizes]

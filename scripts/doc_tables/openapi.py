@@ -1,7 +1,7 @@
 """``docs/openapi.json``: the delta endpoints for client generators.
 
-Paths, summaries, bodies and errors are read from the server's code. Answers are plain dicts there,
-so their schemas are written here; a test compares them with what the server answers.
+Paths, summaries, bodies, errors and the status are read from the code. Other answers are plain
+dicts there, so their schemas are written here; a test compares them with what the server answers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from delta_server.request_options import (
     VersionRequest,
 )
 from engine_ext.errors import BY_NAME, DeltaError
+from engine_ext.ranks.status import EngineStatus
 from scripts.doc_tables.reference import routes, summary
 
 _INTEGER: Final = {"type": ["integer", "null"]}
@@ -107,11 +108,11 @@ _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
 
 def document() -> str:
     """Return the OpenAPI description as JSON text."""
-    types = [*_BODIES.values()]
+    types = [*_BODIES.values(), EngineStatus]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
-    bodies = dict(zip(_BODIES, schemas, strict=True))
+    bodies = dict(zip(_BODIES, schemas[:-1], strict=True))
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for route in routes():
         for method in route.methods:
@@ -137,7 +138,7 @@ def _operation(path: str, endpoint: object, bodies: Mapping[str, dict[str, Any]]
         "parameters": [
             {"name": name, "in": "query", "schema": _PARAMETERS[name]} for name in _QUERIES[path]
         ],
-        "responses": _page() if path == "/delta_dashboard" else _responses(updates),
+        "responses": _page() if path == "/delta_dashboard" else _responses(path, updates),
     }
     if path in bodies:
         content = {"application/json": {"schema": bodies[path]}}
@@ -150,11 +151,12 @@ def _operation(path: str, endpoint: object, bodies: Mapping[str, dict[str, Any]]
     return operation
 
 
-def _responses(updates: bool) -> dict[str, Any]:
+def _responses(path: str, updates: bool) -> dict[str, Any]:
     """Return the answers by status; queries and rollbacks share one entry for every error."""
     refusal = {"$ref": "#/components/schemas/Refusal"}
     if not updates:
-        done = _response("Done", {"type": "object"})
+        described = {"$ref": "#/components/schemas/EngineStatus"}
+        done = _response("Done", described if path == "/delta_status" else {"type": "object"})
         return {"200": done, "default": _response("Refused", refusal)}
     responses = {"200": _response("Done", {"$ref": "#/components/schemas/Answer"})}
     by_status: dict[int, list[type[DeltaError]]] = defaultdict(list)

@@ -26,11 +26,13 @@ from unittest import mock
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 import torch
 import zstandard
 
 from delta_sender import DeltaSender, LogSender, MultiSender, ShardedSender
-from engine_ext.format import Digest, tensor_digest
+from engine_ext.format import DIGEST_ALGORITHM, Digest, tensor_digest
+from engine_ext.ranks.status import EngineStatus, HealthStatus, VersionStatus
 from scripts.freeze.recording import Recording, add_options, bits_of, finish
 
 ENCODINGS: Final = ("indices", "deltas", "deltas_zstd", "gap8_exp", "gap8_ulp")
@@ -98,17 +100,44 @@ class Sink:
 
     def _status(self) -> dict[str, Any]:
         rows = [{"name": n, "status": "exact", "digested": True} for n in self._names]
-        return {
-            "version": self._version,
-            "digest": self._digest,
-            "engine_state": "certain",
-            "run": self._run,
-            "owner": None,
-            "loaded": self._run is None,
-            "last_sync": None,
-            "foreign": None,
-            "plan": [rows],
-        }
+        version = VersionStatus(
+            number=self._version,
+            published=str(self._version),
+            run=self._run,
+            by_rank=[self._version],
+            digest=self._digest,
+            digest_algorithm=DIGEST_ALGORITHM,
+            complete=True,
+            loaded=self._run is None,
+            can_roll_back=False,
+        )
+        health = HealthStatus(
+            state="certain",
+            mismatched=[],
+            asleep=False,
+            changed_externally=None,
+            paused=None,
+            resume_owed=False,
+            awaits_full_sync=False,
+            certification=[{"exact": len(rows)}],
+            uncertified={},
+        )
+        status = EngineStatus(
+            engine="sink",
+            adapter=None,
+            ranks=1,
+            apply="scatter",
+            version=version,
+            health=health,
+            owner=None,
+            staged=None,
+            last_sync=None,
+            scrub=None,
+            log=None,
+            adapters=None,
+            plan=[rows],
+        )
+        return dict(msgspec.to_builtins(status))
 
     def _claimed(self, body: dict[str, Any]) -> dict[str, Any]:
         if body["action"] == "release":

@@ -69,7 +69,7 @@ def live(model: str, tp: int) -> Recording:
         dtype = quantised_checkpoints.serving_dtype(model)
         arguments = ["--worker-extension-cls", EXTENSION, "--dtype", dtype]
         with VllmProcess(checkpoint, tp=tp, enable_delta=True, extra_args=arguments) as engine:
-            refused = sorted(engine.delta_status()["uncertified"])
+            refused = sorted(engine.delta_status().health.uncertified)
             found: Recording = {"refused": refused}
             for name, sync in syncs(engine, tiny_models.load_tensors(checkpoint), set(refused)):
                 _call(engine, "freeze_remember")

@@ -180,8 +180,8 @@ def _prove(row: Row, folder: Path, facts: Facts) -> None:
             facts["refused"] = live.errors()[-1500:]
             raise
         status = live.delta_status()
-        facts["certification"] = status["certification"]
-        facts["uncertified"] = dict(list(status["uncertified"].items())[:3])
+        facts["certification"] = status.health.certification
+        facts["uncertified"] = dict(list(status.health.uncertified.items())[:3])
         facts["gpu_mib"] = [_gpu_mib(live)]
         _sync(row, live, versions, facts)
         facts["fresh_start_s"] = fresh_up.result()
@@ -229,7 +229,7 @@ def _roll_back_and_seed(live: GpuVllm, versions: list[Weights], now: Facts, fact
 
 
 def _version(live: GpuVllm) -> int:
-    return int(live.delta_status()["version"])
+    return int(live.delta_status().version.number)
 
 
 def _gpu_mib(engine: GpuVllm) -> int | None:
@@ -251,7 +251,7 @@ def _gpu_mib(engine: GpuVllm) -> int | None:
 def _sleep(level: int, live: GpuVllm, sender: DeltaSender, weights: Weights, facts: Facts) -> None:
     """Put the engine to sleep and wake it up; then it must hold the weights, or be healed."""
     slept = live.post("/sleep", params={"level": level, "mode": "keep"}, timeout=120)
-    asleep = live.delta_status()["asleep"]
+    asleep = live.delta_status().health.asleep
     woken = live.post("/wake_up", timeout=120)
     facts["sleep"] = f"level {level}: {slept.status_code}, asleep {asleep}, {woken.status_code}"
     moved = stepped(weights, 9)

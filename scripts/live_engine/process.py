@@ -28,7 +28,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import httpx
+import msgspec
 import psutil
+
+from engine_ext.ranks.status import EngineStatus
 
 HOST: Final = "127.0.0.1"
 _POLL_S: Final = 0.2
@@ -218,9 +221,9 @@ class EngineProcess(abc.ABC):
     def resume(self) -> None:
         """Resume generation with the engine's own route."""
 
-    def delta_status(self) -> dict[str, Any]:
+    def delta_status(self) -> EngineStatus:
         """Return the answer of ``GET /delta_status``."""
-        return dict(self._checked(self.get("/delta_status")))
+        return msgspec.convert(self._checked(self.get("/delta_status")), EngineStatus)
 
     @classmethod
     @abc.abstractmethod

@@ -196,9 +196,9 @@ class Syncs:
         found = {
             "digest of live memory": (scan["digest"], expected),
             "tensors that something else changed": (scan["corrupted"], []),
-            "digest in /delta_status": (status["digest"], expected),
+            "digest in /delta_status": (status.version.digest, expected),
             "the sender's digest": (digest or expected, expected),
-            "version in /delta_status": (status["version"], self.version),
+            "version in /delta_status": (status.version.number, self.version),
             "the engine's own weight version": (self.engine.weight_version(), str(self.version)),
         }
         wrong = [f"{what}: {a}, not {b}" for what, (a, b) in found.items() if a != b]

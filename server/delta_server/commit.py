@@ -47,6 +47,7 @@ from engine_ext.ranks.operations import (
     ReplyT,
     Written,
 )
+from engine_ext.ranks.status import PauseStatus
 
 logger = logging.getLogger(__name__)
 
@@ -213,8 +214,8 @@ class EngineCommitter:
                     logger.exception("the ranks could not be asked to remember a pause or its end")
             return result
 
-    async def describe_pause(self, state: RankState, *, asleep: bool) -> dict[str, Any] | None:
-        """Return what is known of a pause that is not a commit's, as JSON; None without one.
+    async def describe_pause(self, state: RankState, *, asleep: bool) -> PauseStatus | None:
+        """Return what is known of a pause that is not a commit's; None without one.
 
         Args:
             state: of the first rank.

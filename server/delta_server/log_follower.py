@@ -25,6 +25,7 @@ from delta_server.request_options import Options
 from engine_ext.errors import Conflict, DeltaError, LogDiverged, VersionConflict, WeightsAsleep
 from engine_ext.log import FollowerState, Heartbeat, remove_heartbeat, write_heartbeat
 from engine_ext.ranks.operations import LogLook
+from engine_ext.ranks.status import FollowStatus
 
 logger = logging.getLogger(__name__)
 
@@ -56,19 +57,19 @@ class LogFollower:
         self._wake = asyncio.Event()
         self._beating = asyncio.Lock()
 
-    async def describe(self) -> dict[str, Any]:
-        """Return how the engine follows, as JSON."""
+    async def describe(self) -> FollowStatus:
+        """Return how the engine follows."""
         known = await self._shared.read()
-        return {
-            "name": self._shared.name,
-            "pid": self._shared.pid,
-            "interval": self._interval,
-            "hold": self._shared.hold,
-            "pinned": known.pin,
-            "looked_at": None if known.look is None else known.look.at,
-            "failures": known.failures,
-            "error": None if known.look is None else known.look.error,
-        }
+        return FollowStatus(
+            name=self._shared.name,
+            pid=self._shared.pid,
+            interval=self._interval,
+            hold=self._shared.hold,
+            pinned=known.pin,
+            looked_at=None if known.look is None else known.look.at,
+            failures=known.failures,
+            error=None if known.look is None else known.look.error,
+        )
 
     @property
     def waits_for_log(self) -> bool:

@@ -57,6 +57,7 @@ from engine_ext.log import (
     why_not_newer,
 )
 from engine_ext.ranks.operations import AcquireLogLease, DropSync, ReleaseLogLease
+from engine_ext.ranks.status import LogStatus
 from engine_ext.store_urls import is_store_url
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class LogReplay:
         """The problem that kept the engine from the log's newest version at the last replay."""
         return self._problem
 
-    def describe(self, version: int) -> dict[str, Any]:
+    def describe(self, version: int) -> LogStatus:
         """Return the log's newest version, and the problem that keeps an older engine from it."""
         newest, problem = self.newest, self._problem
         if self._following is not None and (look := self._following.known.look) is not None:
@@ -142,7 +143,7 @@ class LogReplay:
         else:
             holds = newest is None or version < newest
         problem = problem if holds else None
-        return {"folder": self.log.location, "newest": newest, "problem": problem}
+        return LogStatus(folder=self.log.location, newest=newest, problem=problem)
 
     def behind(self, version: int) -> int:
         """Return how many versions the log had after this one when it was read last."""

@@ -11,9 +11,10 @@ import contextvars
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Final
 
 from engine_ext.ranks.operations import CallerPause
+from engine_ext.ranks.status import PauseStatus
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +29,12 @@ def begin() -> CallerPause:
     return CallerPause(since=round(time.time(), 3), began=time.monotonic(), by=client.get())
 
 
-def describe(pause: CallerPause | None) -> dict[str, Any]:
-    """Return what is known of a pause that lasts, as JSON."""
+def describe(pause: CallerPause | None) -> PauseStatus:
+    """Return what is known of a pause that lasts."""
     if pause is None:
-        return {"since": None, "seconds": None, "by": "unknown"}
+        return PauseStatus(since=None, seconds=None, by=None)
     seconds = round(time.monotonic() - pause.began, 3)
-    return {"since": pause.since, "seconds": seconds, "by": pause.by or "the caller"}
+    return PauseStatus(since=pause.since, seconds=seconds, by=pause.by)
 
 
 async def end_long_pauses(end: Callable[[float], Awaitable[None]], most: float) -> None:

@@ -104,15 +104,15 @@ def not_applied(delivery: Delivery, list_folder: Callable[[str], Collection[str]
     return sorted({n for n in names if n.endswith(_SUFFIX)} - {*delivery.files})
 
 
-def completeness(delivery: Delivery, roots: Sequence[str]) -> str:
-    """Return ``yes``, ``no`` or ``unknown``: whether all of a version has arrived.
+def is_complete(delivery: Delivery, roots: Sequence[str]) -> bool | None:
+    """Return whether all of a version has arrived; None if nothing can show it.
 
     A folder in a store is not asked.
     """
     if delivery.complete:
-        return "yes"
+        return True
     if not_applied(delivery, lambda folder: list_names(Path(folder), roots)):
-        return "no"
+        return False
     if delivery.folder is not None and (Path(delivery.folder) / _DONE).exists():
-        return "yes"  # the folder was settled, and all of its files have arrived
-    return "unknown"
+        return True  # the folder was settled, and all of its files have arrived
+    return None

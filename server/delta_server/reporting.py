@@ -88,10 +88,10 @@ class SyncReporter:
         }
         logger.warning("%s", format_line("run replaced", facts))
 
-    async def history(self, adapter: str | None = None) -> list[dict[str, Any]]:
-        """Return the last syncs of the model or an adapter as JSON objects, the newest one last."""
+    async def history(self, adapter: str | None = None) -> list[SyncRecord]:
+        """Return the last syncs of the model or an adapter, the newest one last."""
         replies = await call_all_ranks(self._engine, GetHistory(adapter=adapter))
-        return [msgspec.structs.asdict(sync) for sync in replies[0].syncs]
+        return replies[0].syncs
 
     async def flush(self) -> None:
         """Wait until everything is reported."""

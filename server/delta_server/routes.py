@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -197,13 +198,10 @@ async def delta_status(request: Request) -> dict[str, Any]:
 
     With ``plan=true`` also every tensor; with ``history=true`` also the last syncs' results.
     """
-    service = _service(request)
-    found = await service.status()
-    if _flag(request, "plan"):
-        found["plan"] = await service.plan()
-    if _flag(request, "history"):
-        found["history"] = await service.reporter.history(service.adapter)
-    return found
+    plan, history = _flag(request, "plan"), _flag(request, "history")
+    found = await _service(request).status(plan=plan, history=history)
+    answer: dict[str, Any] = msgspec.to_builtins(found)
+    return answer
 
 
 @_answering

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from delta_server import metrics
 from delta_server.commit import call_all_ranks
 from delta_server.engine import Engine
-from engine_ext.ranks.operations import RankStatus, TakeScrubFindings
+from engine_ext.ranks.operations import RankStatus, ScrubState, TakeScrubFindings
 
 logger = logging.getLogger(__name__)
 
@@ -22,18 +22,18 @@ def mismatched(replies: Sequence[RankStatus]) -> list[str]:
     return sorted({name for reply in replies for name in reply.mismatched})
 
 
-def combined(replies: Sequence[RankStatus]) -> dict[str, Any] | None:
-    """Return what scrubbing has found on all ranks as JSON; None if it is off."""
+def combined(replies: Sequence[RankStatus]) -> ScrubState | None:
+    """Return what scrubbing has found on all ranks; None if it is off."""
     states = [reply.scrub for reply in replies if reply.scrub is not None]
     if not states:
         return None
     ended = [state.passed_at for state in states if state.passed_at is not None]
-    return {
-        "passes": min(state.passes for state in states),
-        "passed_at": min(ended) if len(ended) == len(states) else None,
-        "mismatched": sorted({name for state in states for name in state.mismatched}),
-        "error": next((state.error for state in states if state.error), None),
-    }
+    return ScrubState(
+        passes=min(state.passes for state in states),
+        passed_at=min(ended) if len(ended) == len(states) else None,
+        mismatched=sorted({name for state in states for name in state.mismatched}),
+        error=next((state.error for state in states if state.error), None),
+    )
 
 
 async def count_findings(engine: Engine, interval: float) -> None:

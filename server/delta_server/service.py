@@ -26,7 +26,7 @@ from delta_server.intake import Intake, VerifiedPart
 from delta_server.log_follower import LogFollower
 from delta_server.log_replay import LogReplay
 from delta_server.part_server import PartServer
-from delta_server.published import completeness
+from delta_server.published import is_complete
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import (
     DiskRequest,
@@ -53,6 +53,7 @@ from engine_ext.ranks.operations import (
     GetStatus,
     RankState,
 )
+from engine_ext.ranks.status import EngineStatus, HealthState, HealthStatus, VersionStatus
 from engine_ext.remote_parts import PartCache
 from engine_ext.resources import RateLimit
 from engine_ext.settings import Settings
@@ -154,44 +155,64 @@ class DeltaService:
         if self.follower is not None:
             self._following = asyncio.ensure_future(self.follower.run())
 
-    async def status(self) -> dict[str, Any]:
-        """Return the state of the engine's receivers, as JSON."""
+    async def status(self, *, plan: bool = False, history: bool = False) -> EngineStatus:
+        """Return the state of the engine's receivers.
+
+        Args:
+            plan: whether every tensor is listed.
+            history: whether the last syncs are.
+        """
         replies, replay = await self.committer.status(self._engine), self.log_replay
         following = None if self.follower is None else await self.follower.describe()
         log = None if replay is None else replay.describe(replies[0].version)
-        named = {} if self.adapter is None else {"adapter": self.adapter}
-        complete = await asyncio.to_thread(completeness, replies[0].delivery, self._folders)
-        described = msgspec.to_builtins(replies[0])
-        del described["delivery"]
+        complete = await asyncio.to_thread(is_complete, replies[0].delivery, self._folders)
+        first = replies[0]
         asleep = any(reply.asleep for reply in replies)
         # The ranks keep what is of the engine, not of an adapter, with the model.
-        whole: RankState = replies[0]
+        whole: RankState = first
         if self.adapter is not None:
             [whole, *_] = await self.committer.states()
         wrong = mismatched(replies)
-        return {
-            "engine": self._engine.name,
-            **named,
-            "ranks": len(replies),
-            "versions": [reply.version for reply in replies],
-            **described,
-            "complete": complete,
-            "paused": await self.committer.describe_pause(whole, asleep=asleep),
-            "asleep": asleep,
-            "foreign": next((reply.foreign for reply in replies if reply.foreign), None),
-            "engine_state": self._engine_state(wrong),
-            "mismatched": wrong,
-            "can_roll_back": all(reply.can_roll_back for reply in replies),
-            "certification": [reply.certification for reply in replies],
-            "uncertified": {k: v for reply in replies for k, v in reply.uncertified.items()},
-            "weight_version": await self._engine.get_weight_version(),
-            "digest": total_digest(reply.digest for reply in replies),
-            "digest_algorithm": DIGEST_ALGORITHM,
-            "delta_log": None if log is None else {**log, "follow": following},
-            "scrub": combined(replies),
-        }
+        version = VersionStatus(
+            number=first.version,
+            published=await self._engine.get_weight_version(),
+            run=first.run,
+            by_rank=[reply.version for reply in replies],
+            digest=total_digest(reply.digest for reply in replies),
+            digest_algorithm=DIGEST_ALGORITHM,
+            complete=complete,
+            loaded=first.loaded,
+            can_roll_back=all(reply.can_roll_back for reply in replies),
+        )
+        health = HealthStatus(
+            state=self._engine_state(wrong),
+            mismatched=wrong,
+            asleep=asleep,
+            changed_externally=next((reply.foreign for reply in replies if reply.foreign), None),
+            paused=await self.committer.describe_pause(whole, asleep=asleep),
+            resume_owed=first.resume_owed,
+            awaits_full_sync=first.awaits is not msgspec.UNSET,
+            certification=[reply.certification for reply in replies],
+            uncertified={k: v for reply in replies for k, v in reply.uncertified.items()},
+        )
+        return EngineStatus(
+            engine=self._engine.name,
+            adapter=self.adapter,
+            ranks=len(replies),
+            apply=first.apply,
+            version=version,
+            health=health,
+            owner=first.owner,
+            staged=first.staged,
+            last_sync=first.last_sync,
+            scrub=combined(replies),
+            log=None if log is None else msgspec.structs.replace(log, follow=following),
+            adapters=None if first.adapters is msgspec.UNSET else first.adapters,
+            plan=await self.plan() if plan else msgspec.UNSET,
+            history=await self.reporter.history(self.adapter) if history else msgspec.UNSET,
+        )
 
-    def _engine_state(self, mismatched: Sequence[str]) -> str:
+    def _engine_state(self, mismatched: Sequence[str]) -> HealthState:
         """Return what is known of the weights, the worst first.
 
         Args:

@@ -55,7 +55,7 @@ class Served:
             settings=SimpleNamespace(allow_from=()),
             status=self._status,
             adapter=None,
-            reporter=SimpleNamespace(history=self._history, report_denied=self.denied.append),
+            reporter=SimpleNamespace(report_denied=self.denied.append),
         )
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -76,14 +76,12 @@ class Served:
         self._server.should_exit = self._server.force_exit = True
         self._thread.join(10)
 
-    async def _status(self) -> dict[str, Any]:
+    async def _status(self, *, plan: bool, history: bool) -> dict[str, Any]:
         self.asked += 1
         if self.fails is not None:
             raise self.fails
-        return dict(self.status)
-
-    async def _history(self, adapter: str | None) -> list[dict[str, Any]]:
-        return self.history
+        assert history
+        return {**self.status, "history": self.history}
 
 
 @pytest.fixture(autouse=True)

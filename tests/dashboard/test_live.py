@@ -118,7 +118,7 @@ def status(engine: EngineProcess, prometheus: Prometheus) -> dict[str, Any]:
                 refused = engine.post("/update_weights_delta", content=b"{}", headers=octets)
                 assert refused.status_code == 400
     answer: dict[str, Any] = engine.get("/delta_status", params={"history": "true"}).json()
-    prometheus.wait_for(f"delta_updates_version == {answer['version']}")
+    prometheus.wait_for(f"delta_updates_version == {answer['version']['number']}")
     return answer
 
 
@@ -133,7 +133,7 @@ def test_panels_show_what_has_happened(prometheus: Prometheus, status: dict[str,
         shown[panel] = [
             (one["metric"], float(one["value"][1])) for one in prometheus.query(expression)
         ]
-    assert [value for _, value in shown["Newest version"]] == [status["version"]]
+    assert [value for _, value in shown["Newest version"]] == [status["version"]["number"]]
     assert [value for _, value in shown["Largest version lag"]] == [0]
     assert [value for _, value in shown["Engines with uncertain weights"]] == [0]
     assert [value for _, value in shown["Wrong bits found in the range"]] == [0]
@@ -164,7 +164,7 @@ def test_the_page_shows_the_engine(
     opened = open_page(engine.url, viewport={"width": 1180, "height": 800})
     page = opened.page
     expect(page.locator("#state")).to_have_text("certain")
-    expect(page.locator("#facts dd").first).to_have_text(str(status["version"]))
+    expect(page.locator("#facts dd").first).to_have_text(str(status["version"]["number"]))
     expect(page.locator("#syncs tbody tr")).to_have_count(len(status["history"]))
     expect(page.locator("#syncs .warn")).to_have_text("refused")
     committed = DELTAS + 1

@@ -55,25 +55,26 @@ def test_it_shows_the_status(served: Served, open_page: Open) -> None:
     page = shown(opened)
     assert opened.status == 200
     expect(page.locator("#state")).to_have_text("certain")
-    assert fact(page, "version") == str(served.status["version"])
-    assert fact(page, "the engine's weight version") == served.status["weight_version"]
-    assert fact(page, "digest") == served.status["digest"]
+    assert fact(page, "version") == str(served.status["version"]["number"])
+    assert fact(page, "the engine's weight version") == served.status["version"]["published"]
+    assert fact(page, "digest") == served.status["version"]["digest"]
     assert rows(page, "table:has(#plan)") == [["exact", "3"]]
-    assert page.title() == f"v{served.status['version']} certain - delta-updates"
+    assert page.title() == f"v{served.status['version']['number']} certain - delta-updates"
     expect(page.locator("#refused")).to_be_hidden()
     expect(page.locator("#login")).to_be_hidden()
 
 
 def test_it_shows_who_owns_the_engine(served: Served, open_page: Open) -> None:
     owner = {"run": "a-run", "epoch": 2, "host": "trainer-host", "pid": 11, "since": 0.0}
-    served.status |= {"run": "a-run", "owner": owner}
+    served.status["owner"] = owner
+    served.status["version"]["run"] = "a-run"
     page = shown(open_page(served.url))
     assert fact(page, "run") == "a-run"
     assert fact(page, "owner").startswith("process 11 on trainer-host, epoch 2, since ")
 
 
 def test_it_shows_a_pause_that_lasts(served: Served, open_page: Open) -> None:
-    served.status["paused"] = {"since": 0.0, "seconds": 700.0, "by": "10.0.0.3"}
+    served.status["health"]["paused"] = {"since": 0.0, "seconds": 700.0, "by": "10.0.0.3"}
     page = shown(open_page(served.url))
     expect(page.locator("#problem")).to_contain_text("Generation is paused since")
     expect(page.locator("#problem")).to_contain_text("by 10.0.0.3.")
@@ -119,7 +120,7 @@ def test_an_engine_without_syncs(served: Served, open_page: Open) -> None:
 def test_it_updates_by_itself(served: Served, open_page: Open) -> None:
     page = shown(open_page(served.url))
     served.history = [*served.history, {**served.history[0], "version": 4711}]
-    served.status |= {"version": 4711}
+    served.status["version"]["number"] = 4711
     version = page.locator("#facts dd").first
     expect(version).to_have_text("4711", timeout=UNTIL_NEXT_MS)
     assert rows(page, "#syncs")[0][2].endswith("4711")
@@ -182,16 +183,22 @@ def test_texts_of_others_are_only_texts(served: Served, open_page: Open, payload
     """Names, messages and states of any content are shown as they are."""
     served.status = replaced(served.status, payload)
     served.status |= {
-        "uncertified": {payload: payload},
-        "certification": [{payload: 1}],
         "adapters": [{"name": payload, "version": payload, "digest": payload}],
         "scrub": {"passes": payload, "passed_at": 0, "mismatched": [payload], "error": payload},
-        "delta_log": {"folder": payload, "newest": payload, "problem": payload},
-        "foreign": payload,
-        "version": payload,
-        "versions": [payload, 3],
-        "awaits": payload,
+        "log": {
+            "folder": payload,
+            "newest": payload,
+            "problem": {"type": payload, "message": payload},
+        },
         "staged": {"parts": [1], "num_parts": payload, "version": payload},
+    }
+    served.status["version"] |= {"number": payload, "by_rank": [payload, 3]}
+    served.status["health"] |= {
+        "uncertified": {payload: payload},
+        "certification": [{payload: 1}],
+        "changed_externally": payload,
+        "paused": {"since": 0.0, "seconds": 1.0, "by": payload},
+        "awaits_full_sync": True,
     }
     served.history = replaced(served.history, payload)
     for sync in served.history:
@@ -201,7 +208,7 @@ def test_texts_of_others_are_only_texts(served: Served, open_page: Open, payload
     assert rows(page, "#refused") == [[payload, payload]]
     assert rows(page, "table:has(#plan)") == [[payload, "1"]]
     assert rows(page, "#syncs")[0][9] == f"{payload}: {payload}"
-    assert fact(page, "takes no deltas before") == payload
+    assert fact(page, "takes no deltas before") == "full sync"
     assert payload in page.get_by_role("alert").inner_text()
     assert page.title() == f"v{payload} {payload} - delta-updates"
     assert page.locator("img, iframe, object, a, [onload], [onerror]").count() == 0
@@ -209,7 +216,7 @@ def test_texts_of_others_are_only_texts(served: Served, open_page: Open, payload
 
 
 def test_disguising_characters_are_replaced(served: Served, open_page: Open) -> None:
-    served.status["foreign"] = "a\u202egnp\u202c\x1b[31m"
+    served.status["health"]["changed_externally"] = "a\u202egnp\u202c\x1b[31m"
     page = shown(open_page(served.url))
     expect(page.get_by_role("alert")).to_contain_text("a\ufffdgnp\ufffd\ufffd[31m")
 
@@ -249,7 +256,9 @@ def test_an_engine_that_is_gone_and_comes_back(served: Served, open_page: Open) 
     expect(page.locator("#content")).to_have_class("stale")
     alert = page.get_by_role("alert")
     expect(alert).to_contain_text("No status from the engine")
-    expect(alert).to_contain_text(f"the last answer, of version {served.status['version']}")
+    expect(alert).to_contain_text(
+        f"the last answer, of version {served.status['version']['number']}"
+    )
     expect(page.locator("#age")).to_have_text(re.compile(r"updated \d+ s ago"))
     served.begin()
     expect(page.locator("#state")).to_have_text("certain", timeout=UNTIL_NEXT_MS)
@@ -266,7 +275,8 @@ def test_an_engine_that_fails(served: Served, open_page: Open) -> None:
 
 
 def test_uncertain_weights(served: Served, open_page: Open) -> None:
-    served.status |= {"engine_state": "uncertain", "versions": [8, 9]}
+    served.status["health"]["state"] = "uncertain"
+    served.status["version"]["by_rank"] = [8, 9]
     page = shown(open_page(served.url))
     expect(page.locator("#state")).to_have_class("badge bad")
     expect(page.get_by_role("alert")).to_contain_text("A write failed half-way")
@@ -274,7 +284,7 @@ def test_uncertain_weights(served: Served, open_page: Open) -> None:
 
 
 def test_mismatched_weights(served: Served, open_page: Open) -> None:
-    served.status |= {"engine_state": "mismatched", "mismatched": ["a.weight", "b"]}
+    served.status["health"] |= {"state": "mismatched", "mismatched": ["a.weight", "b"]}
     page = shown(open_page(served.url))
     expect(page.locator("#state")).to_have_text("mismatched")
     expect(page.locator("#state")).to_have_class("badge bad")
@@ -283,9 +293,9 @@ def test_mismatched_weights(served: Served, open_page: Open) -> None:
 
 
 def test_what_else_is_wrong(served: Served, open_page: Open) -> None:
-    served.status |= {
+    served.status["version"]["complete"] = False
+    served.status["health"] |= {
         "asleep": True,
-        "complete": "no",
         "uncertified": {f"layer.{i}": "placed nowhere" for i in range(150)},
     }
     page = shown(open_page(served.url))
@@ -302,7 +312,7 @@ def test_what_else_is_wrong(served: Served, open_page: Open) -> None:
 def test_narrow_and_wide_light_and_dark(
     served: Served, open_page: Open, scheme: str, width: int
 ) -> None:
-    served.status["foreign"] = "x" * 300
+    served.status["health"]["changed_externally"] = "x" * 300
     opened = open_page(served.url, color_scheme=scheme, viewport={"width": width, "height": 700})
     page = shown(opened)
     # Only the table of syncs scrolls sideways.

@@ -209,7 +209,7 @@ class FollowHarness(ObservedEngine):
         self._is_at(version)
         if error is None:
             status = self.engine.delta_status()
-            assert (status["delta_log"]["newest"], self._error()) == (version, None)
+            assert (status.log.newest, self._error()) == (version, None)
         if heard:
             state = "following" if error is None else "failing"
             wait_until(lambda: self._beats(version, state, error or ""), SETTLES_S)
@@ -220,14 +220,14 @@ class FollowHarness(ObservedEngine):
         wait_until(lambda: self.version() == version, SETTLES_S)
         wait_until(lambda: self._error() is None, SETTLES_S)
         self._is_at(version)
-        assert self.engine.delta_status()["delta_log"]["problem"] is None
+        assert self.engine.delta_status().log.problem is None
         if heard:
             wait_until(lambda: self._beats(version, "following"), SETTLES_S)
 
     def _is_at(self, version: int) -> None:
         """Check that every rank holds exactly one version, bit by bit, and generates."""
         status = self.engine.delta_status()
-        assert (status["version"], status["engine_state"]) == (version, "certain")
+        assert (status.version.number, status.health.state) == (version, "certain")
         assert self.engine.weight_version() == str(version)
         assert self.generates() == 200
         assert self.prints() == self.known[self.which[version]]
@@ -235,7 +235,7 @@ class FollowHarness(ObservedEngine):
         assert self.version() == version
 
     def _error(self) -> Any:
-        return self.engine.delta_status()["delta_log"]["follow"]["error"]
+        return self.engine.delta_status().log.follow.error
 
     def _says(self, error: str, about: str) -> bool:
         found = self._error()
@@ -248,7 +248,7 @@ class FollowHarness(ObservedEngine):
             wait_until(lambda before=before: self._looked_at() != before)  # type: ignore[misc]
 
     def _looked_at(self) -> Any:
-        return self.engine.delta_status()["delta_log"]["follow"]["looked_at"]
+        return self.engine.delta_status().log.follow.looked_at
 
     def heartbeat(self) -> Heartbeat:
         """Return the engine's heartbeat in the log."""

@@ -90,11 +90,11 @@ class Harness(ObservedEngine):
 
     def next_number(self) -> int:
         """Return the next version of the run that owns the engine; what is posted is of it."""
-        owner = self.engine.delta_status()["owner"]
+        owner = self.engine.delta_status().owner
         if owner is None:
             self.run = {}
             return self.base_version + 1
-        self.run = {"run": owner["run"], "run_epoch": str(owner["epoch"])}
+        self.run = {"run": owner.run, "run_epoch": str(owner.epoch)}
         highest = self.ask("claim", **self.run)["highest"]
         return max(self.base_version, highest or 0) + 1
 
@@ -242,7 +242,7 @@ class Harness(ObservedEngine):
         self.trainer.step()
         report = self.sender.sync(self.trainer.tensors.items())
         status = self.engine.delta_status()
-        assert (status["version"], status["engine_state"]) == (report.version, "certain")
+        assert (status.version.number, status.health.state) == (report.version, "certain")
         assert self.engine.weight_version() == str(report.version)
         assert self.holds(self.trainer.tensors)
         assert self.generates() == 200

@@ -70,7 +70,7 @@ class ObservedEngine:
         arm(self.folder, fault, rank, text)
 
     def version(self) -> int:
-        return int(self.engine.delta_status()["version"])
+        return int(self.engine.delta_status().version.number)
 
     def prints(self) -> dict[str, Any]:
         """Return the engine's own checksums, and those of the whole model on every rank."""

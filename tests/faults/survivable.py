@@ -283,8 +283,8 @@ def stalled(harness: Harness) -> bool:
 
 def staged(harness: Harness) -> list[int]:
     """The parts that the engine says are staged."""
-    sync = harness.engine.delta_status()["staged"]
-    return [] if sync is None else sync["parts"]
+    sync = harness.engine.delta_status().staged
+    return [] if sync is None else sync.parts
 
 
 def flipped(body: bytes, at: int) -> bytes:

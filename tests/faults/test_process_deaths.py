@@ -86,11 +86,11 @@ def check_version(harness: RestartHarness, before: object) -> bool:
     listing, status = harness.listing(), harness.engine.delta_status()
     versions = [harness.base_version, *(entry.version for entry in listing.entries)]
     assert listing.damaged == {}
-    assert (status["version"], status["engine_state"]) == (max(versions), "certain")
-    assert (status["staged"], status["delta_log"]["problem"]) == (None, None)
-    new = status["version"] != harness.base_version
+    assert (status.version.number, status.health.state) == (max(versions), "certain")
+    assert (status.staged, status.log.problem) == (None, None)
+    new = status.version.number != harness.base_version
     found = harness.check_weights(before, new=new)
     if new:
-        assert harness.engine.post("/delta_catch_up").json()["applied"] == [status["version"]]
+        assert harness.engine.post("/delta_catch_up").json()["applied"] == [status.version.number]
         assert harness.prints() == found
     return new

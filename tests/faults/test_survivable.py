@@ -98,7 +98,7 @@ def check(harness: Harness, fault: Fault) -> None:
     harness.step()
     fault.do(harness)
     if fault.ends == "uncertain":
-        assert harness.engine.delta_status()["engine_state"] == "uncertain"
+        assert harness.engine.delta_status().health.state == "uncertain"
         assert harness.generates() == 503
     else:
         check_one_of_two(harness, before, ends_new(harness, fault))
@@ -121,7 +121,7 @@ def check_one_of_two(harness: Harness, before: object, new: bool) -> None:
     """Check that all ranks hold the same version, bit by bit, and the engine reports it."""
     status = harness.engine.delta_status()
     version = harness.trainer.version if new else harness.base_version
-    assert (status["version"], status["engine_state"]) == (version, "certain")
+    assert (status.version.number, status.health.state) == (version, "certain")
     found = harness.check_weights(before, new=new)
     if new:
         # The same sync without a fault, from the same weights, leads to the same bits. Its number

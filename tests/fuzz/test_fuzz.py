@@ -117,7 +117,7 @@ def test_http(tmp_path: Path) -> None:
             for request in requests:
                 commits += check_one(rig, request, str(root))
             rig.run(rig.engine.call(DropSync()))
-            version = rig.status()["version"]
+            version = rig.status().version.number
             claim = {"action": "claim", "run": "last", "takeover": True}
             assert rig.post("/delta_run", json=claim).status_code == 200
             step = {"norm.weight": {3: 0x7777}}
@@ -136,7 +136,7 @@ def test_http(tmp_path: Path) -> None:
 
 def check_one(rig: Rig, request: dict[str, Any], root: str) -> bool:
     """Returns whether something was committed or rolled back."""
-    before, version = rig.engine.weights, rig.status()["version"]
+    before, version = rig.engine.weights, rig.status().version.number
     is_json = request["type"] == "application/json"
     text = request["json"].replace("ROOT", root).encode("utf-8", "surrogatepass")
     response = rig.run(
@@ -155,7 +155,7 @@ def check_one(rig: Rig, request: dict[str, Any], root: str) -> bool:
         assert response.status_code == 405 or answer["error"]["engine_state"] == "unchanged"
         assert same(rig.engine.weights, before)
         return False
-    moved = rig.status()["version"]
+    moved = rig.status().version.number
     if answer.get("status") not in ("committed", "rolled_back"):
         assert same(rig.engine.weights, before)
         assert moved == version

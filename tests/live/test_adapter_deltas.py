@@ -54,8 +54,8 @@ def post(engine: EngineProcess, body: bytes, adapter: str = ADAPTER) -> httpx.Re
 
 def adapters(engine: EngineProcess) -> dict[str, tuple[int, str | None]]:
     """The version and the digest of every loaded adapter."""
-    listed = engine.delta_status()["adapters"]
-    return {one["name"]: (one["version"], one["digest"]) for one in listed}
+    listed = engine.delta_status().adapters
+    return {one.name: (one.version, one.digest) for one in listed}
 
 
 def check_refusals(engine: EngineProcess, tensors: Tensors) -> None:
@@ -101,7 +101,7 @@ def test_an_adapter_follows_a_sender(
     for key in ("parameters", "texts", "logprobs"):
         assert first[key] == last[key]
     assert first["adapted"] != last["adapted"]
-    assert (engine.weight_version(), engine.delta_status()["version"]) == ("0", 0)
+    assert (engine.weight_version(), engine.delta_status().version.number) == ("0", 0)
     # The model's weights are another line of versions.
     weights = tiny_models.load_tensors(base)
     target = quantised_checkpoints.step(weights, 1)

@@ -66,5 +66,5 @@ def test_clients_of_a_named_network_need_no_token(
         named = asked_from(there, there.address, url)
         assert named == ["200 None", "400 MalformedPart"]
         assert asked_from(there, other, url) == ["403 AccessDenied"] * 2
-        assert engine.delta_status()["version"] == 0
+        assert engine.delta_status().version.number == 0
         engine.stop()

@@ -38,7 +38,7 @@ class Both:
         return [(scan["digest"], scan["corrupted"]) for scan in scans] == [(expected, [])] * 2
 
     def versions(self) -> list[int]:
-        return [engine.delta_status()["version"] for engine in self.engines]
+        return [engine.delta_status().version.number for engine in self.engines]
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_restarted_trainer_sends_ten_elements(both: Both) -> None:
         assert (report.base_version, report.version) == (version, version + 1)
     assert both.hold_the_trainers_bytes()
     statuses = [engine.delta_status() for engine in both.engines]
-    assert [(status["run"], status["owner"]) for status in statuses] == [(sender.run, None)] * 2
+    assert [(status.version.run, status.owner) for status in statuses] == [(sender.run, None)] * 2
 
 
 def test_wrong_checkpoint_replaces_nothing(both: Both, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_wrong_checkpoint_replaces_nothing(both: Both, tmp_path: Path) -> None:
     assert both.hold_the_trainers_bytes()
     with MultiSender(both.urls, other.tensors.items()) as sender:
         assert failures_of(sender, other) == [FullSyncRefused] * 2
-    assert [engine.delta_status()["owner"] for engine in both.engines] == [None] * 2
+    assert [engine.delta_status().owner for engine in both.engines] == [None] * 2
 
 
 def test_second_trainer_takes_over(both: Both) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from delta_sender import DeltaSender, SyncError, cli
 from engine_ext.log import live_heartbeats, open_log
+from engine_ext.ranks.status import EngineStatus, LogStatus
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
@@ -58,11 +59,9 @@ def test_an_engine_starts_where_the_log_ends(
 
     engine = start(kind, base, extra_args=["--delta-log", log])
     status = engine.delta_status()
-    assert (status["version"], engine.weight_version()) == (3, "3")
-    assert status["delta_log"] == {
-        "folder": log, "newest": 3, "problem": None, "follow": None
-    }  # fmt: skip
-    assert status["staged"] is None
+    assert (status.version.number, engine.weight_version()) == (3, "3")
+    assert status.log == LogStatus(folder=log, newest=3, problem=None)
+    assert status.staged is None
     assert fingerprint(engine) == expected
     assert "3 versions replayed" in engine.log_path.read_text()
 
@@ -77,8 +76,8 @@ def test_an_engine_starts_where_the_log_ends(
     # An engine that is behind catches up from the log.
     assert engine.post("/delta_rollback").json()["version"] == 3
     assert engine.post("/delta_catch_up").json()["applied"] == [4]
-    assert engine.delta_status()["digest"] == model_digest(trainer.tensors).hex()
-    assert (engine.delta_status()["version"], engine.weight_version()) == (4, "4")
+    assert engine.delta_status().version.digest == model_digest(trainer.tensors).hex()
+    assert (engine.delta_status().version.number, engine.weight_version()) == (4, "4")
 
     # A number with two contents: the version was removed, and a sender has written another one.
     remove_versions(log, 4)
@@ -124,24 +123,24 @@ def test_an_engine_stays_before_a_damaged_version(
 
     engine = start(kind, base, tp=tp, extra_args=["--delta-log", str(log)])
     status = engine.delta_status()
-    assert (status["ranks"], status["version"], engine.weight_version()) == (tp, 1, "1")
-    assert status["digest"] == model_digest(good).hex()
+    assert (status.ranks, status.version.number, engine.weight_version()) == (tp, 1, "1")
+    assert status.version.digest == model_digest(good).hex()
     # The scan covers every rank's live memory.
     scan = engine.get("/delta_digest", params={"scan": "true"}).json()
-    assert (scan["digest"], scan["corrupted"]) == (status["digest"], [])
-    assert status["staged"] is None
-    problem = status["delta_log"]["problem"]
+    assert (scan["digest"], scan["corrupted"]) == (status.version.digest, [])
+    assert status.staged is None
+    problem = status.log.problem
     assert (problem["type"], problem["newest"]) == ("LogDamaged", 3)
     assert "weight_v000002" in problem["message"]
     assert "weight_v000002 cannot be used" in engine.log_path.read_text()
     assert engine.complete("the quick", max_tokens=4)["choices"][0]["text"] is not None
     assert engine.post("/delta_catch_up").status_code == 409
-    assert engine.delta_status()["delta_log"]["problem"]["type"] == "LogDamaged"
+    assert engine.delta_status().log.problem["type"] == "LogDamaged"
 
     with DeltaSender(engine.url, good.items(), base_version=1) as sender:
         assert not sender.sync(trainer.tensors.items()).full
     assert engine.get("/delta_digest", params={"scan": "true"}).json()["corrupted"] == []
-    assert engine.delta_status()["digest"] == model_digest(trainer.tensors).hex()
+    assert engine.delta_status().version.digest == model_digest(trainer.tensors).hex()
     engine.stop()
 
 
@@ -161,7 +160,7 @@ def test_an_engine_follows_the_log(
     follow = ["--delta-log", str(log), "--delta-follow", "--delta-tuning", "follow-interval=0.2"]
     metrics = ["--enable-metrics"] if kind == "sglang" else []
     engine = start(kind, base, tp=tp, extra_args=[*follow, *metrics])
-    assert engine.delta_status()["version"] == 1  # before it serves
+    assert engine.delta_status().version.number == 1  # before it serves
     stop, done = threading.Event(), []
 
     def generate() -> None:
@@ -192,10 +191,10 @@ def test_an_engine_follows_the_log(
         damaged = log / "weight_v000006" / "rank0_flush000.safetensors"
         good = damaged.read_bytes()
         damaged.write_bytes(good[:-1])
-        assert seen_by(engine, after=before)["version"] == 4
+        assert seen_by(engine, after=before).version.number == 4
         assert engine.post("/delta_pin").json()["status"] == "released"
         reach(engine, 5)
-        assert seen_by(engine, after=before)["delta_log"]["follow"]["failures"] > 0
+        assert seen_by(engine, after=before).log.follow.failures > 0
         damaged.write_bytes(good)
         reach(engine, 8)
         seen_by(engine)
@@ -212,7 +211,7 @@ def test_an_engine_follows_the_log(
         new = another_run(tiny_models.load_tensors(base), 0)
         for _ in range(11):
             write_unproven(log, new)
-        check_other_history(engine, seen_by(engine)["delta_log"]["follow"]["error"], 9)
+        check_other_history(engine, seen_by(engine).log.follow.error, 9)
         [heartbeat] = live_heartbeats(open_log(log))
         assert (heartbeat.version, heartbeat.state) == (9, "diverged")
         check_weights(engine, 9, trainer)
@@ -252,14 +251,14 @@ def test_a_trainer_that_posts_to_no_engine(
             outcome = sender.wait(60)
             assert outcome[engine.url] == version, outcome
             assert isinstance(outcome[urls[1]], SyncError)
-            assert report.digest == engine.delta_status()["digest"]
+            assert report.digest == engine.delta_status().version.digest
     # By the command, from the checkpoint of the last version to the next one.
     before = tiny_models.save_checkpoint(base, tmp_path / "before", trainer.tensors)
     trainer.step()
     after = tiny_models.save_checkpoint(base, tmp_path / "after", trainer.tensors)
     arguments = ["--base", str(before), "--target", str(after), "--base-version", "3"]
     assert cli.main([*arguments, "--url", f"file://{log}", "--notify", engine.url]) == 0
-    assert engine.delta_status()["version"] == 4
+    assert engine.delta_status().version.number == 4
     check_weights(engine, 4, trainer)
     seen = fingerprint(engine)
     # Another run writes into the emptied log, and asks the engine to look.
@@ -286,7 +285,7 @@ def another_run(tensors: dict[str, torch.Tensor], version: int) -> Trainer:
 
 def check_weights(engine: EngineProcess, version: int, trainer: Trainer) -> None:
     """Check that the memory of an engine holds what a trainer has come to."""
-    assert engine.delta_status()["version"] == version
+    assert engine.delta_status().version.number == version
     scan = engine.get("/delta_digest", params={"scan": "true"}).json()
     assert (scan["digest"], scan["corrupted"]) == (model_digest(trainer.tensors).hex(), [])
 
@@ -296,7 +295,7 @@ def check_other_history(engine: EngineProcess, error: dict[str, Any], version: i
     assert (error["type"], error["version"]) == ("LogDiverged", version)
     assert "another history" in error["message"]
     assert "damaged" not in error["message"]
-    assert engine.delta_status()["delta_log"]["problem"] == error
+    assert engine.delta_status().log.problem == error
     assert engine.complete("the quick", max_tokens=4)["choices"][0]["text"] is not None
 
 
@@ -310,18 +309,18 @@ def publish(draft: Path, log: Path) -> None:
 def reach(engine: EngineProcess, version: int) -> None:
     """Wait until an engine is at a version."""
     end = time.monotonic() + 60
-    while (status := engine.delta_status())["version"] != version:
+    while (status := engine.delta_status()).version.number != version:
         assert time.monotonic() < end, status
         time.sleep(0.1)
 
 
-def seen_by(engine: EngineProcess, after: Any = None) -> Any:
+def seen_by(engine: EngineProcess, after: EngineStatus | None = None) -> EngineStatus:
     """Return the status, once the engine has looked at the log twice since another one."""
-    before = (after or engine.delta_status())["delta_log"]["follow"]["looked_at"]
+    before = (after or engine.delta_status()).log.follow.looked_at
     for _ in range(2):
         end = time.monotonic() + 60
-        while (status := engine.delta_status())["delta_log"]["follow"]["looked_at"] == before:
+        while (status := engine.delta_status()).log.follow.looked_at == before:
             assert time.monotonic() < end, status
             time.sleep(0.05)
-        before = status["delta_log"]["follow"]["looked_at"]
+        before = status.log.follow.looked_at
     return status

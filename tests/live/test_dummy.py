@@ -35,7 +35,8 @@ def test_dummy_weights_take_a_full_sync_and_then_deltas(
     target = _perturbed(base, tmp_path / "target")
     engine = start(kind, base, tp=tp, extra_args=DUMMY)
     status = engine.delta_status()
-    assert (status["apply"], status["awaits"], status["version"]) == ("reload", "full sync", 0)
+    assert (status.apply, status.version.number) == ("reload", 0)
+    assert status.health.awaits_full_sync is True
     log = engine.log_path.read_text()
     assert "the load format dummy reads no checkpoint to certify against" in log
     with DeltaSender(engine.url, tiny_models.load_tensors(base).items()) as sender:
@@ -44,7 +45,7 @@ def test_dummy_weights_take_a_full_sync_and_then_deltas(
         second = sender.sync(tiny_models.load_tensors(target).items())
         assert (second.full, second.engine["apply"]) == (False, "scatter")
         assert second.digest == second.engine["digest"]
-    certification = engine.delta_status()["certification"]
+    certification = engine.delta_status().health.certification
     assert [list(rank) for rank in certification] == [["exact"]] * tp
     _compare_with_a_fresh_one(engine, start(kind, target, tp=tp))
 

@@ -67,11 +67,11 @@ def sglang(
 def test_vllm_asleep(vllm: Server) -> None:
     vllm.sync()
     vllm.engine.post("/sleep", params={"level": "1"})
-    version = vllm.engine.delta_status()["version"]
+    version = vllm.engine.delta_status().version.number
     body = vllm.next()
     answer = vllm.post(body)
     assert (answer.status_code, answer.json()["error"]["type"]) == (409, "WeightsAsleep")
-    assert vllm.engine.delta_status()["version"] == version
+    assert vllm.engine.delta_status().version.number == version
     vllm.engine.post("/wake_up", params={"tags": "kv_cache"})
     assert vllm.post(body).json()["error"]["type"] == "WeightsAsleep"
     vllm.engine.post("/wake_up", params={"tags": "weights"})
@@ -106,7 +106,7 @@ def test_vllm_throws_its_weights_away(vllm: Server) -> None:
     vllm.sync()
     vllm.engine.post("/sleep", params={"level": "2"}).raise_for_status()
     vllm.engine.post("/wake_up").raise_for_status()
-    assert vllm.engine.delta_status()["engine_state"] == "certain"
+    assert vllm.engine.delta_status().health.state == "certain"
     vllm.refuses_all_but_a_full_sync()
 
 

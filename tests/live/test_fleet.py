@@ -81,7 +81,7 @@ def hosts(store_server: StoreServer, store_url: str, tmp_path: Path) -> Iterator
 
 
 def version_of(engine: EngineProcess) -> int:
-    return int(engine.delta_status()["version"])
+    return int(engine.delta_status().version.number)
 
 
 def reach(engine: EngineProcess, version: int, seconds: float = 240.0) -> None:

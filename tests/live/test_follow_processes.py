@@ -64,7 +64,13 @@ def until(clients: list[httpx.Client], **facts: Any) -> list[dict[str, Any]]:
         found = []
         for client in clients:
             status = client.get("/delta_status").json()
-            found.append({**status, **status["delta_log"], **status["delta_log"]["follow"]})
+            version, log = status["version"], status["log"]
+            known = {
+                "version": version["number"],
+                "published": version["published"],
+                "state": status["health"]["state"],
+            }
+            found.append({**known, **log, **log["follow"]})
         if all(one[name] == value for one in found for name, value in facts.items()):
             return found
         assert time.monotonic() < end, found
@@ -106,7 +112,7 @@ def follow_with_all(
     write_log(log, trainer, 1)
     for client in clients:
         assert client.post("/delta_catch_up").json()["version"] == 4
-    statuses = until(clients, version=4, newest=4, failures=0, weight_version="4")
+    statuses = until(clients, version=4, newest=4, failures=0, published="4")
     found = heartbeat(log, 4)
     assert (found.name, found.state) == (statuses[0]["name"], "following")
     assert shown_by_top(engine.url)[1:] == (4, "certain")
@@ -198,7 +204,7 @@ def test_another_of_sglangs_processes_takes_over(
     reach(sglang, 7)
     write_log(log, trainer, 1)
     with one_client_each(sglang, PROCESSES) as clients:
-        statuses = until(clients, version=8, newest=8, weight_version="8", engine_state="certain")
+        statuses = until(clients, version=8, newest=8, published="8", state="certain")
         assert {one["name"] for one in statuses} == {name}
         assert pid not in {one["pid"] for one in statuses}
     check_scan(sglang, trainer)
@@ -211,7 +217,7 @@ def reach(engine: EngineProcess, version: int) -> None:
     while True:
         with contextlib.suppress(httpx.HTTPError):  # its process has died just now
             status = engine.delta_status()
-            if status["version"] == version:
+            if status.version.number == version:
                 return
         assert time.monotonic() < end, status
         time.sleep(0.1)

@@ -49,7 +49,7 @@ def test_exact_or_refused(
     base_tensors = tiny_models.load_tensors(base)
     trainer = Trainer(dict(base_tensors))
     status = engine.delta_status()
-    uncertified = set(status["uncertified"])
+    uncertified = set(status.health.uncertified)
     assert all(any(part in name for part in REFUSED.get(kind, ())) for name in uncertified), status
     before = engine.checksums()
     for name in sorted(uncertified)[:3]:

@@ -84,7 +84,7 @@ def test_exact(
 ) -> None:
     base = vision(kind)
     engine = start(engine_kind, base, tp=tp, **OPTIONS[engine_kind])
-    assert engine.delta_status()["uncertified"] == {}
+    assert engine.delta_status().health.uncertified == {}
     assert ignored(engine) == IGNORED[kind]
     trainer = Trainer(tiny_models.load_tensors(base))
     steps = [dict(trainer.tensors)]
@@ -225,7 +225,7 @@ def shuffled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def ignored(engine: EngineProcess) -> int:
-    return int(engine.delta_status()["certification"][0].get("ignored", 0))
+    return int(engine.delta_status().health.certification[0].get("ignored", 0))
 
 
 def answers(engine: EngineProcess) -> list[Any]:

@@ -50,7 +50,7 @@ class Server:
 
     def next(self, **overrides: Any) -> bytes:
         """A part that leads from the engine's version to the next one."""
-        version = self.engine.delta_status()["version"]
+        version = self.engine.delta_status().version.number
         metadata = {"current_version": str(version + 1), "sync_id": os.urandom(8).hex()}
         metadata |= overrides.pop("metadata", {})
         changed = overrides.pop("changed", {NORM: torch.arange(4)})
@@ -97,10 +97,10 @@ def server(
 def unharmed(server: Server) -> Iterator[None]:
     """Around every test: nothing changes, and the next correct sync is taken."""
     before = server.engine.checksums()
-    version = server.engine.delta_status()["version"]
+    version = server.engine.delta_status().version.number
     yield
     assert server.engine.checksums() == before
-    assert server.engine.delta_status()["version"] == version
+    assert server.engine.delta_status().version.number == version
     server.sync()
 
 
@@ -262,7 +262,7 @@ def test_409_wrong_base_version(server: Server, base: int) -> None:
     metadata = {"current_version": str(base + 10**7), "base_version": str(base)}
     error = refused(server.post(server.next(metadata=metadata)), 409, "VersionConflict")
     assert error["expected"] == base
-    assert error["actual"] == server.engine.delta_status()["version"]
+    assert error["actual"] == server.engine.delta_status().version.number
 
 
 def test_409_another_sync_in_progress(server: Server) -> None:
@@ -289,7 +289,7 @@ def drop_staged(server: Server) -> None:
     time.sleep(STAGE_TIMEOUT + 0.1)
     unknown = server.next(tensors={"nobody": torch.zeros(2)}, changed={"nobody": None})
     refused(server.post(unknown), 422, "NotUpdatable")
-    assert server.engine.delta_status()["staged"] is None
+    assert server.engine.delta_status().staged is None
 
 
 def test_two_senders_at_once(server: Server) -> None:

@@ -76,7 +76,7 @@ def test_every_replica_follows(
     if kind == "sglang":
         options["extra_env"] = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0", "1"] * ranks)}
     engine = start(kind, base, **options)
-    assert engine.delta_status()["ranks"] == REPLICAS * ranks
+    assert engine.delta_status().ranks == REPLICAS * ranks
     last, reports = check_steps(engine, steps, of_every_replica)
     assert all(report.digest == report.engine["digest"] for report in reports)
     target = tiny_models.save_checkpoint(base, tmp_path / "target", steps[2])

@@ -74,7 +74,7 @@ class Program:
         return found
 
     def version(self) -> int:
-        return int(self.engine.delta_status()["version"])
+        return int(self.engine.delta_status().version.number)
 
     def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
         scan = self.engine.get("/delta_digest", params={"scan": "true"}).json()

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from delta_sender import DeltaSender, SyncError
 from delta_server.routes import GENERATION
+from engine_ext.ranks.status import EngineStatus
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import delta_routes
@@ -54,9 +56,9 @@ class Server:
         self.engine = engine
         self.trainer = trainer
 
-    def status(self) -> dict[str, Any]:
-        answer: dict[str, Any] = self.engine.get("/delta_status", headers=TRUSTED).json()
-        return answer
+    def status(self) -> EngineStatus:
+        answer = self.engine.get("/delta_status", headers=TRUSTED)
+        return msgspec.json.decode(answer.content, type=EngineStatus)
 
     def post(self, body: bytes, **params: str) -> httpx.Response:
         headers = {"Content-Type": "application/octet-stream", **TRUSTED}
@@ -132,7 +134,7 @@ def test_status_page(server: Server) -> None:
 
 
 def test_base_version(server: Server) -> None:
-    assert server.status()["version"] == 5
+    assert server.status().version.number == 5
     assert server.engine.weight_version() == "5"
     server.sync()
     assert server.engine.weight_version() == "6"
@@ -159,27 +161,27 @@ def test_requests_in_flight(server: Server, pause_mode: str, flush_cache: str) -
 
 @pytest.mark.parametrize("flush_cache", ["true", "false"])
 def test_an_engine_that_the_caller_paused_stays_paused(server: Server, flush_cache: str) -> None:
-    assert server.status()["paused"] is None
+    assert server.status().health.paused is None
     server.engine.pause()
     server.sync(flush_cache=flush_cache)
-    assert server.status()["paused"]["by"] == "127.0.0.1"
+    assert server.status().health.paused.by == "127.0.0.1"
     with pytest.raises(httpx.ReadTimeout):
         server.engine.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=2)
     server.engine.resume()
-    assert server.status()["paused"] is None
+    assert server.status().health.paused is None
     assert server.complete().status_code == 200
 
 
 def test_a_pause_that_nobody_ends_is_ended(server: Server) -> None:
     server.engine.pause()
-    since = server.status()["paused"]["since"]
+    since = server.status().health.paused.since
     assert abs(time.time() - since) < MAX_PAUSE_S
     answer = server.engine.post(
         "/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=5 * MAX_PAUSE_S
     )
     assert answer.status_code == 200
     assert time.time() - since >= MAX_PAUSE_S
-    assert server.status()["paused"] is None
+    assert server.status().health.paused is None
     log = server.engine.log_path.read_text()
     assert "generation is resumed: 127.0.0.1 had paused it" in log
 

@@ -32,7 +32,7 @@ def test_what_is_derived_follows(
     base = checkpoint("deepseek_v3")
     server = Server(start, base, tp, tmp_path, FLAGS)
     status = server.engine.delta_status()
-    assert status["uncertified"] == {}
+    assert status.health.uncertified == {}
     trainer = Trainer(tiny_models.load_tensors(base))
     for touched in KINDS:
         before = server.memory()

@@ -126,7 +126,7 @@ def test_an_engine_follows_every_rank(
         said = run_ranks(follow, ranks, tmp_path, *arguments, fault)
         assert said.pop(1) is None
         assert all(one.startswith("a rank has died") for one in said), said
-        assert engine.delta_status()["version"] == 1
+        assert engine.delta_status().version.number == 1
         check(engine, target(base, tmp_path / "before", 1))
         (tmp_path / "again").mkdir()
         outcomes = run_ranks(follow, ranks, tmp_path / "again", *arguments, "restarted")

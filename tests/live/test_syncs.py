@@ -102,10 +102,10 @@ def run(
 
 def test_every_tensor_is_exact(run: Run) -> None:
     status = run.engine.delta_status()
-    assert (status["engine"], status["ranks"]) == (run.kind, run.engine.tp)
-    assert (status["weight_version"], status["uncertified"]) == ("0", {})
-    assert [set(counts) for counts in status["certification"]] == [{"exact"}] * run.engine.tp
-    assert status["digest"] == model_digest(run.trainer.tensors).hex()
+    assert (status.engine, status.ranks) == (run.kind, run.engine.tp)
+    assert (status.version.published, status.health.uncertified) == ("0", {})
+    assert [set(counts) for counts in status.health.certification] == [{"exact"}] * run.engine.tp
+    assert status.version.digest == model_digest(run.trainer.tensors).hex()
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -136,7 +136,7 @@ def test_parts_out_of_order_by_http(run: Run, encoding: str) -> None:
     for number in (2, 0):
         assert run.post(bodies[number]).json()["status"] == "staged"
         assert run.post(bodies[number]).json()["status"] == "staged"
-    assert run.engine.delta_status()["staged"]["parts"] == [0, 2]
+    assert run.engine.delta_status().staged.parts == [0, 2]
     run.committed(run.post(bodies[1]))
 
 
@@ -188,7 +188,7 @@ def test_several_files_as_bodies(run: Run) -> None:
     version = str(run.trainer.version)
     for some in changed:
         run.committed(run.post(run.part(some, "deltas", checksum="slime"), weight_version=version))
-    assert run.engine.delta_status()["complete"] == "unknown"
+    assert run.engine.delta_status().version.complete is None
 
 
 def test_a_step_without_changes(run: Run) -> None:
@@ -212,7 +212,7 @@ def test_a_version_half_delivered_is_no_base(run: Run) -> None:
     version = {"weight_version": str(run.trainer.version)}
     body = {**request, **version, "files": [first]}
     run.committed(run.engine.post("/update_weights_delta", json=body))
-    assert run.engine.delta_status()["complete"] == "no"
+    assert run.engine.delta_status().version.complete is False
     before = run.engine.checksums()
     later = str(run.trainer.version + 1)
     answer = run.engine.post("/update_weight_version", json={"new_version": later})
@@ -237,7 +237,7 @@ def test_pull_then_commit(run: Run, tmp_path: Path) -> None:
     body = {"model_path": local, "weight_version": str(target)}
     run.committed(run.engine.post("/update_weights_from_disk", json=body))
     assert run.engine.post("/update_weights_from_disk", json=body).json()["success"] is True
-    assert run.engine.delta_status()["foreign"] is None
+    assert run.engine.delta_status().health.changed_externally is None
 
 
 def test_the_head_of_a_tied_embedding_is_skipped(run: Run) -> None:
@@ -299,7 +299,7 @@ def test_nan_is_a_value_like_any_other(run: Run) -> None:
         run.trainer.version += 1
         tensors = {**run.trainer.tensors, name: tensor}
         response = run.post(container(tensors, {name: where}, metadata=run.trainer.metadata()))
-        if tensor is new and run.engine.delta_status()["apply"] == "masked":
+        if tensor is new and run.engine.delta_status().apply == "masked":
             assert response.status_code == 422
             assert "NaN" in response.json()["error"]["message"]
             run.trainer.version -= 1
@@ -393,7 +393,7 @@ def test_command_line_of_the_sender(run: Run, tmp_path: Path) -> None:
     assert "--allow-full" in again.stderr
     resync = subprocess.run([*command, "--allow-full"], **options, check=True)
     assert "committed (full; behind: " in resync.stdout
-    run.trainer.version = run.engine.delta_status()["version"]
+    run.trainer.version = run.engine.delta_status().version.number
     assert run.trainer.version > base_version + 1
 
 
@@ -401,7 +401,7 @@ def test_equals_a_fresh_engine(
     run: Run, start: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:
     """Last: all that the engine computes with is what a fresh one loads from the trainer."""
-    assert run.engine.delta_status()["version"] == run.trainer.version
+    assert run.engine.delta_status().version.number == run.trainer.version
     found = run.engine.get("/delta_digest", params={"scan": "true"}).json()
     assert found["corrupted"] == []
     assert found["digest"] == model_digest(run.trainer.tensors).hex()

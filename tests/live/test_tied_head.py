@@ -59,7 +59,7 @@ def test_a_head_equal_to_the_embedding_is_exact(
     for _ in range(2):
         steps.append(step(steps[-1], ties=True)[0])
     engine = start(kind, base, **options)
-    assert engine.delta_status()["uncertified"] == {}
+    assert engine.delta_status().health.uncertified == {}
     tensors, changed = step(steps[0], ties=False)
     for names in ({EMBED, HEAD}, {EMBED}, {HEAD}):
         error = refused(engine, tensors, {name: changed[name] for name in names})
@@ -84,7 +84,7 @@ def test_a_head_of_its_own_is_exact_or_refused(
     tiny_models.add_head(base, tensors[EMBED].flip(0))
     steps = [tiny_models.load_tensors(base)]
     engine = start(kind, base)
-    uncertified = engine.delta_status()["uncertified"]
+    uncertified = engine.delta_status().health.uncertified
     assert set(uncertified) == (set() if kind == "vllm" else {HEAD})
     target, changed = step(steps[0], ties=False)
     if kind == "sglang":

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
+from engine_ext.ranks.status import EngineStatus
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.support.armed_faults import arm
@@ -44,20 +46,20 @@ class Server:
         ).json()
         return found
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> EngineStatus:
         """Return the status without the part that changes between syncs."""
-        return {**self.engine.delta_status(), "scrub": None}
+        return msgspec.structs.replace(self.engine.delta_status(), scrub=None)
 
     def scrubbed(self) -> list[str]:
         """Return the tensors that differ, once all were read that there are now."""
-        scrub = self.engine.delta_status()["scrub"]
-        passes, give_up = scrub["passes"] + 2, time.monotonic() + 60
-        while scrub["passes"] < passes:
-            assert scrub["error"] is None
+        scrub = self.engine.delta_status().scrub
+        passes, give_up = scrub.passes + 2, time.monotonic() + 60
+        while scrub.passes < passes:
+            assert scrub.error is None
             assert time.monotonic() < give_up, "scrubbing does not get there"
             time.sleep(SCRUB_S / 4)
-            scrub = self.engine.delta_status()["scrub"]
-        found: list[str] = scrub["mismatched"]
+            scrub = self.engine.delta_status().scrub
+        found: list[str] = scrub.mismatched
         return found
 
     def mismatches(self) -> float:
@@ -81,7 +83,7 @@ class Server:
         healed = self.post(container(self.trainer.tensors, dense, metadata=metadata))
         assert healed.json()["status"] == "committed", healed.text
         status = self.engine.delta_status()
-        assert (status["engine_state"], status["mismatched"]) == ("certain", [])
+        assert (status.health.state, status.health.mismatched) == ("certain", [])
         found = self.digest(scan=True)
         assert (found["corrupted"], found["digest"]) == (
             [],
@@ -91,7 +93,7 @@ class Server:
     def refuses_deltas(self, *names: str) -> None:
         """Deltas of the named tensors, of others, and a rollback: the bits are known to differ."""
         status = self.engine.delta_status()
-        assert (status["engine_state"], status["mismatched"]) == ("mismatched", [*names])
+        assert (status.health.state, status.health.mismatched) == ("mismatched", [*names])
         tensors, version = self.trainer.tensors, self.trainer.version
         for one in (names[0], "model.embed_tokens.weight"):
             self.trainer.version = version + 1
@@ -236,7 +238,7 @@ def test_a_corrupted_weight_is_found(server: Server, touched: bool) -> None:
         assert server.scrubbed() == [name]
         assert server.mismatches() == counted + 1
         server.refuses_deltas(name)
-    assert server.engine.delta_status()["version"] == version
+    assert server.engine.delta_status().version.number == version
     server.heal()
 
 
@@ -344,8 +346,8 @@ def test_two_trainers_cannot_replace_each_other(server: Server) -> None:
 
     def holds(run: str | None, owner: str | None) -> None:
         status = server.status()
-        assert (status["version"], status["run"]) == (server.trainer.version, run)
-        assert (status["owner"] and status["owner"]["run"]) == owner
+        assert (status.version.number, status.version.run) == (server.trainer.version, run)
+        assert (status.owner and status.owner.run) == owner
         assert server.engine.weight_version() == str(server.trainer.version)
         assert server.digest(scan=True)["digest"] == model_digest(server.trainer.tensors).hex()
 
@@ -361,7 +363,7 @@ def test_two_trainers_cannot_replace_each_other(server: Server) -> None:
 
     # Another process takes over; its own numbers can be lower.
     assert ask("claim", "second", takeover=True).json()["owner"]["run"] == "second"
-    assert server.status()["run"] == "first"
+    assert server.status().version.run == "first"
     server.trainer.version = 1
     assert server.post(whole(1, **SECOND)).json()["run"] == "second"
     holds("second", "second")

@@ -32,7 +32,7 @@ def ask(engine: EngineProcess, folder: Path | str) -> Any:
 def check(engine: EngineProcess, tensors: dict[str, torch.Tensor], version: int) -> None:
     """Fail unless the engine is at a version, and its memory holds these tensors."""
     status = engine.delta_status()
-    assert (set(status["versions"]), engine.weight_version()) == ({version}, str(version))
+    assert (set(status.version.by_rank), engine.weight_version()) == ({version}, str(version))
     scan = engine.get("/delta_digest", params={"scan": "true"}).json()
     assert (scan["digest"], scan["corrupted"]) == (model_digest(tensors).hex(), [])
 
@@ -161,7 +161,7 @@ def test_other_bytes_than_the_trainers_are_refused(
     write_version(log, 3, wrong, trainer.tensors)
     started = start(kind, base, tp=tp, extra_args=["--delta-log", str(log)])
     check(started, trainer.tensors, 2)
-    problem = started.delta_status()["delta_log"]["problem"]
+    problem = started.delta_status().log.problem
     assert (problem["type"], problem["newest"]) == ("LogDamaged", 3)
     write_checkpoint(log, 4, wrong)
     assert started.post("/delta_catch_up").json()["applied"] == [4]

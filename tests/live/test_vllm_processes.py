@@ -67,13 +67,14 @@ class Live:
         version = self.trainer.version
         for client in self.clients:
             status = client.get("/delta_status").json()
-            assert (status["version"], status["weight_version"]) == (version, str(version))
-            assert (status["ranks"], status["engine_state"]) == (RANKS, "certain")
-            assert status["digest"] == model_digest(self.trainer.tensors).hex()
+            held = status["version"]
+            assert (held["number"], held["published"]) == (version, str(version))
+            assert (status["ranks"], status["health"]["state"]) == (RANKS, "certain")
+            assert held["digest"] == model_digest(self.trainer.tensors).hex()
             assert client.get("/weight_info").json()["weight_version"] == str(version)
             assert self.generate(client).status_code == 200
         found = self.clients[0].get("/delta_digest", params={"scan": "true"}).json()
-        assert (found["digest"], found["corrupted"]) == (status["digest"], [])
+        assert (found["digest"], found["corrupted"]) == (held["digest"], [])
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def test_one_process_replays_and_all_know_it(live: Live) -> None:
     assert live.trainer.version == LOGGED
     assert live.engine.log_path.read_text().count("versions replayed") == 1
     for client in live.clients:
-        log = client.get("/delta_status").json()["delta_log"]
+        log = client.get("/delta_status").json()["log"]
         assert (log["newest"], log["problem"]) == (LOGGED, None)
 
 
@@ -206,7 +207,7 @@ def test_weights_that_one_process_left_uncertain(
     answer = first.post("/update_weights_delta", content=live.next(), headers=OCTETS)
     assert answer.json()["error"]["type"] == "CommitFailed", answer.text
     for client in live.clients:
-        assert client.get("/delta_status").json()["engine_state"] == "uncertain"
+        assert client.get("/delta_status").json()["health"]["state"] == "uncertain"
         assert live.generate(client).json()["error"]["type"] == "EngineUncertain"
     assert shown_by_top(live.engine.url) == (3, live.trainer.version - 1, "uncertain")
     healed = second.post("/update_weights_delta", content=live.full(), headers=OCTETS)
@@ -214,15 +215,19 @@ def test_weights_that_one_process_left_uncertain(
     live.at_one_version()
 
 
+def paused(live: Live) -> list[Any]:
+    return [client.get("/delta_status").json()["health"]["paused"] for client in live.clients]
+
+
 def test_every_process_knows_of_a_pause(live: Live) -> None:
     """Also a process that was not asked for it, and of its end by another one."""
     first, second = live.clients
     assert first.post("/pause", params={"mode": "keep"}).status_code == 200
-    seen = [client.get("/delta_status").json()["paused"] for client in live.clients]
+    seen = paused(live)
     assert [one["by"] for one in seen] == ["127.0.0.1"] * PROCESSES
     assert seen[0]["since"] == seen[1]["since"]
     assert second.post("/resume").status_code == 200
-    assert [c.get("/delta_status").json()["paused"] for c in live.clients] == [None] * PROCESSES
+    assert paused(live) == [None] * PROCESSES
     live.at_one_version()
 
 

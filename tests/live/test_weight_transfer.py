@@ -62,8 +62,8 @@ class Scene:
     def state(self) -> tuple[Any, ...]:
         """Return the state that a failed update must not change."""
         status = self.engine.delta_status()
-        keys = ("version", "versions", "weight_version", "digest", "foreign", "staged")
-        return (self.engine.checksums(), *(status[key] for key in keys))
+        by = status.health.changed_externally
+        return self.engine.checksums(), status.version, by, status.staged
 
 
 @pytest.fixture(
@@ -124,7 +124,8 @@ def test_what_the_api_is_sent_is_exact_or_refused(scene: Scene) -> None:
         scene.send(body)
     client.finish_weight_update("1")
     status = engine.delta_status()
-    assert (status["version"], status["weight_version"], status["foreign"]) == (1, "1", None)
+    assert (status.version.number, status.version.published) == (1, "1")
+    assert status.health.changed_externally is None
     # A posted delta continues from this version.
     octets = {"Content-Type": "application/octet-stream"}
     [body] = scene.parts(1)
@@ -161,7 +162,7 @@ def test_a_trainers_half_on_every_channel_equals_a_fresh_engine(
     scene: Scene, tmp_path: Path
 ) -> None:
     """The trainer's model is a torch module; only `WeightTransferTrainerFactory` is called."""
-    version = scene.engine.delta_status()["version"]
+    version = scene.engine.delta_status().version.number
     held = tiny_models.save_checkpoint(scene.base, tmp_path / "held", scene.trainer.tensors)
     model = empty_model(held).to_empty(device="cpu")
     model.load_state_dict(scene.trainer.tensors, assign=True)

@@ -85,7 +85,8 @@ def shown_by_top(url: str) -> tuple[int, int, str]:
         check=False,
     )
     [seen] = json.loads(done.stdout)
-    return done.returncode, seen["status"]["version"], seen["status"]["engine_state"]
+    status = seen["status"]
+    return done.returncode, status["version"]["number"], status["health"]["state"]
 
 
 def _who_has(engine: EngineProcess, port: int) -> int:

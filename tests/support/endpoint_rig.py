@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
@@ -16,6 +17,7 @@ from delta_server.routes import attach
 from delta_server.service import DeltaService
 from delta_server.spool_files import SUFFIX
 from engine_ext.format.digest import Digest, tensor_digest
+from engine_ext.ranks.status import EngineStatus
 from engine_ext.settings import Settings
 from tests.support.delta_bodies import (
     OTHER_STEP,
@@ -107,10 +109,10 @@ class Rig:
         body = {"model_path": str(folder), "load_format": "delta", **named, **keys}
         return self.post(path, json=body)
 
-    def status(self) -> dict[str, Any]:
-        response = self.get(STATUS)
+    def status(self, **query: str) -> EngineStatus:
+        response = self.get(STATUS, params=query)
         assert response.status_code == 200
-        return response.json()
+        return msgspec.json.decode(response.content, type=EngineStatus)
 
     @staticmethod
     def digest_of(weights: Weights) -> str:
@@ -153,7 +155,7 @@ class Rig:
         assert same(self.engine.weights, fresh_weights())
         assert self.engine.writes == [0, 0]
         assert self.engine.weight_version == str(VERSION)
-        assert self.status()["version"] == VERSION
+        assert self.status().version.number == VERSION
         assert not self.engine.paused
         assert self.spooled() == []
         response = self.send(delta_part(OTHER_STEP, sync_id="the next one"))

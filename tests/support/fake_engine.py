@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import httpx
+import msgspec
 import numpy as np
 import torch
 
@@ -16,6 +17,8 @@ from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.format.part import DecodedPart, ParamDelta, decode_part
 from engine_ext.format.zstd_frames import FrameReader
+from engine_ext.ranks.replies import CommittedSync
+from tests.support.statuses import engine_status, last_sync
 from tests.support.verified_file import identity_of
 
 Model = dict[str, torch.Tensor]
@@ -61,7 +64,7 @@ class Engine:
     undigested: set[str] = field(default_factory=set)
     cast: set[str] = field(default_factory=set)
     committed: set[str] = field(default_factory=set)
-    last_sync: dict[str, object] | None = None
+    last_sync: CommittedSync | None = None
     uncertain: bool = False
     staged: dict[int, tuple[DecodedPart, str]] = field(default_factory=dict)
     staging: str | None = None
@@ -104,12 +107,24 @@ class Engine:
         return fault(self.take, request) if fault else self.take(request)
 
     def status(self) -> httpx.Response:
-        answer: dict[str, object] = {"version": self.version, "digest": self.digest().hex()}
-        answer["last_sync"] = self.last_sync
-        answer["foreign"] = self.foreign
-        answer["engine_state"] = "uncertain" if self.uncertain else "certain"
-        if self.has_runs:
-            answer |= {"run": self.run, "owner": self.owner, "loaded": self.loaded}
+        status = engine_status(
+            version={
+                "number": self.version,
+                "digest": self.digest().hex(),
+                "run": self.run if self.has_runs else None,
+                "loaded": self.loaded,
+            },
+            health={
+                "state": "uncertain" if self.uncertain else "certain",
+                "changed_externally": self.foreign,
+            },
+            owner=self.owner,
+            last_sync=self.last_sync,
+            plan=self.plan(),
+        )
+        return httpx.Response(200, json=msgspec.to_builtins(status))
+
+    def plan(self) -> list[list[dict[str, object]]] | None:
         if self.has_plan:
             rows = [
                 {"name": name, "status": self.kind(name), "digested": name in self.digested}
@@ -119,8 +134,8 @@ class Engine:
             other = [
                 row if row["status"] == "ignored" else {**row, "status": absent} for row in rows
             ]
-            answer["plan"] = [rows, other]
-        return httpx.Response(200, json=answer)
+            return [rows, other]
+        return None
 
     def restart(self, model: Model) -> None:
         """Be another process that has loaded a checkpoint."""
@@ -222,7 +237,7 @@ class Engine:
         base_version, self.version = self.version, manifest.current_version or 0
         self.run, self.loaded, self.foreign = manifest.run, False, None
         self.highest[manifest.run or ""] = self.version
-        self.last_sync = {"version": self.version, "sync_id": manifest.sync_id}
+        self.last_sync = last_sync(self.version, manifest.sync_id)
         self.uncertain = False
         return self.ok("committed", digest=self.digest().hex(), base_version=base_version)
 

@@ -258,17 +258,17 @@ class ModelledEngine(RuleBasedStateMachine):
     def observed(self, process: int) -> dict[str, Any]:
         """The facts of the oracle, as the status says them."""
         status = self.rig.ask(process, "GET", STATUS).json()
-        staged = status["staged"]
+        version, health, staged = status["version"], status["health"], status["staged"]
         return {
-            "version": status["version"],
-            "run": status["run"],
+            "version": version["number"],
+            "run": version["run"],
             "owner": sender_of(status["owner"]),
-            "state": status["engine_state"],
-            "foreign": status["foreign"] is not None,
-            "asleep": status["asleep"],
-            "loaded": status["loaded"],
-            "rolls_back": status["can_roll_back"],
-            "published": status["weight_version"],
+            "state": health["state"],
+            "foreign": health["changed_externally"] is not None,
+            "asleep": health["asleep"],
+            "loaded": version["loaded"],
+            "rolls_back": version["can_roll_back"],
+            "published": version["published"],
             "staged": None
             if staged is None
             else {

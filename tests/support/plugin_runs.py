@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -26,6 +27,7 @@ from delta_sender import (
     SyncReport,
     named_tensors,
 )
+from engine_ext.ranks.status import EngineStatus
 from scripts.live_engine import tiny_models
 from tests.support.plain_trainer import model_digest
 
@@ -55,7 +57,7 @@ class Scene:
         url: str,
         base: Path,
         folder: Path,
-        status: Callable[[], dict[str, Any]],
+        status: Callable[[], EngineStatus],
         digest: Callable[[], str],
         prepare: Callable[[Any], Any] = lambda model: model,
     ) -> None:
@@ -78,9 +80,12 @@ class Scene:
 
     def held(self) -> dict[str, Any]:
         """Return the state that a refusal must not change."""
-        status = self.status()
-        keys = ("version", "run", "engine_state", "foreign")
-        return {"digest": self._digest(), **{key: status[key] for key in keys}}
+        version, health = self.status().version, self.status().health
+        return {
+            "digest": self._digest(),
+            "version": (version.run, version.number),
+            "health": (health.state, health.changed_externally),
+        }
 
     def holds(self, model: Any) -> bool:
         return self._digest() == model_digest(tensors_of(model)).hex()
@@ -106,13 +111,13 @@ def second_trainer_is_refused(scene: Scene, train: Plugin) -> None:
     first, second = scene.model(), scene.model()
 
     def start_another() -> None:
-        before, owner = scene.held(), scene.status()["owner"]
+        before, owner = scene.held(), scene.status().owner
         with pytest.raises(RunConflict) as caught:
             train(scene.url, scene.base, second, [lambda: touch(second, 1)])
         assert type(caught.value) is RunConflict
-        assert caught.value.error["owner"] == owner
-        assert (owner["host"], owner["pid"]) == (socket.gethostname(), os.getpid())
-        for named in (owner["run"], owner["host"], str(owner["pid"])):
+        assert caught.value.error["owner"] == msgspec.to_builtins(owner)
+        assert (owner.host, owner.pid) == (socket.gethostname(), os.getpid())
+        for named in (owner.run, owner.host, str(owner.pid)):
             assert named in str(caught.value)
         assert scene.held() == before
         touch(first, 2)
@@ -120,19 +125,19 @@ def second_trainer_is_refused(scene: Scene, train: Plugin) -> None:
     reports = train(scene.url, scene.base, first, [lambda: touch(first), start_another])
     assert [(r.full, r.nnz) for r in reports[:2]] == [(False, TOUCHED)] * 2
     assert scene.holds(first)
-    assert scene.status()["owner"] is None
+    assert scene.status().owner is None
 
 
 def restarted_trainer_continues(scene: Scene, train: Plugin) -> None:
     """With its state file: from its newest weights by a delta, from older ones by a full sync."""
     model, state, epochs = scene.model(), scene.state_file, []
     train(scene.url, scene.base, model, [lambda: touch(model)], state=state)
-    run, version = scene.status()["run"], scene.status()["version"]
+    run, version = scene.status().version.run, scene.status().version.number
     held = scene.save(model)
     resumed = scene.model(held)
 
     def note_epoch() -> None:
-        epochs.append(scene.status()["owner"]["epoch"])
+        epochs.append(scene.status().owner.epoch)
 
     steps = [lambda: touch(resumed, 1), note_epoch]
     first, *_ = train(scene.url, held, resumed, steps, state=state)
@@ -150,7 +155,7 @@ def resumed_trainer_is_at_its_base(scene: Scene, train: Plugin) -> None:
     """Without a state file: neither the run nor the number is known, but the digest is."""
     model = scene.model()
     train(scene.url, scene.base, model, [lambda: touch(model), lambda: touch(model, 1)])
-    run, version = scene.status()["run"], scene.status()["version"]
+    run, version = scene.status().version.run, scene.status().version.number
     held = scene.save(model)
     resumed = scene.model(held)
     first, *_ = train(scene.url, held, resumed, [lambda: touch(resumed, 2)])

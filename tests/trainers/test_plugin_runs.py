@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import msgspec
 import pytest
 import torch
 import transformers
@@ -23,6 +24,7 @@ from delta_sender import SyncReport
 from delta_sender.integrations.transformers_callback import DeltaSyncCallback
 from delta_sender.integrations.trl_trainers import DeltaWeightTransfer, use_deltas
 from delta_sender.integrations.vllm_transfer import DeltaTrainerInitInfo
+from engine_ext.ranks.status import EngineStatus
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.support.fake_engine import Engine
@@ -191,8 +193,8 @@ def test_plugin_keeps_runs_apart(
     engine = Engine.of(tiny_models.load_tensors(base))
     with served(engine) as url:
 
-        def status() -> dict[str, Any]:
-            return dict(engine.status().json())
+        def status() -> EngineStatus:
+            return msgspec.json.decode(engine.status().content, type=EngineStatus)
 
         scenario(Scene(url, base, tmp_path, status, lambda: engine.digest().hex()), train)
 

@@ -98,7 +98,7 @@ def check(engine: EngineProcess, trainer: Any, syncs: int, start: Start, folder:
     seen = rewards(trainer)
     assert sum(seen[-3:]) / 3 > sum(seen[:3]) / 3 + 0.1, seen
     status = engine.get("/delta_status").json()
-    assert (status["engine_state"], status["version"]) == ("certain", syncs)
+    assert (status["health"]["state"], status["version"]["number"]) == ("certain", syncs)
     assert engine.get("/delta_digest", params={"scan": "true"}).json()["corrupted"] == []
     found = fingerprint(engine)
     engine.stop()

@@ -14,7 +14,7 @@ ROOMS = sorted(path.parent.name for path in (ROOT / "engine_ext").glob("*/__init
 PACKAGES = [*(f"engine_ext.{room}" for room in ROOMS), "delta_server", "delta_sender"]
 FOLDERS = ("engine_ext", "server/delta_server", "trainer/delta_sender", "scripts")
 # Modules that are an interface of their own: structs for both ends of a call, and optional kernels.
-OWN = {"engine_ext.ranks.operations", "engine_ext.kernels.triton"}
+OWN = {"engine_ext.ranks.operations", "engine_ext.ranks.status", "engine_ext.kernels.triton"}
 # Exported names that nothing imports from their package. The set can only shrink.
 WITHOUT_USER = {
     *("ParamEntry", "StateHash"),

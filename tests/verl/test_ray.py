@@ -74,7 +74,7 @@ def test_engines_on_another_node(
         sender.close()
     for kind, version in (("vllm", 4), ("sglang", 3)):
         status = engines[kind].delta_status()
-        assert status["version"] == version
+        assert status.version.number == version
         scan = engines[kind].get("/delta_digest", params={"scan": "true"}).json()
         assert scan["corrupted"] == []
     seen = fingerprint(engines["vllm"])

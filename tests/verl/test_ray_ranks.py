@@ -136,14 +136,14 @@ def test_each_part_is_fetched_once_per_host(
         assert [answer.json()["status"] for answer in answers[:-1]] == ["staged"] * 2
         rig.assert_committed(answers[-1], weights, version)
         sent += parts
-    assert rig.status()["ranks"] == RANKS
-    assert rig.status()["digest"] == rig.digest_of(weights)
+    assert rig.status().ranks == RANKS
+    assert rig.status().version.digest == rig.digest_of(weights)
     contents = set(map(xxhash.xxh3_128_hexdigest, sent))
     assert served == dict.fromkeys(contents, 1)
     assert fetched_on(nodes.second) == contents
     assert fetched_on(nodes.first) == set()
 
-    version = rig.status()["version"]
+    version = rig.status().version.number
     rig.assert_committed(
         rig.send(full_part(NEXT, version + 1)),
         NEXT,
@@ -181,7 +181,7 @@ def refused(rig: RayRig, answer: httpx.Response, status: int, kind: str) -> None
     """Nothing has been written on any rank, and the next sync commits."""
     assert_error(answer, status, kind)
     assert same(rig.engine.weights, fresh_weights())
-    assert rig.status()["versions"] == [VERSION] * RANKS
+    assert rig.status().version.by_rank == [VERSION] * RANKS
     rig.assert_committed(
         rig.send(delta_part(OTHER_STEP, sync_id="next")),
         after(fresh_weights(), OTHER_STEP),

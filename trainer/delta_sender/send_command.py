@@ -30,6 +30,7 @@ from delta_sender.results import EngineUnreachable, PartialSyncError, SyncError,
 from engine_ext.answers import failure_in_words
 from engine_ext.files import checkpoint_entries, read_entries
 from engine_ext.log import open_log
+from engine_ext.ranks.status import EngineStatus
 from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT, bearer_headers
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ class DryRunDestination(Destination):
     def plan(self) -> Any:
         return None if self._engine is None else self._engine.plan()
 
-    def status(self) -> dict[str, Any]:
-        return {} if self._engine is None else self._engine.status()
+    def status(self) -> EngineStatus | None:
+        return None if self._engine is None else self._engine.status()
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         return {"status": "dry run"}

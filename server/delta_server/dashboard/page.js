@@ -150,74 +150,79 @@ function showAge() {
 
 function showUnreachable(error) {
   setState("unreachable");
-  const seen = shown === null ? "" : ` Below is the last answer, of version ${shown.version}.`;
+  const seen = shown === null ? "" : ` Below is the last answer, of version ${shown.version.number}.`;
   setProblem(`No status from the engine: ${error.message}.${seen}`);
   find("#content").classList.add("stale");
   showAge();
 }
 
 function show(status) {
-  const asleep = status.engine_state === "certain" && status.asleep;
-  setState(asleep ? "asleep" : status.engine_state);
+  const { version, health } = status;
+  setState(health.state === "certain" && health.asleep ? "asleep" : health.state);
   setProblem(problemOf(status));
   find("#login").hidden = true;
   find("#content").hidden = false;
   find("#content").classList.remove("stale");
   find("#forget").hidden = sessionStorage.getItem(TOKEN) === null;
   find("#engine").textContent = plain(status.engine);
-  document.title = `v${status.version} ${status.engine_state} - delta-updates`;
+  document.title = `v${version.number} ${health.state} - delta-updates`;
   const pairs = factsOf(status).filter(([, value]) => value !== null && value !== undefined);
   find("#facts").replaceChildren(...pairs.map(factNode));
-  showPlan(status);
+  showPlan(health);
   showSyncs(status.history);
   showAge();
 }
 
-function problemOf(status) {
+function problemOf({ version, health, scrub, log }) {
   const found = [];
-  if (status.engine_state === "uncertain") {
+  if (health.state === "uncertain") {
     found.push("A write failed half-way: the engine serves nothing until a full sync commits.");
   }
-  if (status.mismatched?.length) {
-    found.push(`Other bits than the syncs have written are in ${status.mismatched.join(", ")}: send a full sync.`);
+  if (health.mismatched.length) {
+    found.push(`Other bits than the syncs have written are in ${health.mismatched.join(", ")}: send a full sync.`);
   }
-  if (status.foreign) found.push(`Something else has changed the weights: ${status.foreign}.`);
-  if (status.paused) {
-    const since = status.paused.since === null ? "" : ` since ${timeOf(status.paused.since)}`;
-    found.push(`Generation is paused${since} by ${status.paused.by}.`);
+  if (health.changed_externally !== null) {
+    found.push(`Something else has changed the weights: ${health.changed_externally}.`);
   }
-  if (status.complete === "no") found.push("Not all of this version has arrived.");
-  if (status.scrub?.mismatched.length) {
-    found.push(`Scrubbing found other bits in ${status.scrub.mismatched.join(", ")}.`);
+  if (health.paused !== null) {
+    const since = health.paused.since === null ? "" : ` since ${timeOf(health.paused.since)}`;
+    found.push(`Generation is paused${since} by ${health.paused.by ?? "an unknown client"}.`);
   }
-  if (status.scrub?.error) found.push(`Scrubbing fails: ${status.scrub.error}.`);
-  if (status.delta_log?.problem) found.push(`Delta log: ${status.delta_log.problem}.`);
+  if (version.complete === false) found.push("Not all of this version has arrived.");
+  if (scrub?.mismatched.length) {
+    found.push(`Scrubbing found other bits in ${scrub.mismatched.join(", ")}.`);
+  }
+  if (scrub?.error) found.push(`Scrubbing fails: ${scrub.error}.`);
+  if (log?.problem) found.push(`Delta log: ${log.problem.type}: ${log.problem.message}.`);
   return found.length ? found.join(" ") : null;
 }
 
 function factsOf(status) {
-  const staged = status.staged;
+  const { version, health, staged, log, scrub } = status;
   const parts = staged && `${staged.parts.length} of ${staged.num_parts ?? "?"} parts of version ${staged.version}`;
-  const differ = new Set(status.versions).size > 1;
-  const log = status.delta_log;
-  const scrub = status.scrub;
+  const differ = new Set(version.by_rank).size > 1;
+  const complete = version.complete === null ? "unknown" : yesOrNo(version.complete);
   const passes = scrub && `${scrub.passes} passes${scrub.passed_at ? `, the last one ended ${timeOf(scrub.passed_at)}` : ""}`;
   return [
-    ["version", status.version],
-    ["run", status.run],
-    ["owner", status.owner && ownerOf(status.owner, status.run)],
-    ["the engine's weight version", status.weight_version],
-    ["versions of the ranks", differ ? status.versions.join(", ") : null],
+    ["version", version.number],
+    ["run", version.run],
+    ["owner", status.owner && ownerOf(status.owner, version.run)],
+    ["the engine's weight version", version.published],
+    ["versions of the ranks", differ ? version.by_rank.join(", ") : null],
     ["ranks", status.ranks],
-    ["takes no deltas before", status.awaits],
-    ["complete", status.complete],
+    ["takes no deltas before", health.awaits_full_sync ? "full sync" : null],
+    ["complete", complete],
     ["staged", parts ?? "nothing"],
-    ["can roll back", status.can_roll_back ? "yes" : "no"],
-    ["digest", status.digest],
+    ["can roll back", yesOrNo(version.can_roll_back)],
+    ["digest", version.digest],
     ["delta log", log && `newest version ${log.newest ?? "none"}, ${log.folder}`],
     ["scrubbing", passes],
     ...(status.adapters ?? []).map((one) => [`adapter ${one.name}`, `version ${one.version}`]),
   ];
+}
+
+function yesOrNo(value) {
+  return value ? "yes" : "no";
 }
 
 function ownerOf(owner, run) {
@@ -232,17 +237,17 @@ function factNode([name, value]) {
   return node;
 }
 
-function showPlan(status) {
-  const kinds = [...new Set(status.certification.flatMap((counts) => Object.keys(counts)))];
+function showPlan({ certification, uncertified }) {
+  const kinds = [...new Set(certification.flatMap((counts) => Object.keys(counts)))];
   const rows = kinds.map((kind) => {
-    const counts = status.certification.map((rank) => rank[kind] ?? 0);
+    const counts = certification.map((rank) => rank[kind] ?? 0);
     const [least, most] = [Math.min(...counts), Math.max(...counts)];
     const row = document.createElement("tr");
     row.append(make("td", kind), make("td", least === most ? most : `${least} to ${most}`, "number"));
     return row;
   });
   find("#plan").replaceChildren(...rows);
-  const refused = Object.entries(status.uncertified);
+  const refused = Object.entries(uncertified);
   find("#refused").hidden = refused.length === 0;
   const more = refused.length > MAX_REFUSED ? `, the first ${MAX_REFUSED}` : "";
   find("#refused summary").textContent = `${refused.length} tensors cannot be updated${more}`;

@@ -116,5 +116,5 @@ class Api:
 def assert_ended(api: Api) -> None:
     """The update has ended with an error, and nothing of it is left."""
     assert_error(api.post(FINISH), 409, "Conflict")
-    assert api.rig.status()["staged"] is None
+    assert api.rig.status().staged is None
     api.rig.assert_untouched()

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from engine_ext.cli.log import DAMAGED, INTERRUPTED, OK, USAGE, main
 from engine_ext.log import DeltaLog, Heartbeat, open_log, write_heartbeat
 from engine_ext.log.catalog import DONE, route
+from tests.support.statuses import engine_status
 from tests.unit.log.test_fold import apply, bodies, model, same, sparse, write
 
 
@@ -53,7 +55,8 @@ def engines(monkeypatch: pytest.MonkeyPatch, **versions: int) -> list[str | None
         if host not in versions:
             raise httpx.ConnectError("refused")
         request = httpx.Request("GET", url)
-        return httpx.Response(200, json={"version": versions[host]}, request=request)
+        status = engine_status(version={"number": versions[host]})
+        return httpx.Response(200, content=msgspec.json.encode(status), request=request)
 
     monkeypatch.setattr(httpx, "get", get)
     return tokens

@@ -14,6 +14,7 @@ import pytest
 
 from engine_ext.cli import plan
 from engine_ext.settings import Settings
+from tests.support.statuses import engine_status
 
 
 def row(
@@ -67,8 +68,8 @@ def test_summary() -> None:
     assert plan.summary(rows, 2) == "3 tensors on 2 ranks: 2 exact, 1 uncertified"
 
 
-def plan_of(ranks: list[list[dict[str, Any]]]) -> bytes:
-    return json.dumps({"plan": ranks}).encode()
+def plan_of(ranks: list[list[dict[str, Any]]] | None) -> bytes:
+    return msgspec.json.encode(engine_status(plan=ranks))
 
 
 class Server(HTTPServer):
@@ -143,7 +144,7 @@ def test_no_plan_is_said_on_standard_error(
 def test_an_engine_that_waits_for_its_weights(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.body = b'{"plan": null}'
+    server.body = plan_of(None)
     assert ask(server) == 1
     assert "full sync" in capsys.readouterr().err
 

@@ -19,14 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from rich.console import Console
 
 from engine_ext.cli import top
 from engine_ext.log import Heartbeat, open_log, write_heartbeat
+from engine_ext.ranks.replies import ScrubState
+from engine_ext.ranks.status import EngineStatus, PauseStatus
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.support.delta_bodies import VERSION, delta_part, fresh_weights, full_part
 from tests.support.endpoint_rig import Rig, app_of
+from tests.support.statuses import changed
 from tests.unit.log.test_fold import sparse, write
 
 
@@ -61,18 +65,17 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def status(rig: Rig) -> dict[str, Any]:
-    """A server's answers after a sync and a refusal."""
+def status(rig: Rig) -> EngineStatus:
+    """A server's answer after a sync and a refusal."""
     rig.send(delta_part(sync_id="a"))
     rig.send(delta_part(version=VERSION + 5, base_version=VERSION + 4))
-    found: dict[str, Any] = rig.get("/delta_status", params={"history": "true"}).json()
-    return found
+    return rig.status(history="true")
 
 
 @pytest.fixture
-def engine(status: dict[str, Any]) -> Iterator[FakeEngine]:
+def engine(status: EngineStatus) -> Iterator[FakeEngine]:
     with FakeEngine() as server:
-        server.answer = (200, json.dumps(status).encode())
+        server.answer = (200, msgspec.json.encode(status))
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -87,7 +90,7 @@ def shown(answers: list[top.Answer], syncs: int = 10, columns: int = 250) -> str
     return capture.get()
 
 
-def test_nothing_is_cut_at_80_columns(status: dict[str, Any]) -> None:
+def test_nothing_is_cut_at_80_columns(status: EngineStatus) -> None:
     gone = top.Answer("http://10.20.30.41:8000", None, "nothing listens there")
     printed = shown([top.Answer("http://10.20.30.40:8000", status), gone], columns=80)
     assert max(map(len, printed.splitlines())) <= 80
@@ -95,30 +98,31 @@ def test_nothing_is_cut_at_80_columns(status: dict[str, Any]) -> None:
     words = " ".join(printed.split())
     for text in ("10.20.30.40:8000", "10.20.30.41:8000", "unreachable", "kind in-memory", "ranks"):
         assert text in words
-    committed = status["history"][0]
-    assert f"committed {committed['base_version']} -> {committed['version']} " in words
+    committed = (status.history or [])[0]
+    assert f"committed {committed.base_version} -> {committed.version} " in words
     assert "VersionConflict:" in words
 
 
-def test_a_pause_that_lasts_is_shown(status: dict[str, Any]) -> None:
-    paused = {"since": 1.7e9, "seconds": 700.0, "by": "10.0.0.3"}
-    text = shown([top.Answer("http://h:1", {**status, "paused": paused})])
-    assert re.search(r"paused since 1[45] Nov \d\d:\d\d by 10\.0\.0\.3", text)
-    unknown = {"since": None, "seconds": None, "by": "unknown"}
-    text = shown([top.Answer("http://h:1", {**status, "paused": unknown})])
-    assert "paused since ? by unknown" in text
-    assert "paused" not in shown([top.Answer("http://h:1", {**status, "paused": None})])
+def test_a_pause_that_lasts_is_shown(status: EngineStatus) -> None:
+    def text(paused: PauseStatus | None) -> str:
+        return shown([top.Answer("http://h:1", changed(status, health={"paused": paused}))])
+
+    paused = PauseStatus(since=1.7e9, seconds=700.0, by="10.0.0.3")
+    assert re.search(r"paused since 1[45] Nov \d\d:\d\d by 10\.0\.0\.3", text(paused))
+    unknown = PauseStatus(since=None, seconds=None, by=None)
+    assert "paused since ? by an unknown client" in text(unknown)
+    assert "paused" not in text(None)
 
 
-def test_mismatched_tensors_are_named(status: dict[str, Any]) -> None:
-    found = {"engine_state": "mismatched", "mismatched": ["a.weight", "b"]}
-    text = shown([top.Answer("http://h:1", {**status, **found})])
+def test_mismatched_tensors_are_named(status: EngineStatus) -> None:
+    found = changed(status, health={"state": "mismatched", "mismatched": ["a.weight", "b"]})
+    text = shown([top.Answer("http://h:1", found)])
     assert "other bits than written in a.weight, b; send a full sync" in text
 
 
-def test_what_scrubbing_has_found(status: dict[str, Any]) -> None:
-    scrub = {"passes": 1, "passed_at": 1.0, "mismatched": ["a.weight", "b"], "error": "OSError: no"}
-    text = shown([top.Answer("http://h:1", {**status, "scrub": scrub})])
+def test_what_scrubbing_has_found(status: EngineStatus) -> None:
+    scrub = ScrubState(passes=1, passed_at=1.0, mismatched=["a.weight", "b"], error="OSError: no")
+    text = shown([top.Answer("http://h:1", changed(status, scrub=scrub))])
     assert "scrubbing found other bits in a.weight, b" in text
     assert "scrubbing fails: OSError: no" in text
     assert "scrubbing" not in shown([top.Answer("http://h:1", status)])
@@ -128,12 +132,12 @@ def test_who_owns_an_engine_and_why_it_was_full(rig: Rig) -> None:
     sender = {"run": "a-run-of-a-trainer", "run_epoch": 2, "run_owner": "trainer-host:11"}
     body = full_part(fresh_weights(), VERSION + 1, sync_id="a", **sender)
     rig.send(body, reason="requested by its user")
-    status = rig.get("/delta_status", params={"history": "true"}).json()
+    status = rig.status(history="true")
     text = shown([top.Answer("http://h:1", status)])
     for cell in (" a-run-of-a-t ", "owned by trainer-host:11 since", "epoch 2"):
         assert cell in text
     assert "full: requested by its user" in text
-    status["run"] = "another"
+    status = changed(status, version={"run": "another"})
     assert "of run a-run-of-a-t" in shown([top.Answer("http://h:1", status)])
 
 
@@ -164,12 +168,14 @@ def test_the_table(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_json_for_scripts(
-    engine: FakeEngine, status: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    engine: FakeEngine, status: EngineStatus, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dead = "http://127.0.0.1:9"
     assert top.main([engine.url + "/", dead, "--json"]) == 1
     one, other = json.loads(capsys.readouterr().out)
-    assert one == {"url": engine.url, "status": status, "error": None, "http_status": None}
+    shown_status = msgspec.to_builtins(status)
+    answered = {"url": engine.url, "status": shown_status, "error": None, "http_status": None}
+    assert one == answered
     assert (other["url"], other["status"]) == (dead, None)
     assert other["error"]
 
@@ -191,7 +197,7 @@ def test_the_token(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         ((404, b'{"detail": "Not Found"}'), "--enable-delta-updates"),
         ((500, b"<html><p>Oops</p></html>"), "no engine HTTP 500 from"),
         ((500, b"<html><p>Oops</p></html>"), ": Oops"),
-        ((200, b'{"version": 1}'), "no engine the server has no delta endpoints"),
+        ((200, b'{"version": {"number": 1}}'), "no engine the server has no delta endpoints"),
         ((200, b"[]"), "no delta endpoints"),
     ],
 )
@@ -221,23 +227,30 @@ def test_an_engine_that_does_not_answer_in_time(
     [
         ({}, "certain", 0),
         ({"asleep": True}, "asleep", 0),
-        ({"engine_state": "uncertain"}, "uncertain", 3),
-        ({"engine_state": "mismatched", "mismatched": ["w"]}, "mismatched", 3),
+        ({"state": "uncertain"}, "uncertain", 3),
+        ({"state": "mismatched", "mismatched": ["w"]}, "mismatched", 3),
     ],
 )
-def test_the_state(status: dict[str, Any], changes: Any, state: str, code: int) -> None:
-    seen = [top.Answer("http://engine", {**status, **changes})]
+def test_the_state(status: EngineStatus, changes: Any, state: str, code: int) -> None:
+    seen = [top.Answer("http://engine", changed(status, health=changes))]
     assert (seen[0].state, top.exit_status(seen)) == (state, code)
     assert state in shown(seen)
     assert top.exit_status([*seen, top.Answer("http://other", None, "gone")]) == 1
 
 
-def test_an_engine_cannot_steer_the_terminal(status: dict[str, Any]) -> None:
-    status["engine"] = "\x1b]0;title\x07[red]x\nnext"
+def test_an_engine_cannot_steer_the_terminal(status: EngineStatus) -> None:
+    status = changed(status, engine="\x1b]0;title\x07[red]x\nnext")
     printed = shown([top.Answer("http://engine", status)])
     assert "\x1b" not in printed
     assert "\x07" not in printed
     assert "[red]x" in printed
+
+
+def test_it_reads_a_status_without_torch() -> None:
+    """Whose import takes longer than the question."""
+    program = "import sys, engine_ext.cli.top; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"False\n"
 
 
 @pytest.mark.parametrize(

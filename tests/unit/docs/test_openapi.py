@@ -45,6 +45,7 @@ def test_answers_fit(rig: Rig) -> None:
     for response in (committed, repeated):
         assert response.status_code == 200
         validator("Answer").validate(response.json())
+    validator("EngineStatus").validate(rig.get("/delta_status?plan=true&history=true").json())
     refused = rig.send(body[:-1])
     validator("Refusal").validate(refused.json())
     answers = DOCUMENT["paths"]["/update_weights_delta"]["post"]["responses"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from safetensors.torch import load
 from engine_ext.dtypes import bits_dtype
 from engine_ext.format import decode_part
 from tests.support.independent_encoder import PROPERTY
+from tests.support.statuses import engine_status
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "reference_sender.py"
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8")
@@ -82,8 +84,9 @@ class FakeEngine:
             assert request.url.path == "/delta_status"
             rows = [{"name": name, "status": "exact"} for name in self.weights]
             rows += [{"name": name, "status": "ignored"} for name in self.ignored]
-            found = {"run": self.run, "loaded": self.loaded, "version": self.version}
-            return httpx.Response(200, json={"plan": [rows], **found})
+            version = {"run": self.run, "loaded": self.loaded, "number": self.version}
+            status = engine_status(version=version, plan=[rows])
+            return httpx.Response(200, content=msgspec.json.encode(status))
         assert str(request.url) == "http://engine/update_weights_delta"
         assert request.headers["Content-Type"] == "application/octet-stream"
 

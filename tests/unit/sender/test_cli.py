@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -32,6 +33,7 @@ from engine_ext.format.digest import Digest, tensor_digest
 from engine_ext.format.part import DecodedPart, decode_part
 from engine_ext.format.zstd_frames import FrameReader
 from engine_ext.log import Draft
+from tests.support.statuses import engine_status
 
 URL = "http://engine:8000"
 CHANGES = {("a.weight", 3, 2.0), ("c.scale", 0, 5.0), ("c.scale", 6, 7.0)}
@@ -104,7 +106,9 @@ def plan(ignored: str = "") -> dict[str, object]:
         {"name": n, "status": "ignored" if n == ignored else "exact", "digested": n != ignored}
         for n in tensors()
     ]
-    return {"version": 0, "plan": [rows, rows]}
+    held = {"digest": digest_of(tensors(), ignored)}
+    status: dict[str, object] = msgspec.to_builtins(engine_status(version=held, plan=[rows, rows]))
+    return status
 
 
 def digest_of(model: dict[str, torch.Tensor], ignored: str = "") -> str:

@@ -23,6 +23,7 @@ from tests.support.fake_engine import (
     snapshot_is,
     train,
 )
+from tests.support.statuses import last_sync
 
 
 @pytest.mark.parametrize("failing", range(6))
@@ -94,7 +95,7 @@ def test_a_commit_whose_answer_never_came_is_found_out(naps: list[float], anothe
     assert (sender.version, engine.version, len(naps)) == (0, 1, 7)
     if another:
         engine.weights["layers.1.weight"][3] ^= 1
-        engine.last_sync = {"version": 1, "sync_id": "another's"}
+        engine.last_sync = last_sync(1, "another's")
     train(model, 1)
     report = sender.sync(model.items())
     assert report.full is another

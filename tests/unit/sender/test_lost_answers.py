@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -194,24 +193,6 @@ def test_without_any_patience(tmp_path: Path) -> None:
     assert replayed(tmp_path, base).holds(model)
 
 
-def tells_its_last_sync(engine: Engine) -> None:
-    """Its status names the sync that it has committed last, as a real one's does."""
-    status, take = engine.status, engine.take
-    last: dict[str, object] = {}
-
-    def takes(request: httpx.Request) -> httpx.Response:
-        answer = take(request)
-        if json.loads(answer.content).get("status") == "committed":
-            sync_id = engine.log[-1].manifest.sync_id
-            last.update(version=engine.version, sync_id=sync_id)
-        return answer
-
-    def tells() -> httpx.Response:
-        return httpx.Response(200, json={**json.loads(status().content), "last_sync": last})
-
-    engine.take, engine.status = takes, tells  # type: ignore[method-assign]
-
-
 def test_a_doubt_outlives_a_step_that_was_never_begun(
     naps: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +200,6 @@ def test_a_doubt_outlives_a_step_that_was_never_begun(
     model = model_of(tensors=3)
     base = copied(model)
     engine = Engine.of(model)
-    tells_its_last_sync(engine)
     engine.faults = dict.fromkeys(range(8), loses)
     with DeltaSender(A, model.items(), client=engine.client(), digest=False) as sender:
         train(model)

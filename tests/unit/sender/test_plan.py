@@ -242,3 +242,15 @@ def test_long_lists_of_names_are_cut_with_a_count(caplog: pytest.LogCaptureFixtu
     [warned] = [record.message for record in caplog.records if "no digests" in record.message]
     assert "covers 8 tensors that are not in the base: layers.1.weight, " in warned
     assert warned.endswith("layers.5.weight and 3 more")
+
+
+@pytest.mark.parametrize("answer", [{"version": 3}, {"engine": "vllm"}, {}])
+def test_status_of_another_form_is_refused(answer: dict[str, object]) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    engine.status = lambda: httpx.Response(200, json=answer)  # type: ignore[method-assign]
+    with sender_of(engine, model) as sender:
+        train(model)
+        with pytest.raises(SyncError, match="has a status of another form"):
+            sender.sync(model.items())
+    assert engine.requests == []

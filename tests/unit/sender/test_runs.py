@@ -172,7 +172,7 @@ def test_nobody_comes_before_a_full_sync(model: Model) -> None:
     def comes_between(request: httpx.Request) -> httpx.Response:
         answer = engine.answer(request)
         is_status = request.url.path == "/delta_status"
-        if engine.loaded and is_status and posts and "digest" in answer.json():
+        if engine.loaded and is_status and posts:
             try:
                 another.sync(theirs.items())
                 outcomes.append("committed")
@@ -461,12 +461,15 @@ def test_run_is_opened_again_by_a_later_sender(model: Model) -> None:
 
 
 def test_engine_that_knows_no_runs(model: Model) -> None:
+    """Its weights are not replaced unasked: who has sent them cannot be known."""
     engine = Engine.of(model, has_runs=False)
     with sender_of(engine, model) as sender:
         train(model)
         assert not sender.sync(model.items()).full
         engine.weights["layers.1.weight"][3] ^= 1
-        assert sender.sync(model.items()).full
+        with pytest.raises(FullSyncRefused):
+            sender.sync(model.items())
+        assert sender.sync_full(model.items()).full
     assert engine.holds(model)
 
 

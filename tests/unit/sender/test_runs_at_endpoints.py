@@ -74,7 +74,7 @@ def test_restarted_sender_sends_what_changed(rig: Rig, model: Model, open_sender
         assert (report.full, report.nnz, report.run) == (False, 1, sender.run)
         assert (report.base_version, report.version) == (VERSION + number, VERSION + number + 1)
         status = rig.status()
-        assert (status["run"], status["owner"]) == (sender.run, None)
+        assert (status.version.run, status.owner) == (sender.run, None)
         assert holds(rig, model)
         runs.append(sender.run)
     assert len(set(runs)) == 3
@@ -85,7 +85,7 @@ def test_wrong_checkpoint_replaces_nothing(rig: Rig, model: Model, open_sender: 
     train(wrong)
     with open_sender(wrong) as sender, pytest.raises(FullSyncRefused, match="was started with"):
         sender.sync(wrong.items())
-    assert (rig.status()["version"], rig.status()["owner"], holds(rig, model)) == (7, None, True)
+    assert (rig.status().version.number, rig.status().owner, holds(rig, model)) == (7, None, True)
     with open_sender(wrong) as sender:
         report = sender.sync_full(wrong.items())
     assert (report.base_version, report.version, holds(rig, wrong)) == (7, 8, True)
@@ -144,7 +144,7 @@ def test_rolled_back_engine_gets_a_new_number(rig: Rig, model: Model, open_sende
         assert (report.full, report.base_version, report.version) == (True, 8, 10)
         assert (report.reason or "").startswith("behind: ")
         assert rig.post("/delta_rollback").json()["version"] == 8
-    assert rig.status()["version"] == 8
+    assert rig.status().version.number == 8
 
 
 def test_rolled_back_base_is_continued(rig: Rig, model: Model, open_sender: Open) -> None:
@@ -181,7 +181,7 @@ def test_interrupted_sync_is_withdrawn(rig: Rig, model: Model, client: httpx.Cli
         DeltaSender("http://engine", base.items(), **options) as s,
     ):
         s.sync(model.items())
-    assert (rig.status()["staged"], rig.status()["owner"]) == (None, None)
+    assert (rig.status().staged, rig.status().owner) == (None, None)
 
 
 def test_sharded_sender_owns_the_engine(rig: Rig, model: Model, client: httpx.Client) -> None:
@@ -190,8 +190,8 @@ def test_sharded_sender_owns_the_engine(rig: Rig, model: Model, client: httpx.Cl
         train(model)
         report = sender.sync(shards)
         assert (report.full, report.base_version, report.version) == (False, 7, 8)
-        assert rig.status()["owner"]["run"] == sender.run == report.run
-    assert rig.status()["owner"] is None
+        assert rig.status().owner.run == sender.run == report.run
+    assert rig.status().owner is None
     assert holds(rig, model)
 
 

@@ -56,9 +56,6 @@ class Witness(Engine):
             self.foreign = None
         return refusal
 
-    def status(self) -> httpx.Response:
-        return httpx.Response(200, json={**super().status().json(), "foreign": self.foreign})
-
     def reload(self, version: int | None) -> None:
         """Take other weights: from a sender that leads to this version, or its own."""
         self.weights = {name: values ^ 12 for name, values in self.weights.items()}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
 from prometheus_client import REGISTRY
 
+from engine_ext.ranks.replies import LoadedAdapter
 from tests.support.delta_bodies import VERSION, delta_part
 from tests.support.endpoint_rig import DELTA, FROM_DISK, STATUS, Rig
 from tests.support.served_models import delta_between, one_part
@@ -50,14 +51,13 @@ def test_status_history_and_plan_are_the_adapters(rig: Rig, ranks: list[ToyAdapt
     digest = rig.send(part(), **ONE).json()["digest"]
     rig.send(delta_part())
     rig.run(rig.service.reporter.flush())
-    query = {**ONE, "plan": "true", "history": "true"}
-    status = rig.get(STATUS, params=query).json()
-    assert (status["adapter"], status["version"], status["digest"]) == ("one", 1, digest)
-    assert {row["name"] for row in status["plan"][0]} == BASE.keys()
-    assert [(sync["adapter"], sync["version"]) for sync in status["history"]] == [("one", 1)]
-    own = rig.get(STATUS, params={"history": "true"}).json()
-    assert own["adapters"] == [{"name": "one", "version": 1, "digest": digest}]
-    assert [(sync["adapter"], sync["version"]) for sync in own["history"]] == [(None, VERSION + 1)]
+    status = rig.status(**ONE, plan="true", history="true")
+    assert (status.adapter, status.version.number, status.version.digest) == ("one", 1, digest)
+    assert {row["name"] for row in status.plan[0]} == BASE.keys()
+    assert [(sync.adapter, sync.version) for sync in status.history] == [("one", 1)]
+    own = rig.status(history="true")
+    assert own.adapters == [LoadedAdapter(name="one", version=1, digest=digest)]
+    assert [(sync.adapter, sync.version) for sync in own.history] == [(None, VERSION + 1)]
 
 
 def test_a_pause_is_the_engines(rig: Rig, ranks: list[ToyAdapters]) -> None:
@@ -66,8 +66,9 @@ def test_a_pause_is_the_engines(rig: Rig, ranks: list[ToyAdapters]) -> None:
 
     rig.run(rig.service.committer.run_external_change(pause))
     assert rig.send(part(), **ONE).json()["status"] == "committed"
-    assert rig.get(STATUS, params=ONE).json()["paused"] == rig.status()["paused"] | {"seconds": ANY}
-    assert rig.status()["paused"]["by"] == "the caller"
+    own, whole = rig.status(**ONE).health.paused, rig.status().health.paused
+    assert (own.since, own.by) == (whole.since, None)
+    assert own.since == pytest.approx(time.time(), abs=60)
 
 
 def test_the_gauges_are_separate(rig: Rig, ranks: list[ToyAdapters]) -> None:

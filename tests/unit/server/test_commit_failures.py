@@ -36,7 +36,7 @@ def test_a_failed_write_leaves_the_engine_paused(rig: Rig) -> None:
     assert rig.engine.paused
     assert rig.engine.weight_version == "7"
     status = rig.status()
-    assert (status["engine_state"], status["version"]) == ("uncertain", 7)
+    assert (status.health.state, status.version.number) == ("uncertain", 7)
     assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
     assert rig.spooled() == []
 
@@ -90,7 +90,7 @@ def test_a_full_sync_ends_the_uncertainty(rig: Rig, version: int, status_between
         ("set_weight_version", str(version)),
         ("resume",),
     ]
-    assert rig.status()["engine_state"] == "certain"
+    assert rig.status().health.state == "certain"
     assert rig.post(COMPLETIONS).status_code == 200
     following = rig.send(delta_part(version=version + 1))
     rig.assert_committed(following, after(RESYNCED, STEP), version + 1)
@@ -145,7 +145,7 @@ def test_an_unknown_commit_is_uncertain(
     assert rig.engine.paused
     assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
     if status_between:
-        assert rig.status()["version"] == (7 if lost == "fails" else 8)
+        assert rig.status().version.number == (7 if lost == "fails" else 8)
     if then == "full":
         rig.assert_committed(rig.send(full_part(RESYNCED, 9)), RESYNCED, 9)
     else:
@@ -236,11 +236,11 @@ def test_another_server_of_the_same_engine_sees_it(rig: Rig) -> None:
     rig.fail_commit()
     other = DeltaService(rig.engine, rig.settings)
     app = app_of(other)
-    assert rig.run(other.status())["engine_state"] == "uncertain"
+    assert rig.run(other.status()).health.state == "uncertain"
     response = rig.run(rig.request("POST", COMPLETIONS, app=app))
     assert_error(response, 503, "EngineUncertain", "uncertain")
     rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
-    assert rig.run(other.status())["engine_state"] == "certain"
+    assert rig.run(other.status()).health.state == "certain"
     assert rig.run(rig.request("POST", COMPLETIONS, app=app)).status_code == 200
     other.intake.close()
 
@@ -252,6 +252,6 @@ def test_refused_rollback_keeps_staged_parts(rig: Rig) -> None:
     numbers = {"sync_id": "full", "num_parts": 2}
     rig.send(full_part(RESYNCED, VERSION + 1, names[:1], part=0, **numbers))
     assert_error(rig.post("/delta_rollback"), 503, "EngineUncertain", "uncertain")
-    assert rig.status()["staged"]["parts"] == [0]
+    assert rig.status().staged.parts == [0]
     final = rig.send(full_part(RESYNCED, VERSION + 1, names[1:], part=1, **numbers))
     rig.assert_committed(final, RESYNCED, VERSION + 1)

@@ -37,7 +37,7 @@ def test_a_failed_commit_is_healed_by_another_process(rig: Rig, other: Process) 
     rig.fail_commit()
     assert rig.engine.paused
     assert resume_owed(rig) == [True, True]
-    assert rig.status()["resume_owed"] is True
+    assert rig.status().health.resume_owed is True
     assert_error(other.complete(), 503, "EngineUncertain", "uncertain")
     rig.assert_committed(other.send(full_part(RESYNCED, 8)), RESYNCED, 8)
     assert resume_owed(rig) == [False, False]
@@ -277,7 +277,7 @@ def test_a_conflict_is_no_repeat(rig: Rig, other: Process, is_full: bool) -> Non
     rig.engine.call = refuses  # type: ignore[method-assign]
     assert_error(rig.send(last), 409, "Conflict")
     assert same(rig.engine.weights, before)
-    assert rig.status()["staged"] is None
+    assert rig.status().staged is None
 
 
 def test_a_hold_that_could_not_be_given_back_is_taken_again(rig: Rig) -> None:

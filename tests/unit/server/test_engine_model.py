@@ -403,7 +403,7 @@ class EngineModel(ModelledEngine):
         assert self.rig.engine.paused == self.known.paused
         if not self.known.uncertain and not self.known.foreign:
             status = self.rig.ask(0, "GET", STATUS).json()
-            assert status["digest"] == digest_of(self.known.at.bits)
+            assert status["version"]["digest"] == digest_of(self.known.at.bits)
 
     @invariant()
     def memory_is_of_the_version_to_the_bit(self) -> None:

@@ -55,8 +55,8 @@ class Processes:
         async def wait() -> dict[str, Any]:
             while True:
                 answer = await self.rig.request("GET", STATUS, app=self.apps[number])
-                log = answer.json()["delta_log"]
-                found = {**answer.json(), **log, **log["follow"]}
+                version, log = answer.json()["version"], answer.json()["log"]
+                found = {"version": version["number"], **log, **log["follow"]}
                 if all(found[name] == value for name, value in facts.items()):
                     return found
                 await asyncio.sleep(0.005)
@@ -72,7 +72,7 @@ class Processes:
             while looked_at == before:
                 await asyncio.sleep(0.005)
                 answer = await self.rig.request("GET", STATUS)
-                looked_at = answer.json()["delta_log"]["follow"]["looked_at"]
+                looked_at = answer.json()["log"]["follow"]["looked_at"]
 
         self.rig.run(wait())
 

@@ -44,12 +44,13 @@ def started(tmp_path: Path, log: Path) -> Iterator[Callable[..., Rig]]:
 
 
 def until(rig: Rig, **facts: Any) -> dict[str, Any]:
-    """Let the engine work until its status has these facts, of ``follow`` or itself."""
+    """Let the engine work until its status has these facts, of ``follow``, ``log`` and others."""
 
     async def wait() -> dict[str, Any]:
         while True:
             status = (await rig.request("GET", STATUS)).json()
-            found = {**status, **status["delta_log"]["follow"]}
+            log, state = status["log"], status["health"]["state"]
+            found = {"version": status["version"]["number"], "state": state, **log, **log["follow"]}
             if all(found[name] == value for name, value in facts.items()):
                 return found
             await asyncio.sleep(0.005)
@@ -63,7 +64,7 @@ def looked(rig: Rig) -> dict[str, Any]:
     async def next_look(before: float | None) -> float | None:
         while True:
             status = (await rig.request("GET", STATUS)).json()
-            ended: float | None = status["delta_log"]["follow"]["looked_at"]
+            ended: float | None = status["log"]["follow"]["looked_at"]
             if ended != before:
                 return ended
             await asyncio.sleep(0.005)
@@ -116,8 +117,8 @@ def test_a_hold_keeps_behind_the_newest(log: Path, started: Callable[..., Rig]) 
     assert looked(rig)["version"] == VERSION
     write(log, delta_part(STEPS[1], VERSION + 2, base_version=VERSION + 1), number=VERSION + 2)
     found = until(rig, version=VERSION + 1)
-    assert (found["hold"], found["delta_log"]["problem"]) == (1, None)
-    assert found["delta_log"]["newest"] == VERSION + 2
+    assert (found["hold"], found["problem"]) == (1, None)
+    assert found["newest"] == VERSION + 2
     assert rig.post(CATCH_UP).json()["version"] == VERSION + 1
     looked(rig)
     [(heartbeat, _)] = read_heartbeats(open_log(log))
@@ -165,7 +166,7 @@ def test_only_the_log_moves_an_engine_that_follows(
         assert_error(answer, 409, "Conflict")
         assert "--delta-follow" in answer.json()["error"]["message"]
     assert same(rig.engine.weights, fresh_weights())
-    assert rig.status()["version"] == VERSION
+    assert rig.status().version.number == VERSION
 
 
 def test_it_goes_on_once_the_log_is_well_again(log: Path, started: Callable[..., Rig]) -> None:
@@ -270,15 +271,15 @@ def test_an_engine_whose_log_is_not_there_waits(
     away = log.rename(log.with_name("away"))
     rig = started()
     assert f"waits for its log and serves what it has loaded: {log}" in caplog.text
-    found = until(rig, engine_state="waiting_for_log", version=VERSION)
-    assert found["delta_log"]["problem"]["type"] == "LogDamaged"
+    found = until(rig, state="waiting_for_log", version=VERSION)
+    assert found["problem"]["type"] == "LogDamaged"
     write_steps(away)
     away.rename(log)
-    until(rig, engine_state="certain", version=NEWEST, error=None)
+    until(rig, state="certain", version=NEWEST, error=None)
 
 
 def test_an_empty_log_is_not_waited_for(started: Callable[..., Rig]) -> None:
-    assert started().status()["engine_state"] == "certain"
+    assert started().status().health.state == "certain"
 
 
 def test_a_log_that_cannot_be_written_is_followed(log: Path, started: Callable[..., Rig]) -> None:

@@ -94,11 +94,11 @@ def diverged(rig: Rig, version: int) -> dict[str, Any]:
     """Return the problem of an engine that finds another history, and checks where it shows."""
     answer = rig.post(CATCH_UP)
     assert_error(answer, 409, "LogDiverged", version=version)
-    found = rig.status()["delta_log"]["problem"]
+    found = rig.status().log.problem
     assert found == answer.json()["error"]
     assert "damaged" not in found["message"]
     assert REGISTRY.get_sample_value("delta_updates_log_diverged") == 1
-    assert rig.status()["version"] == version
+    assert rig.status().version.number == version
     return dict(found)
 
 
@@ -117,7 +117,7 @@ def test_a_follower_takes_a_full_version(log: DeltaLog, started: Callable[..., R
     )
     until(rig, version=VERSION + 3, error=None)
     assert same(rig.engine.weights, after(target, OTHER[2]))
-    assert looked(rig)["delta_log"]["problem"] is None
+    assert looked(rig)["problem"] is None
     assert REGISTRY.get_sample_value("delta_updates_log_diverged") == 0
 
 
@@ -175,7 +175,7 @@ def test_an_engine_that_does_not_follow_stops(log: DeltaLog, started: Callable[.
     # A full version by request is no longer what the problem was about.
     target = after(fresh_weights(), *OTHER[:3])
     assert rig.send(full_part(target, VERSION + 9)).json()["status"] == "committed"
-    assert rig.status()["delta_log"]["problem"] is None
+    assert rig.status().log.problem is None
 
 
 def test_versions_that_were_merged_are_known(log: DeltaLog, started: Callable[..., Rig]) -> None:
@@ -225,7 +225,7 @@ def test_a_pruned_version_is_no_other_history(
     write(log, body, VERSION + 4)
     remove(log, VERSION + 1, VERSION + 2)
     until(rig, version=VERSION + 4) if follow else rig.post(CATCH_UP)
-    assert rig.status()["version"] == VERSION + 4
+    assert rig.status().version.number == VERSION + 4
     assert same(rig.engine.weights, after(weights, STEPS[2], OTHER[0]))
 
 
@@ -306,7 +306,7 @@ def test_a_fold_of_the_engines_version_is_no_other_history(tmp_path: Path, diges
         fold_versions(log, log.listing().entries, VERSION)
         log.discard(folder_name(VERSION + 2))
         assert rig.post(CATCH_UP).json()["applied"] == []
-        assert rig.status()["delta_log"]["problem"] is None
+        assert rig.status().log.problem is None
     finally:
         rig.close()
 

@@ -14,6 +14,7 @@ from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
 from engine_ext.log import open_log
 from engine_ext.log.catalog import DONE, folder_name
 from engine_ext.ranks.operations import AcquireLogLease
+from engine_ext.ranks.status import LogStatus
 from tests.support.delta_bodies import (
     OTHER_STEP,
     STEP,
@@ -68,7 +69,7 @@ def write_steps(log: Path, count: int = 3, first: int = VERSION) -> list[Path]:
 
 
 def problem(rig: Rig) -> dict[str, Any]:
-    found = rig.status()["delta_log"]["problem"]
+    found = rig.status().log.problem
     assert found["type"] == "LogDamaged"
     return found
 
@@ -76,12 +77,10 @@ def problem(rig: Rig) -> dict[str, Any]:
 def test_an_engine_starts_at_the_newest_version(log: Path, started: Callable[..., Rig]) -> None:
     write_steps(log)
     rig = started()
-    assert rig.status()["version"] == VERSION + 3
+    assert rig.status().version.number == VERSION + 3
     assert rig.engine.weight_version == str(VERSION + 3)
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
-    assert rig.status()["delta_log"] == {
-        "folder": str(log), "newest": VERSION + 3, "problem": None, "follow": None
-    }  # fmt: skip
+    assert rig.status().log == LogStatus(folder=str(log), newest=VERSION + 3, problem=None)
     assert rig.spooled() == []
     assert not rig.engine.paused
     last = delta_part(STEPS[2], VERSION + 3, base_version=VERSION + 2)
@@ -121,15 +120,15 @@ def test_versions_of_several_parts(log: Path, started: Callable[..., Rig]) -> No
 
 def test_an_empty_log(started: Callable[..., Rig]) -> None:
     rig = started()
-    assert rig.status()["version"] == VERSION
-    assert rig.status()["delta_log"]["problem"] is None
+    assert rig.status().version.number == VERSION
+    assert rig.status().log.problem is None
     answer = rig.post(CATCH_UP).json()
     assert answer == {"status": "caught_up", "version": VERSION, "applied": [], "newest": None}
 
 
 def test_without_a_log(started: Callable[..., Rig]) -> None:
     rig = started(log=None)
-    assert rig.status()["delta_log"] is None
+    assert rig.status().log is None
     assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
 
 
@@ -193,7 +192,7 @@ def test_a_missing_part_keeps_nobody_out(log: Path, started: Callable[..., Rig])
     write(log, part, number=VERSION + 1)
     rig = started()
     assert "not all of a sync" in str(problem(rig)["damaged"])
-    assert rig.status()["staged"] is None
+    assert rig.status().staged is None
     rig.assert_untouched()
 
 
@@ -205,7 +204,7 @@ def test_a_damaged_part_keeps_no_other_route_out(log: Path, started: Callable[..
     target = after(fresh_weights(), *STEPS)
     write(log, full_part(target, VERSION + 2), number=VERSION + 2)
     rig = started()
-    assert (rig.status()["version"], rig.status()["staged"]) == (VERSION + 2, None)
+    assert (rig.status().version.number, rig.status().staged) == (VERSION + 2, None)
     assert same(rig.engine.weights, target)
 
 
@@ -214,7 +213,7 @@ def test_a_folder_that_cannot_be_read_is_damaged(log: Path, started: Callable[..
     loop = log / folder_name(VERSION + 9)
     loop.symlink_to(loop)
     rig = started()
-    assert rig.status()["version"] == VERSION + 3
+    assert rig.status().version.number == VERSION + 3
     assert list(problem(rig)["damaged"]) == [loop.name]
 
 
@@ -240,7 +239,7 @@ def test_a_folded_delta_leads_around_a_damaged_one(log: Path, started: Callable[
     folded.rename(log / folder_name(VERSION + 2, VERSION))
     rig = started()
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
-    assert rig.status()["version"] == VERSION + 3
+    assert rig.status().version.number == VERSION + 3
 
 
 def test_a_full_version_leads_on_from_anywhere(log: Path, started: Callable[..., Rig]) -> None:
@@ -248,7 +247,7 @@ def test_a_full_version_leads_on_from_anywhere(log: Path, started: Callable[...,
     write(log, full_part(target, VERSION + 9), number=VERSION + 9)
     rig = started()
     assert same(rig.engine.weights, target)
-    assert rig.status()["version"] == VERSION + 9
+    assert rig.status().version.number == VERSION + 9
 
 
 def test_uncertain_weights_need_a_full_version(log: Path, started: Callable[..., Rig]) -> None:
@@ -271,7 +270,7 @@ def test_signed_versions(
         part = folder / "rank0_flush000.safetensors"
         part.with_name(part.name + SIGNATURE_SUFFIX).write_text(sign(key, part.read_bytes()))
     rig = started()
-    assert rig.status()["version"] == VERSION + 1
+    assert rig.status().version.number == VERSION + 1
     assert "signature" in str(problem(rig)["damaged"])
 
 

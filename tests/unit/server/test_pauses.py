@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY
 
 from delta_server.commit import serialize_with_commits
 from delta_server.service import DeltaService
+from engine_ext.ranks.status import PauseStatus
 from tests.support.delta_bodies import NEXT, delta_part
 from tests.support.endpoint_rig import STATUS, Rig
 from tests.unit.server.other_process import Process
@@ -51,59 +52,58 @@ def callers(rig: Rig) -> Rig:
 
 
 def test_a_pause_is_shown_until_it_ends(callers: Rig) -> None:
-    assert callers.status()["paused"] is None
+    assert callers.status().health.paused is None
     before = time.time()
     callers.post("/pause", peer=("10.0.0.3", 4))
-    paused = callers.status()["paused"]
-    assert paused["by"] == "10.0.0.3"
-    assert before <= paused["since"] + 0.001 <= time.time() + 0.002
-    assert 0 <= paused["seconds"] < 10
-    assert paused_since() == paused["since"]
+    paused = callers.status().health.paused
+    assert paused.by == "10.0.0.3"
+    assert before <= paused.since + 0.001 <= time.time() + 0.002
+    assert 0 <= paused.seconds < 10
+    assert paused_since() == paused.since
     callers.post("/resume")
-    assert callers.status()["paused"] is None
+    assert callers.status().health.paused is None
     assert paused_since() == 0
 
 
 def test_a_second_pause_does_not_hide_the_first(callers: Rig) -> None:
     callers.post("/pause", peer=("10.0.0.3", 4))
-    first = callers.status()["paused"]
+    first = callers.status().health.paused
     callers.post("/pause", peer=("10.0.0.4", 4))
-    again = callers.status()["paused"]
-    assert (again["since"], again["by"]) == (first["since"], first["by"])
+    again = callers.status().health.paused
+    assert (again.since, again.by) == (first.since, first.by)
 
 
 def test_a_pause_by_nobody_known(callers: Rig) -> None:
     callers.post("/pause", peer=None)
-    assert callers.status()["paused"]["by"] == "the caller"
+    assert callers.status().health.paused.by is None
     callers.post("/resume")
     callers.engine.paused = True  # by a way that nobody sees
-    unknown = {"since": None, "seconds": None, "by": "unknown"}
-    assert callers.status()["paused"] == unknown
+    assert callers.status().health.paused == PauseStatus(since=None, seconds=None, by=None)
 
 
 def test_a_commit_is_no_pause_and_ends_none(callers: Rig) -> None:
     assert callers.send(delta_part()).json()["status"] == "committed"
-    assert callers.status()["paused"] is None
+    assert callers.status().health.paused is None
     callers.post("/pause", peer=("10.0.0.3", 4))
-    full = callers.status()["paused"]["since"]
+    full = callers.status().health.paused.since
     assert callers.send(delta_part(version=9, base_version=8)).status_code == 200
-    assert callers.status()["paused"]["since"] == full
+    assert callers.status().health.paused.since == full
     assert callers.engine.paused
 
 
 def test_a_failed_commit_is_not_the_callers_pause(callers: Rig) -> None:
     callers.fail_commit()
     assert callers.engine.paused
-    assert callers.status()["paused"] is None
+    assert callers.status().health.paused is None
 
 
 def test_all_processes_know_of_a_pause(callers: Rig, other: Process) -> None:
     add_routes(other.app, other.service, callers)
     callers.post("/pause", peer=("10.0.0.3", 4))
     asked = callers.run(callers.request("GET", STATUS, app=other.app))
-    assert asked.json()["paused"]["by"] == "10.0.0.3"
+    assert asked.json()["health"]["paused"]["by"] == "10.0.0.3"
     callers.run(callers.request("POST", "/resume", app=other.app))
-    assert callers.status()["paused"] is None
+    assert callers.status().health.paused is None
 
 
 # --delta-max-pause ---------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_the_flag_ends_a_long_pause(
     with caplog.at_level(logging.WARNING):
         short.post("/pause", peer=("10.0.0.3", 4))
         short.run(until_resumed())
-    assert short.status()["paused"] is None
+    assert short.status().health.paused is None
     assert paused_since() == 0
     [line] = [r.getMessage() for r in caplog.records if "is resumed" in r.getMessage()]
     assert "10.0.0.3 had paused it" in line
@@ -139,7 +139,7 @@ def test_a_pause_that_nobody_saw_counts_from_its_finding(callers: Rig) -> None:
     callers.engine.paused = True
     end_longer_than(callers, 60)
     assert callers.engine.paused
-    assert callers.status()["paused"]["by"] == "the caller"
+    assert callers.status().health.paused.by is None
     end_longer_than(callers, 0)
     assert not callers.engine.paused
 
@@ -180,15 +180,15 @@ def test_without_the_flag_a_pause_lasts(callers: Rig) -> None:
 
 def test_a_new_pause_does_not_count_from_an_old_one(callers: Rig) -> None:
     callers.post("/pause", peer=("10.0.0.3", 4))
-    first = callers.status()["paused"]["since"]
+    first = callers.status().health.paused.since
     callers.engine.paused = False  # as a wake-up resumes
-    assert callers.status()["paused"] is None
+    assert callers.status().health.paused is None
     assert paused_since() == 0
     time.sleep(0.01)
     callers.post("/pause", peer=("10.0.0.4", 4))
-    again = callers.status()["paused"]
-    assert again["since"] > first
-    assert again["by"] == "10.0.0.4"
+    again = callers.status().health.paused
+    assert again.since > first
+    assert again.by == "10.0.0.4"
 
 
 def test_an_end_that_nobody_saw_is_noticed(callers: Rig) -> None:
@@ -196,15 +196,15 @@ def test_an_end_that_nobody_saw_is_noticed(callers: Rig) -> None:
     callers.engine.paused = False
     end_longer_than(callers, 60)
     callers.engine.paused = True
-    assert callers.status()["paused"]["by"] == "unknown"
+    assert callers.status().health.paused.by is None
 
 
 def test_an_engine_that_sleeps_is_not_called_paused(callers: Rig) -> None:
     callers.engine.set_asleep(True)
     callers.engine.paused = True  # as vLLM is while it sleeps
-    assert callers.status()["paused"] is None
+    assert callers.status().health.paused is None
     callers.engine.paused = False
     callers.engine.set_asleep(False)
     callers.post("/pause", peer=("10.0.0.3", 4))
     callers.engine.set_asleep(True)
-    assert callers.status()["paused"]["by"] == "10.0.0.3"
+    assert callers.status().health.paused.by == "10.0.0.3"

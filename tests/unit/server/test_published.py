@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from delta_server.disk_files import list_names
-from delta_server.published import beside, completeness, gap_is_empty, not_applied, version_of
+from delta_server.published import beside, gap_is_empty, is_complete, not_applied, version_of
 from engine_ext.ranks.operations import Delivery
 from tests.support.delta_bodies import (
     BASE,
@@ -120,7 +120,7 @@ def test_a_version_whose_folder_holds_more_is_no_base(rig: Rig, root: Path) -> N
     folder = publish(root, 8, *map(delta_part, FILES))
     names = sorted(path.name for path in folder.iterdir())
     assert disk(rig, folder, names[0]).status_code == 200
-    assert rig.status()["complete"] == "no"
+    assert rig.status().version.complete is False
     following = publish(root, 9, delta_part(OTHER_STEP))
     for response in (
         disk(rig, following),
@@ -128,11 +128,11 @@ def test_a_version_whose_folder_holds_more_is_no_base(rig: Rig, root: Path) -> N
         rig.post("/update_weight_version", json={"new_version": "9"}),
     ):
         assert_error(response, 409, "Conflict", files=names[1:])
-    assert rig.status()["staged"] is None
+    assert rig.status().staged is None
     rig.assert_committed(disk(rig, folder, *names[1:]), NEXT, 8)
-    assert rig.status()["complete"] == "unknown"  # nothing says that there are no more
+    assert rig.status().version.complete is None  # nothing says that there are no more
     (folder / "DONE").touch()
-    assert rig.status()["complete"] == "yes"
+    assert rig.status().version.complete is True
     rig.assert_committed(disk(rig, following), LATER, 9)
 
 
@@ -140,26 +140,26 @@ def test_a_full_sync_needs_no_base(rig: Rig, root: Path) -> None:
     folder = publish(root, 8, *map(delta_part, FILES))
     disk(rig, folder, "rank0_flush000.safetensors")
     rig.assert_committed(rig.send(full_part(LATER, 9)), LATER, 9)
-    assert rig.status()["complete"] == "yes"
+    assert rig.status().version.complete is True
 
 
 def test_what_nothing_can_show(rig: Rig, root: Path) -> None:
-    assert rig.status()["complete"] == "yes"
+    assert rig.status().version.complete is True
     folder = publish(root, 8, *map(delta_part, FILES))
     disk(rig, folder, "rank0_flush000.safetensors")
     shutil.rmtree(folder)
-    assert rig.status()["complete"] == "unknown"
+    assert rig.status().version.complete is None
     assert disk(rig, publish(root, 9, delta_part(OTHER_STEP))).status_code == 200
 
 
 def test_parts_that_count_are_complete(rig: Rig, root: Path) -> None:
     rig.send(delta_part(sync_id="s", part=0, num_parts=1))
-    assert rig.status()["complete"] == "yes"
+    assert rig.status().version.complete is True
     rig.post("/delta_rollback")
     folder = root / "weight_v000008"
     delivery = Delivery(complete=False, folder=str(folder))
     assert not_applied(delivery, lambda name: list_names(Path(name), [str(root)])) == []
-    assert completeness(Delivery(complete=False), [str(root)]) == "unknown"
+    assert is_complete(Delivery(complete=False), [str(root)]) is None
 
 
 # A step without changes --------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_what_is_of_no_version_keeps_the_engines_own_name(rig: Rig) -> None:
         receiver._sync_state.foreign = "the engine's own update"
     assert advance(rig, "step-9").json()["success"] is True
     assert rig.engine.weight_version == "step-9"
-    assert rig.status()["version"] == 7
+    assert rig.status().version.number == 7
     assert same(rig.engine.weights, BASE)
 
 

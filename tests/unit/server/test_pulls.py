@@ -63,7 +63,7 @@ def test_a_version_is_staged_then_committed(rig: Rig, root: Path) -> None:
     publish(root, 8, delta_part())
     answer = pull(rig, root, 8)
     assert (answer.status_code, answer.json()["success"]) == (200, True)
-    assert rig.status()["staged"]["version"] == 8
+    assert rig.status().staged.version == 8
     assert same(rig.engine.weights, BASE)
     committed = load(rig, 8)
     rig.assert_committed(committed, NEXT, 8)
@@ -78,7 +78,7 @@ def test_a_range_with_steps_without_changes(rig: Rig, root: Path) -> None:
     publish(root, 9, delta_part())
     publish(root, 11, delta_part(OTHER_STEP))
     assert pull(rig, root, 12).status_code == 200
-    assert rig.status()["staged"]["version"] == 9
+    assert rig.status().staged.version == 9
     rig.assert_committed(load(rig, 12), LATER, 12)
 
 
@@ -101,7 +101,7 @@ def test_a_folder_that_lacks_numbered_parts(rig: Rig, root: Path) -> None:
     first = delta_part(version=8, part=0, num_parts=2, sync_id="s")
     (folder / "a.safetensors").write_bytes(first)
     assert_error(pull(rig, root, 8), 400, "MalformedPart")
-    assert rig.status()["staged"] is None
+    assert rig.status().staged is None
     rig.assert_untouched()
 
 
@@ -140,8 +140,8 @@ def test_a_folder_rewritten_after_the_pull_is_refused(rig: Rig, root: Path, sett
     rewrite(root, 8, delta_part(OTHER_STEP))
     error = assert_error(load(rig, 8), 409, "Conflict", version=8)
     assert error["message"].startswith("weight_v000008 holds other bytes than were pulled from it")
-    assert rig.status()["staged"] is None
-    assert (rig.status()["version"], rig.engine.paused) == (7, False)
+    assert rig.status().staged is None
+    assert (rig.status().version.number, rig.engine.paused) == (7, False)
     assert same(rig.engine.weights, BASE)
     assert pull(rig, root, 8).status_code == 200
     rig.assert_committed(load(rig, 8), after(BASE, OTHER_STEP), 8)
@@ -244,7 +244,7 @@ def test_without_an_id_what_is_staged_may_be_of_another_pull(rig: Rig, root: Pat
     assert pull(rig, root / "other", 8, "/local/other").status_code == 200
     assert_error(load(rig, 8), 409, "Conflict")
     assert same(rig.engine.weights, BASE)
-    assert rig.status()["version"] == 7
+    assert rig.status().version.number == 7
 
 
 def test_a_version_behind_a_link(rig: Rig, root: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
@@ -140,7 +141,7 @@ def test_the_history_is_the_ranks(rig: Rig, make_rig: Callable[..., Rig]) -> Non
     assert (refused["outcome"], refused["error"]) == ("already_applied", None)
     for receiver in rig.engine.receivers:
         assert receiver.handle("history", {})["ok"]["syncs"] == [committed, refused]
-    assert "history" not in rig.status()
+    assert rig.status().history is msgspec.UNSET
 
 
 def test_a_sync_of_two_parts_is_one_record(rig: Rig) -> None:

@@ -236,7 +236,7 @@ def test_a_request_that_is_cancelled_does_not_stop_its_commit(rig: Rig) -> None:
     rig.run(cancelled())
     assert same(rig.engine.weights, NEXT)
     assert rig.engine.weight_version == "8"
-    assert rig.status()["version"] == 8
+    assert rig.status().version.number == 8
     assert rig.spooled() == []
 
 
@@ -276,7 +276,7 @@ def test_another_sync_in_progress_from_disk(disk_rig: Rig, root: Path, path: str
 def test_a_stale_sync_is_dropped(make_rig: MakeRig) -> None:
     rig = make_rig(stage_timeout=0.05)
     rig.send(delta_part(sync_id="a", part=0, num_parts=2))
-    assert rig.status()["staged"]["parts"] == [0]
+    assert rig.status().staged.parts == [0]
     rig.run(asyncio.sleep(0.06))
     rig.assert_untouched()
     late = rig.send(delta_part({"layer.weight": {0: 1}}, sync_id="a", part=1, num_parts=2))
@@ -294,7 +294,7 @@ def test_one_part_number_with_other_bytes(rig: Rig) -> None:
     rig.send(delta_part(sync_id="a", part=0, num_parts=2))
     other = delta_part({"layer.weight": {0: 1}}, sync_id="a", part=0, num_parts=2)
     assert_error(rig.send(other), 409, "Conflict")
-    assert rig.status()["staged"]["parts"] == [0]
+    assert rig.status().staged.parts == [0]
     rig.assert_committed(rig.send(delta_part({}, sync_id="a", part=1, num_parts=2)), NEXT, 8)
 
 

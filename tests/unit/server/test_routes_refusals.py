@@ -249,7 +249,7 @@ def test_weights_asleep(rig: Rig) -> None:
     rig.engine.set_asleep(True)
     assert_error(rig.send(GOOD), 409, "WeightsAsleep")
     assert_error(rig.send(full_part(fresh_weights(), 9)), 409, "WeightsAsleep")
-    assert rig.status()["asleep"] is True
+    assert rig.status().health.asleep is True
     rig.engine.set_asleep(False)
     rig.assert_untouched()
 

@@ -3,42 +3,68 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from engine_ext.ranks.operations import ScrubState
+from engine_ext.ranks.status import EngineStatus
 from tests.support.delta_bodies import SHAPES, delta_part
 from tests.support.endpoint_rig import STATUS, Rig, assert_error
+from tests.support.toy_adapters import with_adapters
+from tests.unit.server.test_scrubbing import scrubber
+
+
+def answer(rig: Rig, **query: str) -> dict[str, Any]:
+    """The answer, which has the keys that `EngineStatus` defines: all of them and no other."""
+    response = rig.get(STATUS, params=query)
+    assert response.status_code == 200
+    found: dict[str, Any] = response.json()
+    assert msgspec.to_builtins(msgspec.convert(found, EngineStatus)) == found
+    return found
 
 
 def test_status(rig: Rig) -> None:
-    expected = {
-        "engine": "in-memory",
-        "ranks": 2,
-        "versions": [7, 7],
-        "version": 7,
-        "weight_version": "7",
-        "engine_state": "certain",
-        "resume_owed": False,
-        "paused": None,
-        "asleep": False,
-        "foreign": None,
+    version = {
+        "number": 7,
+        "published": "7",
         "run": None,
-        "owner": None,
-        "loaded": True,
-        "mismatched": [],
-        "complete": "yes",
-        "staged": None,
-        "last_sync": None,
-        "delta_log": None,
-        "scrub": None,
-        "apply": "shard",
-        "certification": [{"exact": len(SHAPES)}] * 2,
-        "uncertified": {},
-        "can_roll_back": False,
+        "by_rank": [7, 7],
         "digest": rig.digest_of(rig.engine.weights),
         "digest_algorithm": "multilinear-1",
+        "complete": True,
+        "loaded": True,
+        "can_roll_back": False,
     }
-    assert rig.status() == expected
+    health = {
+        "state": "certain",
+        "mismatched": [],
+        "asleep": False,
+        "changed_externally": None,
+        "paused": None,
+        "resume_owed": False,
+        "awaits_full_sync": False,
+        "certification": [{"exact": len(SHAPES)}] * 2,
+        "uncertified": {},
+    }
+    expected = {
+        "engine": "in-memory",
+        "adapter": None,
+        "ranks": 2,
+        "apply": "shard",
+        "version": version,
+        "health": health,
+        "owner": None,
+        "staged": None,
+        "last_sync": None,
+        "scrub": None,
+        "log": None,
+        "adapters": None,
+    }
+    assert answer(rig) == expected
     rig.send(delta_part(sync_id="s", part=1, num_parts=2))
     staged = {
         "version": 8,
@@ -50,11 +76,11 @@ def test_status(rig: Rig) -> None:
         "run": None,
         "owner": None,
     }
-    status = rig.status()
+    status = answer(rig)
     assert status["staged"].pop("since") == pytest.approx(time.time(), abs=60)
     assert status == expected | {"staged": staged}
     rig.send(delta_part({}, sync_id="s", part=0, num_parts=2))
-    status = rig.status()
+    status = answer(rig)
     last_sync = status.pop("last_sync")
     assert last_sync.pop("commit_ms") >= 0
     assert last_sync == {
@@ -73,28 +99,83 @@ def test_status(rig: Rig) -> None:
         "rollback": True,
         "digest": rig.engine.shards[0].digest.hex(),
     }
-    moved = {"version": 8, "versions": [8, 8], "weight_version": "8", "can_roll_back": True}
-    moved |= {"run": "anonymous-1", "loaded": False}
-    moved["digest"] = rig.digest_of(rig.engine.weights)
-    assert {**status, "last_sync": None} == expected | moved
+    version |= {"number": 8, "published": "8", "by_rank": [8, 8], "can_roll_back": True}
+    version |= {"run": "anonymous-1", "loaded": False}
+    version["digest"] = rig.digest_of(rig.engine.weights)
+    assert {**status, "last_sync": None} == expected
+
+
+def test_status_with_plan_and_history(rig: Rig) -> None:
+    rig.send(delta_part())
+    rig.run(rig.service.reporter.flush())
+    found = answer(rig, plan="true", history="true")
+    assert {row["name"] for row in found["plan"][0]} == SHAPES.keys()
+    assert [sync["outcome"] for sync in found["history"]] == ["committed"]
+    assert {"plan", "history"}.isdisjoint(answer(rig))
+
+
+def test_status_of_an_uncertain_engine(rig: Rig) -> None:
+    rig.fail_commit()
+    health = answer(rig)["health"]
+    assert (health["state"], health["resume_owed"]) == ("uncertain", True)
+
+
+def test_status_of_mismatched_weights_while_scrubbing(rig: Rig) -> None:
+    scrub = {"passes": 2, "passed_at": 4.5, "mismatched": ["norm.weight"], "error": None}
+    for receiver in rig.engine.receivers:
+        receiver._scrubber = scrubber(ScrubState(**scrub), "norm.weight")
+    found = answer(rig)
+    assert (found["health"]["state"], found["scrub"]) == ("mismatched", scrub)
+    assert found["health"]["mismatched"] == ["norm.weight"]
+
+
+def test_status_of_an_adapter(rig: Rig) -> None:
+    with_adapters(rig, "one")
+    found = answer(rig, adapter="one")
+    assert (found["adapter"], found["log"], found["adapters"]) == ("one", None, None)
+    assert (found["version"]["number"], found["version"]["published"]) == (0, "7")
+    [one] = answer(rig)["adapters"]
+    assert (one["name"], one["version"]) == ("one", 0)
+
+
+def test_status_of_a_paused_engine(rig: Rig) -> None:
+    rig.engine.paused = True
+    assert answer(rig)["health"]["paused"] == {"since": None, "seconds": None, "by": None}
+
+
+def test_status_with_a_log(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
+    """Read once, or followed."""
+    log = tmp_path / "log"
+    log.mkdir()
+    held = {"folder": str(log), "newest": None, "problem": None, "follow": None}
+    assert answer(make_rig(log=str(log)))["log"] == held
+    follower = make_rig(log=str(log), follow=True, follow_hold=1)
+    assert answer(follower)["log"]["follow"]["looked_at"] is None
+    assert follower.post("/delta_catch_up").status_code == 200
+    follow = answer(follower)["log"]["follow"]
+    assert follow["looked_at"] == pytest.approx(time.time(), abs=60)
+    assert (follow["hold"], follow["pinned"], follow["error"]) == (1, None, None)
 
 
 def test_rank_without_old_values_blocks_rollback(rig: Rig) -> None:
     rig.engine.receivers[1]._undo_bytes = -1
     assert rig.send(delta_part()).json()["rollback"] is False
-    assert rig.status()["can_roll_back"] is False
+    assert rig.status().version.can_roll_back is False
     assert_error(rig.post("/delta_rollback"), 409, "Conflict")
 
 
 def test_status_of_ranks_that_differ_is_uncertain(rig: Rig) -> None:
     rig.engine.receivers[1]._sync_state.version = 9
-    assert (rig.status()["engine_state"], rig.status()["versions"]) == ("uncertain", [7, 9])
+    assert (rig.status().health.state, rig.status().version.by_rank) == ("uncertain", [7, 9])
 
 
 def test_status_tells_what_one_rank_alone_is_in(rig: Rig) -> None:
     rig.engine.receivers[1]._sync_state.asleep = True
     rig.engine.receivers[1]._sync_state.foreign = "its own update"
-    assert (rig.status()["asleep"], rig.status()["foreign"]) == (True, "its own update")
+    assert (rig.status().health.asleep, rig.status().health.changed_externally) == (
+        True,
+        "its own update",
+    )
 
 
 def test_status_when_the_engine_does_not_answer(rig: Rig) -> None:

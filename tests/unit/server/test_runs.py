@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
@@ -54,9 +55,9 @@ def ask(rig: Rig, action: str, sender: dict[str, Any], /, **keys: Any) -> httpx.
     return rig.post(RUN, json={"action": action, **body, **keys})
 
 
-def owner_of(answer: dict[str, Any]) -> dict[str, Any]:
-    """The owner in an answer, without the time, which is now."""
-    owner = dict(answer["owner"])
+def owner_of(answer: Any) -> dict[str, Any]:
+    """The owner in an answer or a status, without the time, which is now."""
+    owner = dict(msgspec.to_builtins(answer)["owner"])
     assert owner.pop("since") == pytest.approx(time.time(), abs=60)
     return owner
 
@@ -89,19 +90,19 @@ def test_an_answer_names_the_run(rig: Rig) -> None:
 
 
 def test_the_status_names_run_and_owner(rig: Rig) -> None:
-    assert (rig.status()["run"], rig.status()["owner"], rig.status()["loaded"]) == (
+    assert (rig.status().version.run, rig.status().owner, rig.status().version.loaded) == (
         None,
         None,
         True,
     )
     rig.send(a_step(part=0, num_parts=2))
     status = rig.status()
-    assert (status["run"], owner_of(status), status["loaded"]) == (None, OWNER_A, True)
-    assert (status["staged"]["run"], owner_of(status["staged"])) == ("a", OWNER_A)
+    assert (status.version.run, owner_of(status), status.version.loaded) == (None, OWNER_A, True)
+    assert (status.staged.run, owner_of(status.staged)) == ("a", OWNER_A)
     rig.send(a_step(1, A_AGAIN))
     status = rig.status()
-    assert (status["run"], status["owner"]["epoch"], status["loaded"]) == ("a", 2, False)
-    assert (status["last_sync"]["run"], status["last_sync"]["base_run"]) == ("a", None)
+    assert (status.version.run, status.owner.epoch, status.version.loaded) == ("a", 2, False)
+    assert (status.last_sync.run, status.last_sync.base_run) == ("a", None)
 
 
 def test_every_process_knows_the_owner(rig: Rig, other: Process) -> None:
@@ -122,7 +123,7 @@ def test_files_of_two_runs_are_refused(disk_rig: Rig, root: Path) -> None:
     for sender in (A, B):
         (root / f"{sender['run']}.safetensors").write_bytes(a_step(1, sender))
     assert_error(disk_rig.disk(root), 400, "MalformedPart")
-    assert disk_rig.status()["owner"] is None
+    assert disk_rig.status().owner is None
 
 
 def test_who_keeps_others_out_is_named(rig: Rig) -> None:
@@ -130,7 +131,7 @@ def test_who_keeps_others_out_is_named(rig: Rig) -> None:
     error = assert_error(rig.send(a_step()), 409, "SyncInProgress", owner=None, staged_run=None)
     timeout = rig.settings.stage_timeout
     assert error["until"] - error["staged_since"] == pytest.approx(timeout, abs=5)
-    assert rig.status()["owner"] is None
+    assert rig.status().owner is None
     assert ask(rig, "claim", A, takeover=True).status_code == 200
     assert rig.send(a_step()).json()["status"] == "committed"
 
@@ -165,9 +166,9 @@ def test_a_takeover_fences_for_good(rig: Rig) -> None:
     assert rig.send(a_step(2, part=0, num_parts=2)).json()["status"] == "staged"
     answer = ask(rig, "claim", B, takeover=True).json()
     assert (owner_of(answer), answer["run"], answer["highest"]) == (OWNER_B, "a", None)
-    assert rig.status()["staged"] is None
+    assert rig.status().staged is None
     rig.assert_committed(rig.send(whole(1, B)), after(fresh_weights(), OTHER_STEP), 1)
-    assert rig.status()["run"] == "b"
+    assert rig.status().version.run == "b"
     for body in (committed, a_step(2), a_step(2, A_AGAIN), whole(99, A)):
         error = assert_error(rig.send(body), 409, "RunFenced")
         assert owner_of(error) == OWNER_B
@@ -188,7 +189,7 @@ def test_a_restarted_trainer_replaces_itself(rig: Rig) -> None:
     rig.send(a_step())
     assert rig.send(a_step(2, part=0, num_parts=2)).json()["status"] == "staged"
     assert ask(rig, "claim", A_AGAIN).json()["owner"]["pid"] == 12
-    assert rig.status()["staged"] is None
+    assert rig.status().staged is None
     assert_error(rig.send(a_step(2, part=1, num_parts=2)), 409, "RunFenced")
     assert rig.send(a_step(2, A_AGAIN)).json()["status"] == "committed"
 
@@ -199,7 +200,7 @@ def test_a_release(rig: Rig) -> None:
     assert ask(rig, "release", B).json() == {"status": "not_owner", "released": False}
     assert ask(rig, "release", A).json() == {"status": "released", "released": True}
     status = rig.status()
-    assert (status["run"], status["owner"], status["staged"]) == ("a", None, None)
+    assert (status.version.run, status.owner, status.staged) == ("a", None, None)
     assert ask(rig, "claim", B).status_code == 200
     assert rig.send(a_step(2, B)).json()["run"] == "b"
 
@@ -222,7 +223,7 @@ def test_a_release(rig: Rig) -> None:
 )
 def test_a_bad_claim(rig: Rig, keys: dict[str, Any]) -> None:
     assert_error(ask(rig, "claim", A, **keys), 400, "MalformedPart")
-    assert rig.status()["owner"] is None
+    assert rig.status().owner is None
 
 
 @pytest.mark.parametrize("sent", ["text", "{}", "[]"])
@@ -243,8 +244,8 @@ def test_every_adapter_has_its_own_owner(rig: Rig) -> None:
     delta = delta_between(ADAPTER_TENSOR, base[ADAPTER_TENSOR], base[ADAPTER_TENSOR] + 1)
     body = one_part([delta], current_version=1, **B)
     assert rig.send(body, adapter="one").json()["run"] == "b"
-    status = rig.get(STATUS, params={"adapter": "one"}).json()
-    assert (status["run"], owner_of(status)) == ("b", OWNER_B)
+    status = rig.status(adapter="one")
+    assert (status.version.run, owner_of(status)) == ("b", OWNER_B)
     assert_error(
         rig.send(one_part([delta], current_version=2, **A), adapter="one"), 409, "RunConflict"
     )
@@ -271,7 +272,7 @@ def test_a_trainer_that_starts_over_shows(rig: Rig, caplog: pytest.LogCaptureFix
         assert rig.send(delta_part({}, version)).json()["run"] == "anonymous-1"
     caplog.clear()
     assert rig.send(whole(1, {})).json()["run"] == "anonymous-2"
-    assert (rig.status()["version"], rig.status()["run"]) == (1, "anonymous-2")
+    assert (rig.status().version.number, rig.status().version.run) == (1, "anonymous-2")
     assert (
         "delta run replaced run=anonymous-2 version=1 base_run=anonymous-1 "
         f"base_version={VERSION + 2} full=true"
@@ -283,9 +284,9 @@ def test_the_engines_own_endpoints_need_no_run(rig: Rig) -> None:
     rig.send(a_step())
     response = rig.post("/update_weight_version", json={"new_version": str(VERSION + 2)})
     assert (response.status_code, response.json()["run"]) == (200, "a")
-    assert (rig.status()["run"], owner_of(rig.status())) == ("a", OWNER_A)
+    assert (rig.status().version.run, owner_of(rig.status())) == ("a", OWNER_A)
     assert rig.post("/delta_rollback").json()["run"] == "a"
-    assert rig.status()["version"] == VERSION + 1
+    assert rig.status().version.number == VERSION + 1
     assert rig.send(a_step(3, base_version=VERSION + 1)).json()["status"] == "committed"
 
 
@@ -307,15 +308,15 @@ def test_a_log_says_the_run_and_takes_no_engine(
     write(log, a_step(), VERSION + 1)
     rig = make_rig(log=str(log))
     status = rig.status()
-    assert (status["version"], status["run"], status["owner"]) == (VERSION + 1, "a", None)
-    assert status["loaded"] is False
+    assert (status.version.number, status.version.run, status.owner) == (VERSION + 1, "a", None)
+    assert status.version.loaded is False
     assert rig.send(a_step()).json()["status"] == "already_applied"
     assert ask(rig, "claim", B).status_code == 200
     rig.send(a_step(2, B))
     write(log, a_step(2), VERSION + 2)
     write(log, a_step(3), VERSION + 3)
     assert rig.post("/delta_catch_up").json()["applied"] == [VERSION + 3]
-    assert (rig.status()["run"], owner_of(rig.status())) == ("a", OWNER_B)
+    assert (rig.status().version.run, owner_of(rig.status())) == ("a", OWNER_B)
 
 
 # Reasons, logs and metrics -------------------------------------------------------------------

@@ -36,9 +36,9 @@ def test_a_mismatch_on_one_rank_is_the_engines_state(rig: Rig) -> None:
     rig.send(delta_part())
     weights = rig.engine.weights
     rig.engine.receivers[1]._scrubber = scrubber(None, "w")
-    assert (rig.status()["engine_state"], rig.status()["mismatched"]) == ("mismatched", ["w"])
+    assert (rig.status().health.state, rig.status().health.mismatched) == ("mismatched", ["w"])
     other = DeltaService(rig.engine, rig.settings)
-    assert rig.run(other.status())["engine_state"] == "mismatched"
+    assert rig.run(other.status()).health.state == "mismatched"
     other.intake.close()
     assert rig.post(COMPLETIONS).status_code == 200  # it serves what it has, and says so
     for version in ("8", "9"):
@@ -48,26 +48,26 @@ def test_a_mismatch_on_one_rank_is_the_engines_state(rig: Rig) -> None:
         assert_error(answer, 409, "BaseMismatch")
         assert "hold other bits than the syncs have written" in answer.json()["error"]["message"]
     assert same(rig.engine.weights, weights)
-    assert rig.status()["staged"] is None
+    assert rig.status().staged is None
     rig.assert_committed(rig.send(full_part(RESYNCED, 9)), RESYNCED, 9)
-    assert (rig.status()["engine_state"], rig.status()["mismatched"]) == ("certain", [])
+    assert (rig.status().health.state, rig.status().health.mismatched) == ("certain", [])
 
 
 def test_the_status_is_of_all_ranks(rig: Rig) -> None:
-    assert rig.status()["scrub"] is None
+    assert rig.status().scrub is None
     states = [state(passes=3, mismatched=["b"]), state(passed_at=4.0, mismatched=["a", "b"])]
     for receiver, one in zip(rig.engine.receivers, states, strict=True):
         receiver._scrubber = scrubber(one)
-    found = {"passes": 1, "passed_at": 4.0, "mismatched": ["a", "b"], "error": None}
-    assert rig.status()["scrub"] == found
+    found = ScrubState(passes=1, passed_at=4.0, mismatched=["a", "b"], error=None)
+    assert rig.status().scrub == found
 
 
 def test_a_rank_that_has_not_passed_or_fails_shows(rig: Rig) -> None:
     states = [state(), state(passes=0, passed_at=None, error="OSError: no")]
     for receiver, one in zip(rig.engine.receivers, states, strict=True):
         receiver._scrubber = scrubber(one)
-    found = {"passes": 0, "passed_at": None, "mismatched": [], "error": "OSError: no"}
-    assert rig.status()["scrub"] == found
+    found = ScrubState(passes=0, passed_at=None, mismatched=[], error="OSError: no")
+    assert rig.status().scrub == found
 
 
 def test_findings_are_counted_and_a_failure_ends_nothing() -> None:

@@ -123,7 +123,7 @@ def test_a_refused_part_may_be_sent_again(rig: Rig) -> None:
     first, second, third = split_parts()
     rig.send(first)
     assert_error(rig.send(second[:-1] + b"\xff"), 400, "ChecksumMismatch")
-    assert rig.status()["staged"]["parts"] == [0]
+    assert rig.status().staged.parts == [0]
     assert statuses([rig.send(third), rig.send(second)]) == ["staged", "committed"]
     assert same(rig.engine.weights, NEXT)
 
@@ -133,7 +133,7 @@ def test_a_part_that_can_never_be_applied_drops_its_sync(rig: Rig) -> None:
     assert statuses([rig.send(first), rig.send(second)]) == ["staged", "staged"]
     third = delta_part({"absent": {0: 1}}, part=2, num_parts=3, sync_id="s")
     assert_error(rig.send(third), 422, "NotUpdatable", tensor="absent")
-    assert rig.status()["staged"] is None
+    assert rig.status().staged is None
     rig.assert_untouched()
 
 

@@ -116,7 +116,7 @@ def test_several_files_as_bodies(rig: Rig) -> None:
     for number, changes in enumerate(APART):
         weights = after(BASE, *APART[: number + 1])
         rig.assert_committed(rig.send(bare(delta_part(changes)), weight_version="8"), weights, 8)
-        assert rig.status()["complete"] == "unknown"
+        assert rig.status().version.complete is None
     for changes in APART:
         rig.engine.events.clear()
         assert_already_applied(rig, rig.send(bare(delta_part(changes)), weight_version="8"))
@@ -141,7 +141,7 @@ def test_a_transaction_is_all_or_nothing(disk_rig: Rig, root: Path, write: Write
     good, bad = bare(delta_part(SPLIT[0])), bare(delta_part(SPLIT[1]))
     write(a=good, b=bad[:-1] + b"\xff")
     assert_error(disk_rig.disk(root, weight_version="8"), 400, "ChecksumMismatch")
-    assert disk_rig.status()["staged"] is None
+    assert disk_rig.status().staged is None
     disk_rig.assert_untouched()
 
 

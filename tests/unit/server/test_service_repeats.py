@@ -53,9 +53,9 @@ def test_a_repeat_that_one_rank_has_not_seen_is_no_success(rig: Rig, behind: int
     response = rig.send(delta_part())
     assert response.status_code == 409
     assert rig.engine.writes == [1, 1]
-    assert rig.status()["engine_state"] == "uncertain"
+    assert rig.status().health.state == "uncertain"
     rig.assert_committed(rig.send(full_part(RESYNCED, 9)), RESYNCED, 9)
-    assert rig.status()["engine_state"] == "certain"
+    assert rig.status().health.state == "certain"
 
 
 def test_a_repeat_on_ranks_that_have_parted_is_no_success(rig: Rig) -> None:
@@ -76,7 +76,7 @@ def test_a_repeat_while_another_sync_is_staged(rig: Rig) -> None:
     rig.send(delta_part({}, version=9, part=0, num_parts=2))
     rig.engine.events.clear()
     assert_already_applied(rig, rig.send(delta_part()))
-    assert rig.status()["staged"]["parts"] == [0]
+    assert rig.status().staged.parts == [0]
 
 
 def test_a_repeat_while_another_sync_is_complete(rig: Rig) -> None:

@@ -60,7 +60,7 @@ def post(rig: Rig, body: Any, headers: dict[str, str]) -> Any:
 
 def assert_nothing_taken(rig: Rig) -> None:
     assert rig.engine.writes == [0, 0]
-    assert rig.status()["version"] == 7
+    assert rig.status().version.number == 7
     assert rig.spooled() == []
 
 

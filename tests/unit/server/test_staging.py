@@ -80,7 +80,7 @@ def test_a_rank_that_cannot_prepare_drops_the_sync(
     assert steps.calls.count("prepare") == 1
     assert "drop" in steps.calls
     assert "commit" not in steps.calls
-    assert rig.status()["staged"] is None
+    assert rig.status().staged is None
     steps.fails = None
     rig.assert_untouched()
 
@@ -225,7 +225,7 @@ def test_one_bad_file_and_nothing_is_staged(
     answer = disk_rig.disk(root)
     kind = type(error).__name__ if isinstance(error, DeltaError) else "DeltaError"
     assert answer.json()["error"]["type"] == kind
-    assert disk_rig.status()["staged"] is None
+    assert disk_rig.status().staged is None
     assert all(r._staging.get(n) is None for r in disk_rig.engine.receivers for n in range(3))
     assert (disk_rig.engine.writes, disk_rig.spooled()) == ([0, 0], [])
     disk_rig.engine.shards[1].refuses.clear()
@@ -237,7 +237,7 @@ def test_of_numbered_files_those_before_the_bad_one_stay(disk_rig: Rig, root: Pa
     write_files(root, sync_id="s", num_parts=3)
     disk_rig.engine.shards[1].refuses["layer.weight"] = BaseMismatch("no")
     assert_error(disk_rig.disk(root), 409, "BaseMismatch")
-    assert disk_rig.status()["staged"]["parts"] == [0]
+    assert disk_rig.status().staged.parts == [0]
     assert [disk_rig.engine.receivers[0]._staging.get(n) is None for n in range(3)] == [
         *(False, True, True)
     ]
@@ -259,6 +259,6 @@ def test_a_file_that_is_not_begun_and_the_others_are_forgotten(
 
     monkeypatch.setattr(receiver, "begin", refuse)
     assert_error(disk_rig.disk(root), 422, "NotUpdatable")
-    assert disk_rig.status()["staged"] is None
+    assert disk_rig.status().staged is None
     monkeypatch.setattr(receiver, "begin", begin)
     disk_rig.assert_committed(disk_rig.disk(root), after(fresh_weights(), *THREE), 8)

@@ -89,7 +89,7 @@ def test_what_is_refused(
 ) -> None:
     answer = ask(rig, url.format(root=store.url), files=files)
     assert_error(answer, status, kind)
-    assert rig.status()["version"] == VERSION
+    assert rig.status().version.number == VERSION
     assert same(rig.engine.weights, fresh_weights())
 
 

@@ -84,15 +84,15 @@ def test_start_up_reads_failing_store_again(
 
     proxy.faults = faults
     rig = started(follow=follow, follow_interval=60.0)
-    assert (rig.status()["version"], len(flipped)) == (NEWEST, 4)
-    assert rig.status()["delta_log"]["problem"] is None
+    assert (rig.status().version.number, len(flipped)) == (NEWEST, 4)
+    assert rig.status().log.problem is None
 
 
 def test_an_engine_starts_at_the_newest_version(log: DeltaLog, started: Callable[..., Rig]) -> None:
     write_steps(log, last=2)
     rig = started()
-    assert rig.status()["version"] == VERSION + 2
-    assert rig.status()["delta_log"]["folder"] == log.location
+    assert rig.status().version.number == VERSION + 2
+    assert rig.status().log.folder == log.location
     write_steps(log, first=2)
     assert rig.post(CATCH_UP).json()["applied"] == [NEWEST]
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
@@ -112,9 +112,9 @@ def test_an_engine_whose_store_is_down_waits(
     proxy.faults = lambda method, path, number: Fault(status=403)
     rig = started(follow=True, follow_interval=0.01)
     assert f"waits for its log and serves what it has loaded: {log.location}" in caplog.text
-    until(rig, engine_state="waiting_for_log", version=VERSION)
+    until(rig, state="waiting_for_log", version=VERSION)
     proxy.faults = lambda method, path, number: None
-    until(rig, engine_state="certain", version=NEWEST, error=None)
+    until(rig, state="certain", version=NEWEST, error=None)
 
 
 def test_engines_of_a_host_fetch_each_part_once(
@@ -122,7 +122,7 @@ def test_engines_of_a_host_fetch_each_part_once(
 ) -> None:
     write_steps(log)
     for _ in range(3):
-        assert started().status()["version"] == NEWEST
+        assert started().status().version.number == NEWEST
     parts = {path: n for (_, path), n in proxy.requests.items() if path.endswith(".safetensors")}
     assert [*parts.values()] == [1] * len(STEPS)
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_fetched_leaves_the_engine_where_it_is(
     answer = rig.post(CATCH_UP)
     kind = "PartUnavailable" if fault.status == 403 else "LogDamaged"
     assert_error(answer, {"PartUnavailable": 502, "LogDamaged": 409}[kind], kind)
-    assert rig.status()["version"] == VERSION
+    assert rig.status().version.number == VERSION
     assert same(rig.engine.weights, fresh_weights())
     proxy.faults = lambda method, path, number: None
     assert rig.post(CATCH_UP).json()["version"] == NEWEST
@@ -162,8 +162,8 @@ def test_a_store_that_is_away_at_the_start(
     write_steps(log)
     proxy.faults = lambda method, path, number: Fault(status=403)
     rig = started()
-    assert rig.status()["version"] == VERSION
-    assert rig.status()["delta_log"]["problem"]["type"] == "LogDamaged"
+    assert rig.status().version.number == VERSION
+    assert rig.status().log.problem["type"] == "LogDamaged"
     proxy.faults = lambda method, path, number: None
     assert rig.post(CATCH_UP).json()["version"] == NEWEST
 
@@ -191,8 +191,8 @@ def test_a_done_that_the_store_has_lost(
     )
     assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
     status = rig.status()
-    assert (status["version"], status["delta_log"]["newest"]) == (VERSION, NEWEST)
-    assert "weight_v" in status["delta_log"]["problem"]["message"]
+    assert (status.version.number, status.log.newest) == (VERSION, NEWEST)
+    assert "weight_v" in status.log.problem["message"]
     proxy.faults = lambda method, path, number: None
     assert rig.post(CATCH_UP).json()["version"] == NEWEST
 
@@ -218,7 +218,7 @@ def test_heartbeats_go_on_while_a_store_is_slow(
     write_steps(log)
     beats = set()
     while len(beats) < 4:
-        assert rig.status()["version"] == VERSION
+        assert rig.status().version.number == VERSION
         if asked.is_set():
             beats |= {beat.at for beat in live_heartbeats(log)}
     released.set()

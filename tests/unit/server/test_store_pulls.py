@@ -75,7 +75,7 @@ def test_a_version_is_staged_then_committed(rig: Rig, store: Objects, tmp_path: 
     publish(store, 8, delta_part())
     answer = pull(rig, store.url + "/", 8)
     assert (answer.status_code, answer.json()["success"]) == (200, True)
-    assert rig.status()["staged"]["version"] == 8
+    assert rig.status().staged.version == 8
     assert same(rig.engine.weights, BASE)
     rig.assert_committed(load(rig, 8), NEXT, 8)
     assert load(rig, 8).json()["status"] == "already_applied"
@@ -90,7 +90,7 @@ def test_a_range_with_steps_without_changes(
     publish(store, 9, delta_part())
     publish(store, 11, delta_part(OTHER_STEP))
     assert pull(rig, store.url, 12).status_code == 200
-    assert rig.status()["staged"]["version"] == 9
+    assert rig.status().staged.version == 9
     rig.assert_committed(load(rig, 12), LATER, 12)
     history = rig.get("/delta_status?history=true").json()["history"]
     assert [one["version"] for one in history if one["outcome"] == "committed"] == [9, 11, 12]
@@ -109,7 +109,7 @@ def test_an_object_rewritten_after_the_pull_is_refused(rig: Rig, store: Objects)
     assert pull(rig, store.url, 8).status_code == 200
     publish(store, 8, delta_part(OTHER_STEP))
     assert_error(load(rig, 8), 409, "Conflict", version=8)
-    assert rig.status()["staged"] is None
+    assert rig.status().staged is None
     assert same(rig.engine.weights, BASE)
     assert pull(rig, store.url, 8).status_code == 200
     rig.assert_committed(load(rig, 8), after(BASE, OTHER_STEP), 8)
@@ -147,7 +147,7 @@ def test_a_version_that_is_being_written(rig: Rig, store: Objects, tmp_path: Pat
     first = delta_part(version=8, part=0, num_parts=2, sync_id="s")
     store.put("weight_v000008/a.safetensors", first)
     assert_error(pull(rig, store.url, 8), 400, "MalformedPart")
-    assert rig.status()["staged"] is None
+    assert rig.status().staged is None
     rig.assert_untouched()
 
 
@@ -199,7 +199,7 @@ def test_the_rest_of_a_version_comes_later(rig: Rig, store: Objects) -> None:
     """The files that have arrived belong to one folder; the next version waits for the rest."""
     url = publish(store, 8, *parts_of(STEP))
     assert ask(rig, url, FIRST).json()["status"] == "committed"
-    assert rig.status()["complete"] == "unknown"  # the store is not asked for a status
+    assert rig.status().version.complete is None  # the store is not asked for a status
     later = publish(store, 9, delta_part(OTHER_STEP))
     refused = assert_error(ask(rig, later), 409, "Conflict")
     assert refused["files"] == ["rank0_flush001.safetensors"]

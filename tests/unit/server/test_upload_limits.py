@@ -213,7 +213,7 @@ def test_one_upload_too_many(make_rig: Callable[..., Rig], path: str, content_ty
     assert refused.headers["Retry-After"] == "1"
     assert status.status_code == 200
     assert sorted(response.json()["status"] for response in taken) == ["committed", "staged"]
-    assert rig.status()["version"] == 8
+    assert rig.status().version.number == 8
     assert rig.spooled() == []
     rig.assert_committed(
         rig.send(delta_part(version=9)), after(fresh_weights(), OTHER_STEP, STEP), version=9

@@ -151,7 +151,7 @@ def test_a_log_of_folders_is_replayed(engine: Engine, tmp_path: Path) -> None:
     error = assert_error(engine.rig.post("/delta_catch_up"), 409, "LogDamaged", newest=NEXT + 2)
     assert "checksum" in error["damaged"][f"weight_v{NEXT + 2:06d}"]
     assert engine.memories() == [memory(load(model, engine.target)) for model in MODELS]
-    assert engine.rig.status()["version"] == NEXT + 1
+    assert engine.rig.status().version.number == NEXT + 1
 
     write_checkpoint(log, NEXT + 3, wrong)
     write_version(log, NEXT + 4, wrong, engine.base, encoding="overwrite")

@@ -87,7 +87,7 @@ class Engine:
     def assert_untouched(self) -> None:
         """Nothing was written, and the next correct folder is accepted."""
         assert self.memories() == [memory(load(model, self.base)) for model in MODELS]
-        assert self.rig.status()["version"] == VERSION
+        assert self.rig.status().version.number == VERSION
         assert (self.rig.engine.paused, self.rig.spooled()) == (False, [])
         folder = write_version(self.root / "correct", NEXT, self.base, self.target)
         self.assert_at(self.ask(folder), self.target)

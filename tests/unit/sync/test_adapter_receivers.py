@@ -67,7 +67,7 @@ def error_of(response: Any) -> tuple[int, str, str]:
 
 
 def versions(rig: Rig) -> dict[str, int]:
-    return {one["name"]: one["version"] for one in rig.status()["adapters"]}
+    return {one.name: one.version for one in rig.status().adapters}
 
 
 def test_a_delta_reaches_one_adapter_on_every_rank(rig: Rig, ranks: list[ToyAdapters]) -> None:
@@ -77,7 +77,7 @@ def test_a_delta_reaches_one_adapter_on_every_rank(rig: Rig, ranks: list[ToyAdap
     assert installed(ranks, "two", BASE)
     assert versions(rig) == {"one": 1, "two": 0}
     assert rig.engine.writes == [0] * RANKS
-    assert rig.status()["version"] == VERSION
+    assert rig.status().version.number == VERSION
 
 
 def test_each_adapter_has_its_own_versions(rig: Rig, ranks: list[ToyAdapters]) -> None:
@@ -173,7 +173,7 @@ def test_an_adapter_that_cannot_be_restored_stops_everything(
     response = rig.send(part(BASE, NEXT), adapter="one")
     assert error_of(response) == (500, "CommitFailed", "uncertain")
     assert rig.engine.paused
-    assert rig.status()["engine_state"] == "uncertain"
+    assert rig.status().health.state == "uncertain"
     assert rig.post("/v1/completions", json={}).status_code == 503
     for body, adapter in (
         (delta_part(), {}),
@@ -193,7 +193,7 @@ def test_an_adapter_that_cannot_be_restored_stops_everything(
         assert rig.send(body, adapter="one").status_code == 200
     assert installed(ranks, "one", NEXT)
     assert not rig.engine.paused
-    assert rig.status()["engine_state"] == "certain"
+    assert rig.status().health.state == "certain"
     assert rig.send(part(BASE, NEXT), adapter="two").status_code == 200
 
 
@@ -247,7 +247,7 @@ def test_an_unloaded_adapter_is_not_found(rig: Rig, ranks: list[ToyAdapters]) ->
 def test_an_engine_without_adapters(rig: Rig) -> None:
     response = rig.send(part(BASE, NEXT), adapter="one")
     assert error_of(response) == (422, "AdapterNotLoaded", "unchanged")
-    assert "adapters" not in rig.status()
+    assert rig.status().adapters is None
 
 
 def test_a_scan_finds_bytes_that_no_sync_has_written(rig: Rig, ranks: list[ToyAdapters]) -> None:

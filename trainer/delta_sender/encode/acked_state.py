@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -15,6 +15,7 @@ from delta_sender.diff.snapshot import Changes, Snapshot
 from delta_sender.names import prefix_hint, some_of
 from delta_sender.results import SyncError
 from engine_ext.format import Digest, tensor_digest
+from engine_ext.ranks.status import EngineStatus
 from engine_ext.resources import usable_cores
 
 logger = logging.getLogger(__name__)
@@ -103,19 +104,18 @@ class PostedSync:
     digest: Digest | None  # of the weights after it; None if no digest is kept
     is_complete: bool  # the digest covers every tensor
 
-    def is_held_by(self, status: dict[str, Any]) -> bool:
+    def is_held_by(self, status: EngineStatus | None) -> bool:
         """Return whether an engine with this ``/delta_status`` has committed the sync."""
-        last = status.get("last_sync")
-        if status.get("version") != self.version:
+        if status is None or status.version.number != self.version:
             return False
-        if status.get("engine_state") not in (None, "certain"):  # half-written, or other bits
+        if status.health.state != "certain":  # half-written, or other bits
             return False
-        if status.get("foreign") is not None:  # weights that came by another way
+        if status.health.changed_externally is not None:
             return False
-        if isinstance(last, dict):
-            return last.get("version") == self.version and last.get("sync_id") in self.sync_ids
+        if (last := status.last_sync) is not None:
+            return last.version == self.version and last.sync_id in self.sync_ids
         digest = self.digest if self.is_complete else None
-        return digest is not None and status.get("digest") == digest.hex()
+        return digest is not None and status.version.digest == digest.hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class AckedState:
         self.highest_used = 0  # the highest number that the run had committed before
         self.is_known = False  # it held the base, by its digest, or something that was sent
         self.base_digest: str | None = None  # of what was proven to be the base last
-        self.found_other: dict[str, Any] | None = None  # its status, if it did not hold the base
+        self.found_other: EngineStatus | None = None  # its status, if it did not hold the base
         self.unproven: frozenset[str] = (
             frozenset()
         )  # names that no digest has shown to be the base's
@@ -203,7 +203,7 @@ class AckedState:
                 some_of(plan.missing),
             )
 
-    def find_base(self, status: Mapping[str, Any], run: str) -> bool:
+    def find_base(self, status: EngineStatus | None, run: str) -> bool:
         """Return whether, by its status, the destination holds what it should, and note it if so.
 
         Its digest counts and not its version, whose number another sender can have chosen. Tensors
@@ -213,27 +213,26 @@ class AckedState:
         Args:
             run: The name of the sender's run.
         """
-        version, digest = status.get("version"), status.get("digest")
-        if self.digest is None or not self.plan.digested or None in (version, digest):
+        if status is None or self.digest is None or not self.plan.digested:
             return False
-        if status.get("foreign") is not None or status.get("engine_state") == "uncertain":
+        if status.health.changed_externally is not None or status.health.state == "uncertain":
             return False
-        self.found_other = None if digest == self.digest.hex() else dict(status)
+        held = status.version
+        self.found_other = None if held.digest == self.digest.hex() else status
         if self.found_other is not None:
             return False
-        assert isinstance(version, int)
-        is_own = (status.get("run"), version) == (run, self.version)
-        if not (status.get("loaded") or is_own):
+        is_own = (held.run, held.number) == (run, self.version)
+        if not (held.loaded or is_own):
             unproven = frozenset(self.plan.names).difference(self.plan.digested)
             if unproven and not self.resends_unproven:
-                self.found_other = dict(status)
+                self.found_other = status
                 return False
             self.unproven = unproven
-        self.version, self.base_digest = version, digest
+        self.version, self.base_digest = held.number, held.digest
         self.is_known, self.full_reason = True, None
         return True
 
-    def find_target(self, status: Mapping[str, Any], run: str, changes: Changes) -> bool:
+    def find_target(self, status: EngineStatus | None, run: str, changes: Changes) -> bool:
         """Return whether, by its status, the destination holds all of a sync, and note it if so.
 
         An earlier sender has led it there. Tensors that no digest covers are not known to be there.
@@ -321,7 +320,7 @@ class AckedState:
         if self.unknown_outcome is not None:
             self.unknown_outcome = replace(self.unknown_outcome, missed=None)
 
-    def resolve(self, status: dict[str, Any]) -> None:
+    def resolve(self, status: EngineStatus | None) -> None:
         """Find out by the destination's status whether it has committed the unknown sync."""
         unknown, self.unknown_outcome = self.unknown_outcome, None
         if unknown is None or unknown.posted is None or not unknown.posted.is_held_by(status):
@@ -329,7 +328,7 @@ class AckedState:
         self.version, self.digest = unknown.posted.version, unknown.posted.digest
         self._take_missed(unknown.missed)
 
-    def resolve_latest(self, status: dict[str, Any]) -> bool:
+    def resolve_latest(self, status: EngineStatus | None) -> bool:
         """Return whether, by its status, the destination holds the snapshot, and note it if so.
 
         A delta log might have led it there.

@@ -131,8 +131,8 @@ class TransferDestination(EngineClient):
         answer: dict[str, Any] = {"status": "committed", "version": version}
         with contextlib.suppress(SyncError):  # what was committed stays so
             status = self.status()
-            if status.get("version") == version:
-                answer["digest"] = status.get("digest")
+            if status is not None and status.version.number == version:
+                answer["digest"] = status.version.digest
         return answer
 
     def _update(self, body: bytes, name: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.run import Run
+from engine_ext.ranks.status import EngineStatus
 
 
 class Destination(Protocol):
@@ -74,13 +75,13 @@ class Destination(Protocol):
         """
         return None
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> EngineStatus | None:
         """Return the receiver's ``/delta_status``.
 
         It is asked for before the first sync, before every full one, and after an answer was lost.
-        {} means that it has none; a sync of unknown outcome then counts as not committed.
+        None means that it has none; a sync of unknown outcome then counts as not committed.
         """
-        return {}
+        return None
 
     def may_hold(self, version: int) -> bool:
         """Return whether a version that was not acknowledged can be there all the same."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any, Final
+
+import msgspec
 
 from delta_sender.encode.acked_state import AckedState
 from delta_sender.publish.destination import Destination
 from delta_sender.results import FullSyncRefused, SyncError
 from delta_sender.run import Run
+from engine_ext.ranks.status import EngineStatus
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class FullSyncGuard:
         """
         return self._warn(REQUESTED, self.status())
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> EngineStatus | None:
         """Claim the engine, and return its status, which only this run can change from then on.
 
         An engine that was restarted has no owner: without the claim others could come in after the
@@ -61,7 +63,7 @@ class FullSyncGuard:
         return self._destination.status()
 
     def check(
-        self, reason: str, status: Mapping[str, Any], cause: SyncError | None = None
+        self, reason: str, status: EngineStatus | None, cause: SyncError | None = None
     ) -> tuple[str, int | None]:
         """Check that the model can be sent whole, and say what it replaces.
 
@@ -76,54 +78,58 @@ class FullSyncGuard:
         Raises:
             FullSyncRefused: It must not be; the engine is unchanged.
         """
-        if not self._state.plan.is_known and status.get("loaded") is not False:
+        if not self._state.plan.is_known and (status is None or status.version.loaded):
             return self._warn("first: the engine was started without weights", status)
         if not (self._allow or self._is_own(status)):
             raise self._refused(reason, status) from cause
         return self._warn(reason, status)
 
-    def _is_own(self, status: Mapping[str, Any]) -> bool:
+    def _is_own(self, status: EngineStatus | None) -> bool:
         """Return whether what the engine holds is this sender's to replace."""
-        run, state = status.get("run"), self._state
-        if run == self._run.name:
-            return True
-        if "run" not in status:  # it knows no runs
+        state = self._state
+        if status is None:
             return state.is_known
-        digest = status.get("digest")
-        is_base = digest is not None and digest == state.base_digest
-        return state.is_known and bool(status.get("loaded") or is_base)
+        held = status.version
+        is_base = held.loaded or held.digest == state.base_digest
+        return held.run == self._run.name or (state.is_known and is_base)
 
-    def _warn(self, reason: str, status: Mapping[str, Any]) -> tuple[str, int | None]:
-        if status:
-            name, held = self._destination.name, described(status)
-            logger.warning("%s: sending the whole model over %s; %s", name, held, reason)
-        version = status.get("version")
-        return reason, version if isinstance(version, int) else None
+    def _warn(self, reason: str, status: EngineStatus | None) -> tuple[str, int | None]:
+        if status is None:
+            return reason, None
+        name, held = self._destination.name, described(status)
+        logger.warning("%s: sending the whole model over %s; %s", name, held, reason)
+        return reason, status.version.number
 
-    def _refused(self, reason: str, status: Mapping[str, Any]) -> FullSyncRefused:
+    def _refused(self, reason: str, status: EngineStatus | None) -> FullSyncRefused:
         digest = self._state.digest
+        held = "unknown weights" if status is None else described(status)
         _, _, why = reason.partition(": ")
         message = (
-            f"{self._destination.name} holds {described(status)}, which this sender has not sent, "
+            f"{self._destination.name} holds {held}, which this sender has not sent, "
             f"and no delta leads from there ({why}). The engine is unchanged. What can be done: "
             f"{_WAYS_OUT}"
         )
-        facts = {key: status.get(key) for key in ("version", "run", "owner", "digest")}
+        facts = {} if status is None else _facts(status)
         base = None if digest is None else digest.hex()
         kind = {"type": "FullSyncRefused", "message": message, "engine_state": "unchanged"}
         return FullSyncRefused(message, 409, {**kind, **facts, "base_digest": base})
 
 
-def described(status: Mapping[str, Any]) -> str:
+def _facts(status: EngineStatus) -> dict[str, Any]:
+    version, owner = status.version, msgspec.to_builtins(status.owner)
+    return {"version": version.number, "run": version.run, "owner": owner, "digest": version.digest}
+
+
+def described(status: EngineStatus) -> str:
     """Return what an engine holds, in words, given its status."""
-    version = f"version {status.get('version')}"
-    held, notes = ("the weights that it was started with", [version])
-    if not status.get("loaded"):
-        held, notes = version, []
-    if status.get("run") is not None:
-        notes.append(f"of run {status['run']}")
-    if status.get("digest") is not None:
-        notes.append(f"digest {status['digest']}")
-    if status.get("foreign") is not None:
-        notes.append(f"changed by {status['foreign']}")
-    return f"{held} ({', '.join(notes)})" if notes else held
+    version, by = status.version, status.health.changed_externally
+    number = f"version {version.number}"
+    held, notes = ("the weights that it was started with", [number])
+    if not version.loaded:
+        held, notes = number, []
+    if version.run is not None:
+        notes.append(f"of run {version.run}")
+    notes.append(f"digest {version.digest}")
+    if by is not None:
+        notes.append(f"changed by {by}")
+    return f"{held} ({', '.join(notes)})"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar, cast
 
 import httpx
+import msgspec
 from tenacity import RetryCallState, retry, retry_if_exception_type
 from tenacity.stop import stop_after_attempt, stop_before_delay
 from tenacity.wait import wait_random_exponential
@@ -23,6 +24,7 @@ from delta_sender.results import EngineBusy, EngineUnreachable, SyncError
 from delta_sender.run import Run, clock, owner_in_words
 from engine_ext.answers import answer_in_words, failure_in_words
 from engine_ext.format import SIGNATURE_HEADER, sign
+from engine_ext.ranks.status import EngineStatus
 from engine_ext.resources import RateLimit
 
 logger = logging.getLogger(__name__)
@@ -125,21 +127,26 @@ class EngineClient(Destination):
     def plan(self) -> Any:
         """Return for each rank a list of rows, one per checkpoint tensor; None without a plan."""
         self.status()  # a request without a body shows the overhead of the link
-        return self.status(plan="true").get("plan")
+        status = self.status(plan="true")
+        return None if status is None else status.plan or None
 
-    def status(self, **query: str) -> dict[str, Any]:
-        """Return the engine's ``/delta_status``; {} if it has none.
+    def status(self, **query: str) -> EngineStatus | None:
+        """Return the engine's ``/delta_status``; None if it has none.
 
         Raises:
-            SyncError: It failed, or the engine does not know that an adapter can be meant.
+            SyncError: It failed, the engine does not know that an adapter can be meant, or its
+                status is of another version of these endpoints.
         """
+        status: EngineStatus | None = None
         try:
-            status = self._request("GET", "/delta_status", {**query, **self._named})
+            answer = self._request("GET", "/delta_status", {**query, **self._named})
+            status = msgspec.convert(answer, EngineStatus)
         except SyncError as failed:
             if failed.status != 404:
                 raise
-            status = {}
-        if self._adapter is not None and status.get("adapter") != self._adapter:
+        except msgspec.ValidationError as error:
+            raise SyncError(f"{self._url} has a status of another form: {error}", 200) from error
+        if self._adapter is not None and (status is None or status.adapter != self._adapter):
             raise SyncError(f"{self._url} takes no updates of adapters", 200)
         return status
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from delta_sender.encode.acked_state import AckedState
 from delta_sender.encode.encoding_policy import EncodingPolicy
@@ -13,6 +11,7 @@ from delta_sender.encode.sync_round import Attempt, SyncRound
 from delta_sender.publish.destination import Destination
 from delta_sender.publish.full_sync import REQUESTED, FullSyncGuard
 from delta_sender.results import SyncError
+from engine_ext.ranks.status import EngineStatus
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +123,7 @@ class Recovery:
         above = attempt.version if version is None else max(attempt.version, version + 1)
         attempt = replace(attempt, version=above)
         if self._guard is None:
-            return self._full(attempt, _why(self._state, {}, error, is_uncertain), None)
+            return self._full(attempt, _why(self._state, None, error, is_uncertain), None)
         status = self._guard.status()
         is_other = version not in (None, self._state.version) or not self._state.is_known
         looks, self._may_look = self._may_look and is_other, False
@@ -146,13 +145,13 @@ class Recovery:
             attempt, full=True, policy=attempt.next_policy, reason=reason, replaced=replaced
         )
 
-    def _is_at_base(self, status: Mapping[str, Any]) -> bool:
+    def _is_at_base(self, status: EngineStatus | None) -> bool:
         with self._round.reading():
             found = self._state.find_base(status, self._round.run.name)
         self._state.found_other = None  # it is asked again before anything else is decided
         return found
 
-    def _is_at_target(self, status: Mapping[str, Any]) -> bool:
+    def _is_at_target(self, status: EngineStatus | None) -> bool:
         """Return whether the destination holds what the round leads to: it is sent again."""
         if self._state.is_known:
             return False
@@ -177,9 +176,9 @@ class Recovery:
             return False
 
 
-def _refusal(state: AckedState, status: Mapping[str, Any]) -> SyncError:
+def _refusal(state: AckedState, status: EngineStatus) -> SyncError:
     """Return how a destination with this status refuses a delta, as it holds something else."""
-    version, digest = status["version"], status["digest"]
+    version, digest = status.version.number, status.version.digest
     if state.digest is not None and digest == state.digest.hex():
         text = "no digest covers some tensors, so what the engine holds there is not known"
         facts = {"type": "VersionConflict", "expected": state.version, "actual": version}
@@ -192,17 +191,19 @@ def _refusal(state: AckedState, status: Mapping[str, Any]) -> SyncError:
     return SyncError(text, 409, {**facts, "engine_state": "unchanged"})
 
 
-def _why(state: AckedState, status: Mapping[str, Any], error: SyncError, is_uncertain: bool) -> str:
+def _why(
+    state: AckedState, status: EngineStatus | None, error: SyncError, is_uncertain: bool
+) -> str:
     """Return why no delta fits, given the engine's status and its refusal of one."""
     actual = error.error.get("actual")
     if is_uncertain:
         return "uncertain: a write failed half-way"
-    if status.get("foreign") is not None:
-        return f"changed: {status['foreign']} changed the weights"
+    if status is not None and (by := status.health.changed_externally) is not None:
+        return f"changed: {by} changed the weights"
     if error.error.get("type") == "BaseMismatch":
         return "changed: the engine holds other weights than those the changes start from"
     if actual == state.version:
         return f"changed: version {actual} is there, but not known to be the one of the changes"
-    if status.get("loaded"):
+    if status is not None and status.version.loaded:
         return f"restarted: the engine is at version {actual}, not at {state.version}"
     return f"behind: the engine is at version {actual}, not at {state.version}"

@@ -26,6 +26,7 @@ from delta_sender.publish.recovery import Recovery
 from delta_sender.results import SyncError, SyncReport
 from delta_sender.run import Run
 from engine_ext.format import Digest
+from engine_ext.ranks.status import EngineStatus
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class _Contact:
     """Answers of a destination before the first sync."""
 
     claimed: dict[str, Any]
-    status: dict[str, Any]
+    status: EngineStatus | None
     plan: Any
 
 
@@ -118,7 +119,7 @@ class Session:
             self.is_claimed = not failed.error  # without the engine's own answer it might be
             raise
         status = destination.status()
-        return _Contact(claimed, status, destination.plan() if status else None)
+        return _Contact(claimed, status, None if status is None else destination.plan())
 
     def ask_early(self) -> bool:
         """Call `ask`, and let `sync` raise what it raises; return whether there is an answer."""
@@ -140,13 +141,13 @@ class Session:
             return
         self.ask()
         contact, self._contact, self.is_met = self._contact, None, True
-        if contact is None or not contact.status:
+        if contact is None or contact.status is None:
             return
         state = self.state
         state.read_plan(contact.plan, keep_digest=self._options.digest, full=False)
         state.find_base(contact.status, self.run.name)
         # Numbers of a run are not used twice, and the engine's does not go back.
-        numbers = (contact.claimed.get("highest"), contact.status.get("version"))
+        numbers = (contact.claimed.get("highest"), contact.status.version.number)
         state.highest_used = max([n for n in numbers if isinstance(n, int)], default=0)
 
     def sync(self, sync_round: SyncRound) -> Committed:

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from delta_sender.diff.snapshot import Snapshot
 from delta_sender.encode.acked_state import PostedSync
 from delta_sender.encode.part_builder import Bucket, PartBuilder
@@ -27,6 +29,7 @@ from delta_sender.sharded.owned import OwnedShards, ShardedState
 from delta_sender.sharded.parts import OwnedChanges, ShardParam
 from delta_sender.sharded.ranks import Ranks, described, first_cause, raise_first
 from engine_ext.format import Digest, encode_part
+from engine_ext.ranks.status import EngineStatus
 
 # What a rank has posted: "parts", "wire_bytes", "nnz", "digest", "picked"; and not: "lost".
 Report = dict[str, Any]
@@ -72,9 +75,10 @@ class SharedEngine(Destination):
         """See `Destination.plan`."""
         return self._ranks.from_leader(self.client.plan)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> EngineStatus | None:
         """See `Destination.status`."""
-        return self._ranks.from_leader(self.client.status)
+        found = self._ranks.from_leader(self.client.status)  # as JSON
+        return msgspec.convert(found, EngineStatus | None)
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         """See `Destination.deliver`."""

@@ -10,9 +10,17 @@ from html.parser import HTMLParser
 from importlib.resources import files
 
 import httpx
+import msgspec
 import pytest
 
-from engine_ext.ranks.operations import RankStatus, SyncRecord
+from engine_ext.ranks.operations import ScrubState, SyncRecord
+from engine_ext.ranks.status import (
+    EngineStatus,
+    HealthStatus,
+    LogStatus,
+    PauseStatus,
+    VersionStatus,
+)
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.support.delta_bodies import delta_part
 from tests.support.endpoint_rig import Rig, assert_error
@@ -148,16 +156,34 @@ def test_text_does_not_become_markup() -> None:
         assert sink not in SCRIPT
 
 
-def test_it_reads_what_the_engine_answers(rig: Rig) -> None:
-    status = rig.status()
-    read = set(re.findall(r"\bstatus\.(\w+)", SCRIPT)) - {"history"}
-    optional = {"adapters", "awaits"}
-    assert read >= {"version", "engine_state", "certification", *optional}
-    assert optional <= {*RankStatus.__struct_fields__}
-    assert read <= status.keys() | optional
-    fields = set(re.findall(r"\bsync\.(\w+)", SCRIPT))
-    assert fields >= {"outcome", "version", "bytes", "nnz", "error"}
-    assert fields <= {*SyncRecord.__struct_fields__}
+@pytest.mark.parametrize(
+    ("group", "fields", "some"),
+    [
+        ("status", EngineStatus, {"engine", "ranks", "owner", "adapters", "history"}),
+        ("version", VersionStatus, {"number", "published", "complete", "by_rank", "digest"}),
+        ("health", HealthStatus, {"state", "asleep", "paused", "changed_externally"}),
+        (r"health\.paused", PauseStatus, {"since", "by"}),
+        ("log", LogStatus, {"newest", "folder", "problem"}),
+        ("scrub", ScrubState, {"passes", "mismatched", "error"}),
+        ("sync", SyncRecord, {"outcome", "version", "bytes", "nnz", "error"}),
+    ],
+)
+def test_it_reads_what_the_engine_answers(
+    group: str, fields: type[msgspec.Struct], some: set[str]
+) -> None:
+    read = set(re.findall(rf"(?<!\.)\b{group}\??\.(\w+)", SCRIPT))
+    assert some <= read <= {*fields.__struct_fields__}
+
+
+def test_the_groups_it_takes_apart_are_in_the_status() -> None:
+    taken = re.findall(r"const \{ ([\w, ]+) \} = status;", SCRIPT)
+    taken += re.findall(r"function problemOf\(\{ ([\w, ]+) \}\)", SCRIPT)
+    assert len(taken) == 3
+    assert {name for names in taken for name in names.split(", ")} <= {
+        *EngineStatus.__struct_fields__
+    }
+    [names] = re.findall(r"function showPlan\(\{ ([\w, ]+) \}\)", SCRIPT)
+    assert {*names.split(", ")} <= {*HealthStatus.__struct_fields__}
 
 
 def test_its_script_finds_its_elements(rig: Rig) -> None:
