@@ -118,6 +118,8 @@ def test_mismatched_tensors_are_named(status: EngineStatus) -> None:
     found = changed(status, health={"state": "mismatched", "mismatched": ["a.weight", "b"]})
     text = shown([top.Answer("http://h:1", found)])
     assert "other bits than written in a.weight, b; send a full sync" in text
+    many = changed(status, health={"state": "mismatched", "mismatched": [*"abcdefgh"]})
+    assert "in a, b, c, d, e and 3 more; send" in shown([top.Answer("http://h:1", many)])
 
 
 def test_what_scrubbing_has_found(status: EngineStatus) -> None:
