@@ -24,7 +24,7 @@ from engine_ext.placement.certify import Certified
 from engine_ext.placement.ownership import box_of, boxes, resolve
 from engine_ext.placement.segments import Placed, Placement, Status, TensorSpec
 from engine_ext.placement.targets import Target, make_targets
-from engine_ext.ranks import Ranks
+from engine_ext.ranks import RankGroup
 
 _SCAN_ELEMENTS = 1 << 20
 # The limit for a run on a device, where a piece costs a launch: 16 us of an H100's time.
@@ -220,7 +220,7 @@ def _live_digest(
 
 def make_plan(
     placement: Placement,
-    ranks: Ranks,
+    ranks: RankGroup,
     dropped: Mapping[str, TensorSpec] | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> Plan:

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 Bytes = NDArray[np.uint8]
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """This rank among the ranks of its engine; `rank` is its number, from 0."""
 
     rank: int
@@ -75,7 +75,7 @@ class GroupRanks:
         return [one[:size].numpy() for one, size in zip(found, sizes, strict=True)]
 
 
-def gather_bytes(ranks: Ranks, data: Bytes, to: int) -> list[Bytes] | None:
+def gather_bytes(ranks: RankGroup, data: Bytes, to: int) -> list[Bytes] | None:
     """Return every rank's bytes, uint8 [bytes], at least on the rank `to`; None elsewhere.
 
     All ranks must call it.
@@ -85,7 +85,7 @@ def gather_bytes(ranks: Ranks, data: Bytes, to: int) -> list[Bytes] | None:
     return ranks.all_gather(data)
 
 
-def cores_per_rank(ranks: Ranks) -> int:
+def cores_per_rank(ranks: RankGroup) -> int:
     """Return this rank's share of the cores that it can run on, at least 1. All ranks must call it.
 
     Ranks that an engine binds to cores of their own share none.
@@ -101,7 +101,7 @@ def _host() -> str:
     return _BOOT_ID.read_text().strip()
 
 
-def together(ranks: Ranks, work: Callable[[], _T]) -> _T:
+def run_on_all_or_none(ranks: RankGroup, work: Callable[[], _T]) -> _T:
     """Do some work that does not communicate; if it fails on one rank, it fails on all.
 
     So the code after it can communicate. All ranks must call it.

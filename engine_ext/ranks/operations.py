@@ -19,86 +19,65 @@ from engine_ext.errors import DeltaError, as_delta_error, from_wire
 from engine_ext.format import PartId, RunSender
 from engine_ext.ranks.replies import (
     Admission,
+    BoardItem,
+    BoardLease,
     CallerPause,
-    CallerPaused,
     CommittedSync,
     Delivery,
-    EngineLease,
-    Following,
-    History,
-    LeaseGrant,
+    EngineUse,
     LoadedAdapter,
-    LogLook,
     LogRecords,
     PartBegun,
     PartProgress,
-    PartSettled,
-    Pulled,
-    PulledFolder,
     RankDigest,
     RankPlan,
+    RankReport,
     RankState,
     RankStatus,
     Reply,
     RolledBack,
     RunClaimed,
     RunOwner,
-    RunReleased,
-    ScrubFindings,
     ScrubState,
+    Serving,
     StagedSync,
     SyncPrepared,
     SyncRecord,
-    Unseen,
     Written,
 )
 
 __all__ = [
-    "AcquireFollowLease",
-    "AcquireLease",
-    "AcquireLogLease",
+    "AbortSync",
     "Admission",
     "BeginPart",
+    "BoardItem",
+    "BoardLease",
     "CallerPause",
-    "CallerPaused",
     "ClaimRun",
     "CommitSync",
     "CommittedSync",
     "Delivery",
-    "DropSync",
-    "EngineLease",
+    "EngineUse",
     "FileStamp",
-    "FindPull",
-    "FindUnseen",
-    "Following",
     "GetDigest",
-    "GetHistory",
+    "GetItem",
     "GetPlan",
-    "GetState",
     "GetStatus",
-    "History",
-    "LeaseGrant",
+    "LeaseItem",
     "LoadedAdapter",
-    "LogLook",
     "LogRecords",
     "Operation",
     "PartBegun",
     "PartProgress",
-    "PartSettled",
+    "Parts",
     "PollPart",
     "PrepareSync",
-    "Pulled",
-    "PulledFolder",
+    "PutItem",
     "RankDigest",
     "RankPlan",
+    "RankReport",
     "RankState",
     "RankStatus",
-    "RecordPause",
-    "RecordPull",
-    "RecordSync",
-    "ReleaseLease",
-    "ReleaseLogLease",
-    "ReleaseRun",
     "Reply",
     "ReplyT",
     "Request",
@@ -106,18 +85,11 @@ __all__ = [
     "RolledBack",
     "RunClaimed",
     "RunOwner",
-    "RunReleased",
-    "ScrubFindings",
     "ScrubState",
-    "SettlePart",
-    "ShareFollowing",
-    "ShareLogRecords",
+    "Serving",
     "StagedSync",
     "SyncPrepared",
     "SyncRecord",
-    "TakeScrubFindings",
-    "UnloadAdapter",
-    "Unseen",
     "Written",
     "decode_answers",
     "decode_request",
@@ -153,81 +125,46 @@ class Operation(
         return str(self.__struct_config__.tag)
 
 
-class GetStatus(Operation[RankStatus], frozen=True, tag="status"):
-    """Describe the receiver."""
-
-
-class GetState(Operation[RankState], frozen=True, tag="state"):
-    """Describe what every HTTP process must know; cheap."""
-
-
-class AcquireLease(Operation[EngineLease], frozen=True, kw_only=True, tag="acquire_lease"):
-    """Let one HTTP process pause the engine; see `engine_ext.sync.lease.Lease.acquire`."""
-
-    holder: str
-    resumes: bool
-    instead_of: str | None
-
-
-class ReleaseLease(Operation[Reply], frozen=True, kw_only=True, tag="release_lease"):
-    """Return the lease; `owed` if generation must still be resumed."""
-
-    holder: str
-    owed: bool
-
-
-class RecordPause(Operation[CallerPaused], frozen=True, kw_only=True, tag="record_pause"):
-    """Record a pause that is not a commit's, or that there is none."""
-
-    pause: CallerPause | None
-    begins: bool  # the engine was not paused just before; else the known pause stays
-
-
-class AcquireLogLease(Operation[LeaseGrant], frozen=True, kw_only=True, tag="acquire_log_lease"):
-    """Let one HTTP process replay the delta log."""
-
-    holder: str
-    instead_of: str | None
-
-
-class ReleaseLogLease(Operation[Reply], frozen=True, kw_only=True, tag="release_log_lease"):
-    """Return the lease of the delta log."""
-
-    holder: str
-
-
-class AcquireFollowLease(
-    Operation[LeaseGrant], frozen=True, kw_only=True, tag="acquire_follow_lease"
-):
-    """Let one HTTP process follow the delta log, until it is dead."""
-
-    holder: str
-    instead_of: str | None
-
-
-class ShareFollowing(Operation[Following], frozen=True, kw_only=True, tag="share_following"):
-    """Read, and change, the state that all HTTP processes of a log's follower share."""
-
-    follower: str  # the engine's name among the log's followers, if it has none yet
-    look: LogLook | None = None  # has just ended
-    was_read: bool = False  # the log could be read
-    pins: bool = False  # `pin` counts
-    pin: int | None = None
-
-
-class ShareLogRecords(Operation[LogRecords], frozen=True, kw_only=True, tag="share_log_records"):
-    """Read the delta log's records of the versions up to the engine's, and add some."""
-
-    version: int  # the version that the added records lead to
-    seen: dict[str, str] = {}  # records to add, by folder's name, in order of version
-
-
-class FindUnseen(Operation[Unseen], frozen=True, kw_only=True, tag="unseen"):
-    """Find which parts were not committed at this version."""
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """Parts of one version, by their identities."""
 
     version: int
     run: str | None = None  # that the parts name
     identities: list[str]
+
+
+class GetStatus(Operation[RankReport], frozen=True, kw_only=True, tag="status"):
+    """Describe the rank; without `details` only what every HTTP process must know, cheaply."""
+
+    details: bool = True
+    parts: Parts | None = None  # find which of them were not committed at their version
+
+
+class GetItem(Operation[BoardItem], frozen=True, kw_only=True, tag="get"):
+    """Read an item of the board with its entries, see `engine_ext.ranks.board.Board`."""
+
+    key: str
+
+
+class PutItem(Operation[BoardItem], frozen=True, kw_only=True, tag="put"):
+    """Replace the value of an item of the board, see `engine_ext.ranks.board.Board.put`."""
+
+    key: str
+    value: Any
+    expected: int
+    append: Any = None
+    most: int = 0
+
+
+class LeaseItem(Operation[BoardLease], frozen=True, kw_only=True, tag="lease"):
+    """Acquire or release the lease of an item, see `engine_ext.ranks.board.Board.lease`."""
+
+    key: str
+    holder: str
+    release: bool = False
+    instead_of: str | None = None
+    value: Any = None
+    expected: int | None = None
 
 
 class FileStamp(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,39 +210,45 @@ class PollPart(Operation[PartProgress], frozen=True, kw_only=True, tag="poll"):
     part: PartId
 
 
-class SettlePart(Operation[PartSettled], frozen=True, kw_only=True, tag="settle"):
-    """Keep a part that every rank has staged, or forget one that some rank refused."""
-
-    part: PartId
-    staged: bool
-
-
 class PrepareSync(Operation[SyncPrepared], frozen=True, kw_only=True, tag="prepare"):
-    """Do a share of the work before the commit of a staged sync; `part` is one of its parts."""
+    """Keep a part that every rank has staged; else do a share of the work before the commit.
+
+    That work is of the whole sync that the part belongs to, see `SyncOperations.prepare`.
+    """
 
     part: PartId
+    keep: bool = False
 
 
-class DropSync(Operation[Reply], frozen=True, kw_only=True, tag="drop"):
-    """Forget the staged sync; with a version, only if it is that one."""
+class AbortSync(Operation[Reply], frozen=True, kw_only=True, tag="abort"):
+    """Forget the staged sync, if there is one.
 
+    Attributes:
+        part: forget this part alone, which some rank has refused.
+        version, sync_id: forget the sync only if it is this one.
+        unloads: requests cannot name the adapter any more, so that no more syncs are taken for it.
+    """
+
+    part: PartId | None = None
     version: int | None = None
     sync_id: str | None = None
+    unloads: bool = False
 
 
-class ClaimRun(Operation[RunClaimed], frozen=True, kw_only=True, tag="claim_run"):
-    """Let only the process of a run change the weights from now on."""
+class ClaimRun(Operation[RunClaimed], frozen=True, kw_only=True, tag="claim"):
+    """Let only the process of a run change the weights from now on.
+
+    Attributes:
+        releases: end that instead, and drop what the process has staged.
+        takeover: also from another run, which is fenced.
+        now, at: as in `BeginPart`.
+    """
 
     sender: RunSender
-    takeover: bool  # from another run, which is fenced
-    now: float  # as in `BeginPart`
+    releases: bool = False
+    takeover: bool = False
+    now: float
     at: float
-
-
-class ReleaseRun(Operation[RunReleased], frozen=True, kw_only=True, tag="release_run"):
-    """Let anyone change the weights, and drop what the process of a run has staged."""
-
-    sender: RunSender
 
 
 class CommitSync(Operation[CommittedSync], frozen=True, kw_only=True, tag="commit"):
@@ -319,19 +262,6 @@ class RollBack(Operation[RolledBack], frozen=True, tag="rollback"):
     """Restore the version before the last one."""
 
 
-class RecordPull(Operation[Reply], frozen=True, kw_only=True, tag="record_pull"):
-    """Record the versions that were pulled under the name of a checkpoint."""
-
-    checkpoint: str
-    pulled: Pulled
-
-
-class FindPull(Operation[Pulled], frozen=True, kw_only=True, tag="find_pull"):
-    """Find the versions that were pulled under the name of a checkpoint."""
-
-    checkpoint: str
-
-
 class GetPlan(Operation[RankPlan], frozen=True, tag="plan"):
     """List every checkpoint tensor with its placement on this rank."""
 
@@ -340,24 +270,6 @@ class GetDigest(Operation[RankDigest], frozen=True, kw_only=True, tag="digest"):
     """Compute the digests; with `scan` from live memory."""
 
     scan: bool
-
-
-class TakeScrubFindings(Operation[ScrubFindings], frozen=True, tag="take_scrub_findings"):
-    """Return the mismatches that scrubbing has found since the last request of any process."""
-
-
-class RecordSync(Operation[SyncRecord], frozen=True, kw_only=True, tag="record"):
-    """Add a request to the history; the reply includes the parts staged before it."""
-
-    record: SyncRecord
-
-
-class GetHistory(Operation[History], frozen=True, tag="history"):
-    """List the last syncs."""
-
-
-class UnloadAdapter(Operation[Reply], frozen=True, tag="unload_adapter"):
-    """Record that requests cannot name the adapter any more."""
 
 
 # The operations above; an adapter can define more for itself.

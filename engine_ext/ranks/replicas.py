@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from engine_ext.ranks.group import Ranks
+from engine_ext.ranks.group import RankGroup
 
 ENVIRONMENT: Final = "DELTA_UPDATES_REPLICAS"
 
@@ -64,7 +64,7 @@ def count() -> int:
     return 1 if meeting is None else meeting.replicas
 
 
-def among_replicas(replica: int, group: Ranks) -> Ranks:
+def among_replicas(replica: int, group: RankGroup) -> RankGroup:
     """Return the ranks of all replicas; those of this one are `group`, and all that there are.
 
     Args:
@@ -100,7 +100,9 @@ class ReplicaRanks:
         key: that all of them sign with.
     """
 
-    def __init__(self, group: Ranks, store: Any, replica: int, replicas: int, key: bytes) -> None:
+    def __init__(
+        self, group: RankGroup, store: Any, replica: int, replicas: int, key: bytes
+    ) -> None:
         self._group, self._store, self._key = group, store, key
         self._replica, self._replicas = replica, replicas
         self._turn = 0
@@ -109,7 +111,7 @@ class ReplicaRanks:
         self.rank = replica * len(group.all_gather(None)) + group.rank
 
     @property
-    def group(self) -> Ranks:
+    def group(self) -> RankGroup:
         """The ranks of this replica alone."""
         return self._group
 
@@ -185,7 +187,7 @@ def _encoded(values: list[Any]) -> bytes:
 
 
 def _store(port: int, **options: Any) -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     return TCPStore(_HOST, port, wait_for_workers=False, **options)
 

@@ -1,4 +1,4 @@
-"""The replies to the operations that the HTTP side asks of every rank's receiver."""
+"""The replies to the operations that the HTTP side asks of every rank, and what they consist of."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class CallerPause(msgspec.Struct, frozen=True, kw_only=True):
     by: str | None  # address of the client that asked for it; None if it is not known
 
 
-class CallerPaused(Reply, frozen=True, kw_only=True):
-    """The pause that lasts; None if there is none."""
+class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Who has paused the engine; the value of the board's item `ENGINE`."""
 
-    pause: CallerPause | None
+    resume_owed: bool = False  # a commit, not the caller, has paused the engine, and must resume it
+    pause: CallerPause | None = None  # that lasts, as it was last recorded
 
 
 class RankState(Reply, frozen=True, kw_only=True):
@@ -37,18 +38,21 @@ class RankState(Reply, frozen=True, kw_only=True):
     paused: CallerPause | None = None  # as it was last recorded
 
 
-class LeaseGrant(Reply, frozen=True, kw_only=True):
-    """The answer to a process that asks for a lease."""
+class BoardItem(Reply, frozen=True, kw_only=True):
+    """An item of the board after an operation, see `engine_ext.ranks.board.Board`."""
 
-    granted: bool  # whether the process has the lease now
-    holder: str | None = None  # if not, the process that has it
-    fresh: bool = False  # if so, no other process has had it since this one last had it
+    value: Any = None  # of JSON types; None: none was put yet
+    revision: int = 0  # another one after every change of the value and of the holder
+    holder: str | None = None  # the process that has the item's lease
+    written: bool = False  # whether the operation has put a value
+    entries: list[Any] = []  # the newest one last; empty if the operation does not ask for them
 
 
-class EngineLease(Reply, frozen=True, kw_only=True):
-    """A `LeaseGrant`, with the state of the rank that gave it."""
+class BoardLease(Reply, frozen=True, kw_only=True):
+    """The answer to a process that acquires or releases a lease, with the rank's state then."""
 
-    grant: LeaseGrant
+    granted: bool  # whether the process has it now
+    item: BoardItem
     state: RankState
 
 
@@ -63,16 +67,11 @@ class RunOwner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunClaimed(Reply, frozen=True, kw_only=True):
-    """A run owns the weights."""
+    """The owner of the weights after a claim or its end."""
 
-    owner: RunOwner
+    owner: RunOwner | None
+    released: bool = False  # whether the run has owned them until now, and gave them up
     highest: int | None  # number that a version of the run has had; None before the first
-
-
-class RunReleased(Reply, frozen=True, kw_only=True):
-    """Whether the run has owned the weights until now."""
-
-    released: bool
 
 
 class StagedSync(Reply, frozen=True, kw_only=True):
@@ -167,10 +166,21 @@ class RankStatus(RankState, frozen=True, kw_only=True):
     scrub: ScrubState | None = None  # None if scrubbing is off
 
 
-class Unseen(Reply, frozen=True, kw_only=True):
-    """The identities that were not committed at the version in question."""
+class Serving(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts that only the ranks know of an engine with several HTTP processes (SGLang)."""
 
-    unseen: list[str]
+    idle: bool  # no request runs
+    weight_version: str
+
+
+class RankReport(Reply, frozen=True, kw_only=True):
+    """The state of one rank."""
+
+    state: RankState
+    status: RankStatus | None = None  # if it was asked for
+    unseen: list[str] = []  # the identities in question that were not committed
+    findings: int = 0  # of scrubbing since the start: a tensor counts whenever it becomes wrong
+    serving: Serving | None = None  # if the engine's adapter adds it
 
 
 class PartBegun(Reply, frozen=True, kw_only=True):
@@ -185,77 +195,30 @@ class PartProgress(Reply, frozen=True, kw_only=True):
     done: bool
 
 
-class PartSettled(Reply, frozen=True, kw_only=True):
-    """Whether all parts of the staged sync are staged, and it needs no `PrepareSync`."""
+class SyncPrepared(Reply, frozen=True, kw_only=True):
+    """How far the staged sync is."""
 
-    complete: bool
-    prepared: bool
+    complete: bool  # all of its parts are staged
+    done: bool  # it is complete, and can be committed now
+    rebuilt: int = 0  # modules rebuilt so far on this rank
     base: Delivery | None = None  # if complete: of the version that it replaces, unless it is full
 
 
-class SyncPrepared(Reply, frozen=True, kw_only=True):
-    """Whether the staged sync can be committed now."""
+class LogRecords(msgspec.Struct, frozen=True, kw_only=True):
+    """Records of the last versions in the delta log that have led to the engine's version.
 
-    done: bool
-    rebuilt: int  # modules rebuilt so far on this rank
+    The value of the item `LOG_RECORDS`, which the ranks change with their weights: a delta of the
+    log adds its record, a full version drops those before it, and a rollback restores them.
+    """
 
-
-class PulledFolder(msgspec.Struct, frozen=True, kw_only=True):
-    """The folder of the version that a pull has staged, as it was read."""
-
-    version: int
-    identities: list[str]  # of its parts, sorted
-    marks: dict[str, str]  # by file name: changes with the file; empty if it cannot show a change
-
-
-class Pulled(Reply, frozen=True, kw_only=True):
-    """Versions that were pulled under the name of a checkpoint; none if `source` is empty."""
-
-    source: str = ""  # the folder that they are published in
-    target: int = 0  # the last of them
-    sync_id: str | None = None  # of the staged sync
-    folder: PulledFolder | None = None  # the folder of its version
-
-
-class LogLook(msgspec.Struct, frozen=True, kw_only=True):
-    """How a look at the delta log ended, of an engine that follows one."""
-
-    at: float  # Unix time of its end
-    newest: int | None  # version in the log; None if it has none, or was never read
-    behind: int  # versions in the log after that of the weights
-    problem: dict[str, Any] | None  # why the engine cannot reach the newest version
-    error: dict[str, Any] | None  # the error that ended the look
-    asleep: bool  # the weights' memory was released
-
-
-class Following(Reply, frozen=True, kw_only=True):
-    """The state that all HTTP processes of an engine share that follows its delta log."""
-
-    name: str | None = None  # the engine's, among the log's followers
-    process: str | None = None  # the process that looks at the log
-    pin: int | None = None  # a version that the engine does not go past
-    look: LogLook | None = None  # the last one, of any process
-    was_read: bool = False  # the log was, since the engine's start
-    failures: int = 0  # looks that an error has ended
-    in_a_row: int = 0  # of these, since one ended well
-
-
-class LogRecords(Reply, frozen=True, kw_only=True):
-    """Records of the last versions in the delta log that have led to the engine's."""
-
-    records: dict[str, str]  # by folder's name, see `engine_ext.log.records`
+    version: int = 0  # the engine's
+    records: dict[str, str] = {}  # by folder's name, see `engine_ext.log.records`
 
 
 class RankPlan(Reply, frozen=True, kw_only=True):
     """One row per checkpoint tensor, or None if the engine has loaded no checkpoint yet."""
 
     tensors: list[dict[str, Any]] | None
-
-
-class ScrubFindings(Reply, frozen=True, kw_only=True):
-    """The tensors that scrubbing has found to be other than written, each reported once."""
-
-    mismatched: list[str]
 
 
 class RankDigest(Reply, frozen=True, kw_only=True):
@@ -267,7 +230,7 @@ class RankDigest(Reply, frozen=True, kw_only=True):
     corrupted: list[str]  # tensors of modules that a scan found different from a rebuild
 
 
-class SyncRecord(Reply, frozen=True, kw_only=True):
+class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one request for an update; see `CommittedSync` for the counts."""
 
     at: float  # Unix time at which the request began
@@ -289,9 +252,3 @@ class SyncRecord(Reply, frozen=True, kw_only=True):
     rebuilt: int | None = None  # modules that the engine's own processing has computed anew
     adapter: str | None = None  # the LoRA adapter that it was for
     timings_ms: dict[str, float]  # milliseconds by phase
-
-
-class History(Reply, frozen=True, kw_only=True):
-    """The last syncs, the newest one last."""
-
-    syncs: list[SyncRecord]

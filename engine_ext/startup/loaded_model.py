@@ -15,7 +15,7 @@ import torch
 
 from engine_ext.model import Known, StorageIndex, is_constant
 from engine_ext.placement import Certified, Placement, Repack, Segment, TensorSpec
-from engine_ext.ranks import Ranks
+from engine_ext.ranks import RankGroup
 from engine_ext.remote_parts import Locate
 from engine_ext.startup.derived import Recomputation, Recomputed
 from engine_ext.startup.recomputed import Probe, Rebuild, UnprocessedModules
@@ -72,7 +72,7 @@ class LoadedModel:
     load_weights: LoadWeights
     checkpoint: CheckpointReader | None
     reload: Reload
-    ranks: Ranks
+    ranks: RankGroup
     repacks: Mapping[str, Repack] = field(default_factory=dict)
     refusals: Mapping[str, str] = field(default_factory=dict)
     learned: bool = True

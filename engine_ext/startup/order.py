@@ -36,7 +36,7 @@ from engine_ext.placement import (
     summary,
     uncertified,
 )
-from engine_ext.ranks import cores_per_rank, together
+from engine_ext.ranks import cores_per_rank, run_on_all_or_none
 from engine_ext.startup.derived import (
     LaterCopies,
     add_recomputed,
@@ -197,7 +197,7 @@ def certify_model(loaded: LoadedModel, traced: Traced, checkpoint: CheckpointRea
             traced.placement, checkpoint(), moves_known=moves_known, threads=threads
         )
 
-    traced.certified.update(together(loaded.ranks, certify))
+    traced.certified.update(run_on_all_or_none(loaded.ranks, certify))
     for name, other in traced.tied.items():
         one, placed = traced.placement[name], traced.placement[other]
         if one.status is Status.UNCERTIFIED is not placed.status:

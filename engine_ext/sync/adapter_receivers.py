@@ -22,7 +22,7 @@ from engine_ext.format import tensor_digest
 from engine_ext.kernels import bits_of, host_bits
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placed, Placement, Segment, Status, TensorSpec, make_plan
-from engine_ext.ranks import Ranks, cores_per_rank, together
+from engine_ext.ranks import RankGroup, cores_per_rank, run_on_all_or_none
 from engine_ext.ranks import operations as ops
 from engine_ext.settings import Settings
 from engine_ext.startup import Recomputed
@@ -77,7 +77,7 @@ class AdapterReceivers:
     """
 
     def __init__(
-        self, model: Receiver, stores: AdapterStores, ranks: Ranks, settings: Settings
+        self, model: Receiver, stores: AdapterStores, ranks: RankGroup, settings: Settings
     ) -> None:
         self._model, self._stores = model, stores
         self._ranks, self._settings = ranks, settings
@@ -115,23 +115,23 @@ class AdapterReceivers:
             Conflict: the ranks have different tensors of the adapter.
             EngineUncertain: an earlier write, of something else, has failed half-way.
         """
-        if isinstance(request, ops.UnloadAdapter):
-            return cast(ops.ReplyT, self.unload_adapter(request))
+        if isinstance(request, ops.AbortSync) and request.unloads:
+            self._unload(request.adapter)
+            return cast(ops.ReplyT, ops.Reply())
         receiver = self._model
         if request.adapter is not None:
             receiver = self._receiver(request.adapter)
-        if isinstance(request, _WRITES):
-            together(self._ranks, lambda: self._check_others(receiver))
+        if isinstance(request, _WRITES) and not _keeps_part(request):
+            run_on_all_or_none(self._ranks, lambda: self._check_others(receiver))
         reply = receiver.execute(msgspec.structs.replace(request, adapter=None))
         return self._completed(request, reply)
 
-    def unload_adapter(self, request: ops.UnloadAdapter) -> ops.Reply:
+    def _unload(self, adapter: str | None) -> None:
         """Take no more syncs for an adapter, unless one must heal it on some rank."""
-        receivers = [s.receiver for s in self._stores.loaded() if s.name == request.adapter]
+        receivers = [s.receiver for s in self._stores.loaded() if s.name == adapter]
         uncertain = any(receiver and receiver.uncertain for receiver in receivers)
-        if request.adapter is not None and not any(self._ranks.all_gather(uncertain)):
-            self._stores.unload(request.adapter)
-        return ops.Reply()
+        if adapter is not None and not any(self._ranks.all_gather(uncertain)):
+            self._stores.unload(adapter)
 
     def _all(self) -> list[Receiver]:
         stores = self._stores.loaded()
@@ -152,16 +152,17 @@ class AdapterReceivers:
 
     def _completed(self, request: ops.Operation[ops.ReplyT], reply: ops.ReplyT) -> ops.ReplyT:
         """Add what one receiver does not know of the others."""
+        if not isinstance(reply, ops.RankReport | ops.BoardLease):
+            return reply
         facts: dict[str, Any] = {}
         if any(receiver.uncertain for receiver in self._all()):
-            if isinstance(reply, ops.RankState):
-                facts["engine_state"] = "uncertain"
-            elif isinstance(reply, ops.EngineLease):
-                state = msgspec.structs.replace(reply.state, engine_state="uncertain")
-                facts["state"] = state
-        if isinstance(request, ops.GetStatus) and request.adapter is None:
-            facts["adapters"] = [_described(store) for store in self._stores.loaded()]
-        return msgspec.structs.replace(reply, **facts) if facts else reply
+            facts["engine_state"] = "uncertain"
+        changed = {"state": msgspec.structs.replace(reply.state, **facts)}
+        if isinstance(reply, ops.RankReport) and reply.status is not None:
+            if request.adapter is None:
+                facts["adapters"] = [_described(store) for store in self._stores.loaded()]
+            changed["status"] = msgspec.structs.replace(reply.status, **facts)
+        return msgspec.structs.replace(reply, **changed)
 
     def _receiver(self, name: str) -> Receiver:
         """Return the receiver of an adapter, which is made on all ranks at the first request."""
@@ -188,7 +189,12 @@ class AdapterReceivers:
         return store.receiver
 
 
-def make_adapter_receiver(store: AdapterStore, ranks: Ranks, settings: Settings) -> Receiver:
+def _keeps_part(request: ops.Operation[Any]) -> bool:
+    """Return whether a request comes before anything that can change the engine."""
+    return isinstance(request, ops.PrepareSync) and request.keep
+
+
+def make_adapter_receiver(store: AdapterStore, ranks: RankGroup, settings: Settings) -> Receiver:
     """Make the receiver of a store. All ranks must call it.
 
     Raises:
@@ -200,7 +206,7 @@ def make_adapter_receiver(store: AdapterStore, ranks: Ranks, settings: Settings)
         index = StorageIndex(model)
         return model, index, _identity(store.tensors, index), _content(store.tensors)
 
-    model, index, placement, content = together(ranks, prepare)
+    model, index, placement, content = run_on_all_or_none(ranks, prepare)
     contents = ranks.all_gather(content)
     if any(content != contents[0] for content in contents):
         raise Conflict(
@@ -276,5 +282,6 @@ def _identity(tensors: Mapping[str, torch.Tensor], index: StorageIndex) -> Place
 def _described(store: AdapterStore) -> ops.LoadedAdapter:
     if store.receiver is None:
         return ops.LoadedAdapter(name=store.name, version=0, digest=None)
-    status = store.receiver.status(ops.GetStatus())
+    status = store.receiver.status(ops.GetStatus()).status
+    assert status is not None
     return ops.LoadedAdapter(name=store.name, version=status.version, digest=status.digest)

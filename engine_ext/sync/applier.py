@@ -39,18 +39,20 @@ class Applier(Protocol):
 
     Attributes:
         name: the apply mode in answers and metrics.
-        digests: the digest of the elements that this rank counts, by checkpoint tensor.
-        copies: that of the elements that it holds and another rank counts, for the tensors
-            where it is known: scrubbing adds it.
+        copies: the digest of the elements that this rank holds and another rank counts, for the
+            tensors where it is known: scrubbing adds it.
     """
 
     name: str
-    digests: dict[str, Digest]
     copies: dict[str, Digest]
 
     @property
     def plan(self) -> Plan | None:
         """The certified placement; None before the initial sync."""
+
+    @property
+    def digests(self) -> dict[str, Digest]:
+        """The digest of the elements that this rank counts, by checkpoint tensor."""
 
     @property
     def digest(self) -> Digest:

@@ -21,7 +21,7 @@ from engine_ext.errors import BaseMismatch
 from engine_ext.format import DecodedPart, Digest, ParamDelta, change_digest
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Certified, Placed, Plan, WholeBox, summary, uncertified
-from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.ranks import RankGroup, SingleRank
 from engine_ext.startup import LaterCopies, Recomputed
 from engine_ext.sync import checks, consensus
 from engine_ext.sync.applier import Scan
@@ -105,7 +105,7 @@ class DeltaApplier:
         recomputed: Sequence[Recomputed] = (),
         rebuilds: RebuildPlan | None = None,
         certified: Certified | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         checks_first: bool = False,
         trace_again: TraceAgain | None = None,
         later: LaterCopies | None = None,

@@ -27,7 +27,7 @@ from engine_ext.placement import (
     resolve,
     uncertified,
 )
-from engine_ext.ranks import Ranks, together
+from engine_ext.ranks import RankGroup, run_on_all_or_none
 from engine_ext.startup import CheckpointReader, Traced
 from engine_ext.sync.applier import Scan
 from engine_ext.sync.masked import densify
@@ -62,7 +62,7 @@ class InitialSyncApplier:
         load: Callable[[Traced, CheckpointReader], object],
         certify: Callable[[Traced, CheckpointReader], object],
         constant: Known,
-        ranks: Ranks,
+        ranks: RankGroup,
     ) -> None:
         self.digests: dict[str, Digest] = {}
         self.copies: dict[str, Digest] = {}
@@ -203,7 +203,7 @@ class InitialSyncApplier:
             # Traced again, because that might have moved weights and replaced derived tensors.
             return self._trace_sync(staged)
 
-        traced = self._traced = together(self._ranks, load)
+        traced = self._traced = run_on_all_or_none(self._ranks, load)
         self._certify(traced, sync)
         wrong = uncertified(traced.placement)
         if wrong:

@@ -25,7 +25,7 @@ from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.format import DecodedPart, ParamDelta, state_hash
 from engine_ext.kernels import Bits
 from engine_ext.placement import Plan, as_host, checkpoint_bits
-from engine_ext.ranks import Bytes, Ranks, ReplicaRanks, gather_bytes, together
+from engine_ext.ranks import Bytes, RankGroup, ReplicaRanks, gather_bytes, run_on_all_or_none
 from engine_ext.sync.staged import StagedPart
 from engine_ext.sync.thread_pool import ThreadPool
 
@@ -65,7 +65,7 @@ class GatheredProof:
         ranks: all that vote on a sync. Those of one replica hold all elements.
     """
 
-    def __init__(self, plan: Plan, ranks: Ranks) -> None:
+    def __init__(self, plan: Plan, ranks: RankGroup) -> None:
         self._plan, self._ranks = plan, ranks
         self._group = ranks.group if isinstance(ranks, ReplicaRanks) else ranks
 
@@ -106,7 +106,7 @@ class GatheredProof:
             for error in errors:
                 raise error
 
-        together(self._ranks, check)
+        run_on_all_or_none(self._ranks, check)
 
 
 class GatheredState:
@@ -137,7 +137,7 @@ class GatheredState:
         """Whether all chunks were gathered."""
         return not self._chunks
 
-    def gather_chunk(self, group: Ranks) -> int:
+    def gather_chunk(self, group: RankGroup) -> int:
         """Gather the next chunk and return its size in bytes; all ranks of the group must call it.
 
         Does not raise for what is wrong with the tensor, see `errors`.

@@ -21,7 +21,7 @@ import torch
 from engine_ext.errors import NotUpdatable
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, uncertified
-from engine_ext.ranks import Ranks
+from engine_ext.ranks import RankGroup
 from engine_ext.startup import LockstepRunner, Rebuild, RebuildError, module_place
 from engine_ext.sync.staged import StagedModule, StagedModules, StagedPart, Write
 
@@ -49,7 +49,7 @@ class RebuildPlan:
         index: StorageIndex,
         rebuilds: Sequence[Rebuild],
         placement: Placement,
-        ranks: Ranks,
+        ranks: RankGroup,
     ) -> None:
         self.model, self._index, self._ranks = model, index, ranks
         self._lockstep = LockstepRunner(ranks)

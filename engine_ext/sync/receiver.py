@@ -13,17 +13,16 @@ import logging
 import weakref
 from typing import Any
 
+import msgspec
+
 from engine_ext.errors import AdapterNotLoaded, WeightsAsleep
-from engine_ext.ranks import Ranks, together
+from engine_ext.ranks import ENGINE, LOG_RECORDS, Board, RankGroup, run_on_all_or_none
 from engine_ext.ranks import operations as ops
 from engine_ext.remote_parts import Locate
 from engine_ext.resources import no_full_collections
 from engine_ext.sync.applier import Applier, Scan
 from engine_ext.sync.background_staging import BackgroundStaging
-from engine_ext.sync.following import SharedFollowing
-from engine_ext.sync.lease import Lease
 from engine_ext.sync.scrubber import Scrubber
-from engine_ext.sync.sync_history import SyncHistory
 from engine_ext.sync.sync_operations import SyncOperations
 from engine_ext.sync.sync_state import SyncState
 
@@ -31,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 # They write weights or what the scrubber compares them with, or might let the engine do so.
 _WRITES = (ops.PrepareSync, ops.CommitSync, ops.RollBack)
-_MOST_PULLED = 16  # names that are remembered
 
 
 class Receiver(SyncOperations):
@@ -54,7 +52,7 @@ class Receiver(SyncOperations):
     def __init__(
         self,
         applier: Applier,
-        ranks: Ranks,
+        ranks: RankGroup,
         *,
         base_version: int,
         stage_timeout: float,
@@ -67,12 +65,7 @@ class Receiver(SyncOperations):
         sync_state = SyncState(base_version, stage_timeout)
         staging = BackgroundStaging(read_workers, locate, cores)
         super().__init__(applier, ranks, sync_state, staging, undo_bytes=undo_bytes)
-        self._lease = Lease()
-        self._paused: ops.CallerPause | None = None
-        self._log_lease = Lease()
-        self._following = SharedFollowing()
-        self._history = SyncHistory()
-        self._pulled: dict[str, ops.Pulled] = {}
+        self._board = Board()
         self._scrubber = Scrubber(weakref.WeakMethod(self._scrubbed), ranks.rank)
         self._scrub_interval = scrub_interval
         self._searched = False
@@ -138,8 +131,16 @@ class Receiver(SyncOperations):
             reply: ops.ReplyT = getattr(self, request.name)(request)
             return reply
 
-    def status(self, request: ops.GetStatus) -> ops.RankStatus:
-        """Describe the receiver. The first time, copies that the engine has made are looked for."""
+    def status(self, request: ops.GetStatus) -> ops.RankReport:
+        """Describe the rank. The first time, copies that the engine has made are looked for."""
+        return ops.RankReport(
+            state=self._state(),
+            status=self._described() if request.details else None,
+            unseen=[] if request.parts is None else self._unseen(request.parts),
+            findings=self._scrubber.findings,
+        )
+
+    def _described(self) -> ops.RankStatus:
         if not self._searched:
             self._searched = True  # it has warmed up
             try:
@@ -147,10 +148,7 @@ class Receiver(SyncOperations):
             except Exception:  # the first sync searches, too
                 logger.exception("delta updates: the model could not be searched for copies")
         return ops.RankStatus(
-            version=self._sync_state.version,
-            engine_state=self._sync_state.engine_state,
-            resume_owed=self._lease.resume_owed,
-            paused=self._paused,
+            **msgspec.structs.asdict(self._state()),
             asleep=self._sync_state.asleep,
             foreign=self._sync_state.foreign,
             run=self._sync_state.run,
@@ -165,72 +163,50 @@ class Receiver(SyncOperations):
             **self._applier.describe(),
         )
 
-    def state(self, request: ops.GetState) -> ops.RankState:
-        """Describe what every HTTP process must know; cheap."""
+    def _state(self) -> ops.RankState:
+        use = msgspec.convert(self._board.get(ENGINE).value or {}, ops.EngineUse)
         return ops.RankState(
             version=self._sync_state.version,
             engine_state=self._sync_state.engine_state,
-            resume_owed=self._lease.resume_owed,
-            paused=self._paused,
+            resume_owed=use.resume_owed,
+            paused=use.pause,
         )
 
-    def acquire_lease(self, request: ops.AcquireLease) -> ops.EngineLease:
-        """Let one HTTP process pause and resume the engine."""
-        dead = request.instead_of
-        grant = self._lease.acquire(request.holder, resumes=request.resumes, instead_of=dead)
-        return ops.EngineLease(grant=grant, state=self.state(ops.GetState()))
-
-    def release_lease(self, request: ops.ReleaseLease) -> ops.Reply:
-        """Take the lease back."""
-        self._lease.release(request.holder, owed=request.owed)
-        return ops.Reply()
-
-    def record_pause(self, request: ops.RecordPause) -> ops.CallerPaused:
-        """Remember since when the engine is paused, and by whom, until it is resumed."""
-        known = None if request.begins else self._paused
-        self._paused = request.pause and (known or request.pause)
-        return ops.CallerPaused(pause=self._paused)
-
-    def acquire_log_lease(self, request: ops.AcquireLogLease) -> ops.LeaseGrant:
-        """Let one HTTP process replay the delta log."""
-        return self._log_lease.acquire(request.holder, resumes=False, instead_of=request.instead_of)
-
-    def release_log_lease(self, request: ops.ReleaseLogLease) -> ops.Reply:
-        """Take the lease of the delta log back."""
-        self._log_lease.release(request.holder, owed=False)
-        return ops.Reply()
-
-    def acquire_follow_lease(self, request: ops.AcquireFollowLease) -> ops.LeaseGrant:
-        """Let one HTTP process follow the delta log, until it is dead."""
-        return self._following.acquire(request)
-
-    def share_following(self, request: ops.ShareFollowing) -> ops.Following:
-        """Record and return what all HTTP processes know of following the delta log."""
-        return self._following.share(request)
-
-    def share_log_records(self, request: ops.ShareLogRecords) -> ops.LogRecords:
-        """Add to what the delta log had of the versions up to the engine's, and return it."""
-        self._sync_state.add_log_records(request.version, request.seen)
-        return ops.LogRecords(records=dict(self._sync_state.log_records))
-
-    def unseen(self, request: ops.FindUnseen) -> ops.Unseen:
-        """Find which parts were not committed at this version."""
+    def _unseen(self, parts: ops.Parts) -> list[str]:
         seen = self._sync_state.seen
-        version, run = request.version, request.run
-        unseen = [one for one in request.identities if not seen(version, one, run)]
-        return ops.Unseen(unseen=unseen)
+        return [one for one in parts.identities if not seen(parts.version, one, parts.run)]
 
-    def record_pull(self, request: ops.RecordPull) -> ops.Reply:
-        """Remember what was pulled under the name of a checkpoint; the oldest name gives way."""
-        self._pulled.pop(request.checkpoint, None)
-        self._pulled[request.checkpoint] = request.pulled
-        if len(self._pulled) > _MOST_PULLED:
-            del self._pulled[next(iter(self._pulled))]
-        return ops.Reply()
+    def get(self, request: ops.GetItem) -> ops.BoardItem:
+        """Read an item of the board."""
+        if request.key == LOG_RECORDS:
+            return self._log_records()
+        return self._board.get(request.key)
 
-    def find_pull(self, request: ops.FindPull) -> ops.Pulled:
-        """Find what was pulled under the name of a checkpoint."""
-        return self._pulled.get(request.checkpoint, ops.Pulled())
+    def put(self, request: ops.PutItem) -> ops.BoardItem:
+        """Replace the value of an item of the board, unless another process has changed it."""
+        key, value, expected = request.key, request.value, request.expected
+        if key == LOG_RECORDS:
+            records = msgspec.convert(value, ops.LogRecords).records
+            written = self._sync_state.put_log_records(records, expected=expected)
+            return self._log_records(written=written)
+        more = {"append": request.append, "most": request.most}
+        return self._board.put(key, value, expected=expected, **more)
+
+    def lease(self, request: ops.LeaseItem) -> ops.BoardLease:
+        """Let one HTTP process have the lease of an item, or take it back."""
+        key, holder = request.key, request.holder
+        new: dict[str, Any] = {"value": request.value, "expected": request.expected}
+        if request.release:
+            granted, item = False, self._board.release(key, holder, **new)
+        else:
+            dead = request.instead_of
+            granted, item = self._board.lease(key, holder, instead_of=dead, **new)
+        return ops.BoardLease(granted=granted, item=item, state=self._state())
+
+    def _log_records(self, *, written: bool = False) -> ops.BoardItem:
+        state = self._sync_state
+        value = msgspec.to_builtins(state.log_records)
+        return ops.BoardItem(value=value, revision=state.writes, written=written)
 
     def plan(self, request: ops.GetPlan) -> ops.RankPlan:
         """List every checkpoint tensor with its placement on this rank."""
@@ -251,11 +227,11 @@ class Receiver(SyncOperations):
                 raise WeightsAsleep("the engine has released its weights; wake it up first")
 
         if request.scan:  # it rebuilds modules in step
-            together(self._ranks, check)
+            run_on_all_or_none(self._ranks, check)
         tracked, corrupted = self._applier.digests, list[str]()
         found = tracked
         if request.scan:
-            scan = together(self._ranks, self._applier.scan)
+            scan = run_on_all_or_none(self._ranks, self._applier.scan)
             found, corrupted = scan.digests, sorted({*scan.corrupted, *self._differing(scan)})
             wrong = {name for name, digest in tracked.items() if found.get(name) != digest}
             everywhere = self._ranks.all_gather(sorted(wrong.union(corrupted)))
@@ -274,18 +250,6 @@ class Receiver(SyncOperations):
             for box, found in copies.items():
                 digests.setdefault(box, set()).update(found)
         return {name for (name, _), found in digests.items() if len(found) > 1}
-
-    def take_scrub_findings(self, request: ops.TakeScrubFindings) -> ops.ScrubFindings:
-        """Return what scrubbing has found since it was last asked."""
-        return ops.ScrubFindings(mismatched=self._scrubber.take_untold())
-
-    def record(self, request: ops.RecordSync) -> ops.SyncRecord:
-        """Add a request to the history."""
-        return self._history.add(request.record)
-
-    def history(self, request: ops.GetHistory) -> ops.History:
-        """List the last syncs."""
-        return ops.History(syncs=self._history.syncs())
 
     # ------------------------------------------------------------------------------------------
 

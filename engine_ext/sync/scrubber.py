@@ -59,7 +59,7 @@ class Scrubber:
         self._passes = 0
         self._passed_at: float | None = None
         self._mismatched: set[str] = set()
-        self._untold: set[str] = set()
+        self._findings = 0
         self._found: set[str] = set()
         self._error: str | None = None
         # Held while memory is read.
@@ -91,11 +91,11 @@ class Scrubber:
                 error=self._error,
             )
 
-    def take_untold(self) -> list[str]:
-        """Return the tensors that were found since the last call."""
+    @property
+    def findings(self) -> int:
+        """How often a tensor was found that was not known to be wrong."""
         with self._lock:
-            found, self._untold = self._untold, set()
-        return sorted(found)
+            return self._findings
 
     def take_found(self) -> set[str]:
         """Return the tensors that were found, once or again, since the last call."""
@@ -271,7 +271,7 @@ class Scrubber:
             else:
                 self._found.add(name)
                 if not known:
-                    self._untold.add(name)
+                    self._findings += 1
                 self._mismatched.add(name)
         if right and known:
             logger.warning("delta updates: %s holds what the syncs have written again", name)

@@ -14,7 +14,7 @@ from typing import NoReturn
 from engine_ext.errors import BaseMismatch, CommitFailed, Conflict, EngineUncertain, WriteUndone
 from engine_ext.format import PartId
 from engine_ext.model import TracingError
-from engine_ext.ranks import Ranks, together
+from engine_ext.ranks import RankGroup, run_on_all_or_none
 from engine_ext.ranks import operations as ops
 from engine_ext.sync.applier import Applier
 from engine_ext.sync.background_staging import BackgroundStaging
@@ -38,7 +38,7 @@ class SyncOperations:
     def __init__(
         self,
         applier: Applier,
-        ranks: Ranks,
+        ranks: RankGroup,
         sync_state: SyncState,
         staging: BackgroundStaging,
         *,
@@ -81,26 +81,20 @@ class SyncOperations:
             self._staging.start(request, self._applier.stage)
         return ops.PartBegun(admission=admission)
 
-    def claim_run(self, request: ops.ClaimRun) -> ops.RunClaimed:
-        """Let the process of a run alone change the weights.
+    def claim(self, request: ops.ClaimRun) -> ops.RunClaimed:
+        """Let the process of a run alone change the weights, or end that.
 
         Raises:
-            RunConflict, SyncInProgress: see `SyncState.claim`.
+            RunConflict, SyncInProgress: see `SyncState.claim`; only for a claim.
         """
-        state, before = self._sync_state, self._sync_state.sync
-        sender, times = request.sender, {"now": request.now, "at": request.at}
-        owner = state.claim(sender, takeover=request.takeover, **times)
+        state, before, sender = self._sync_state, self._sync_state.sync, request.sender
+        released = request.releases and state.release(sender)
+        if not request.releases:
+            state.claim(sender, takeover=request.takeover, now=request.now, at=request.at)
         if state.sync is not before:
             self._staging.clear()
-        return ops.RunClaimed(owner=owner, highest=state.runs.highest(sender.run))
-
-    def release_run(self, request: ops.ReleaseRun) -> ops.RunReleased:
-        """Let anyone change the weights, if this process of a run owns them."""
-        before = self._sync_state.sync
-        released = self._sync_state.release(request.sender)
-        if self._sync_state.sync is not before:
-            self._staging.clear()
-        return ops.RunReleased(released=released)
+        highest = state.runs.highest(sender.run)
+        return ops.RunClaimed(owner=state.runs.owner, released=released, highest=highest)
 
     def poll(self, request: ops.PollPart) -> ops.PartProgress:
         """Return whether a part is staged on this rank.
@@ -117,54 +111,54 @@ class SyncOperations:
             future.result()  # raises what staging has raised
         return ops.PartProgress(done=done)
 
-    def settle(self, request: ops.SettlePart) -> ops.PartSettled:
-        """Keep a part that every rank has staged, or forget one that some rank refused.
+    def prepare(self, request: ops.PrepareSync) -> ops.SyncPrepared:
+        """Keep a part, or do a share of what must precede the commit of its sync.
+
+        A part is kept when every rank has staged it. The share is to be repeated until it is done.
 
         Raises:
-            Conflict: the part was dropped.
-            DeltaError: the sync is complete, and some rank refuses it, see `Transaction.agree`.
+            Conflict: the part, or the sync, was dropped.
+            NotUpdatable: this rank cannot commit the sync.
+            DeltaError: the kept part completes the sync, and some rank refuses it, see
+                `Transaction.agree`.
         """
-        prepared, holds = False, self._sync_state.holds(request.part)
+        return self._keep(request.part) if request.keep else self._work(request.part)
+
+    def _keep(self, part: PartId) -> ops.SyncPrepared:
+        done, holds = False, self._sync_state.holds(part)
         # A replica that has fallen asleep has dropped it: the others must not wait for its vote.
-        everywhere = all(self._ranks.all_gather(holds))
-        if request.staged and not everywhere:
+        if not all(self._ranks.all_gather(holds)):
             raise Conflict(_DROPPED)
-        if holds:
-            self._sync_state.settle(request.part.part, staged=request.staged)
-            if not request.staged:
-                self._staging.forget(request.part.part)
-        if everywhere and self._complete():
-            prepared = self._applier.is_prepared(self._agree(self._checked))
+        self._sync_state.settle(part.part, staged=True)
+        if self._complete():
+            done = self._applier.is_prepared(self._agree(self._checked))
         sync, base = self._sync_state.sync, None
         if sync is not None and sync.complete and not sync.full:
             continued = sync.continues and sync.version == self._sync_state.version
             base = None if continued else self._sync_state.delivery
-        return ops.PartSettled(complete=self._complete(), prepared=prepared, base=base)
+        return ops.SyncPrepared(complete=self._complete(), done=done, base=base)
 
-    def prepare(self, request: ops.PrepareSync) -> ops.SyncPrepared:
-        """Do a share of what must precede the commit; to be repeated until it is done.
-
-        Raises:
-            Conflict: the sync was dropped.
-            NotUpdatable: this rank cannot commit it.
-        """
-
+    def _work(self, part: PartId) -> ops.SyncPrepared:
         def staged_parts() -> tuple[Sequence[StagedPart], bool]:
             sync = self._sync_state.sync
-            if sync is None or not sync.complete or not self._sync_state.holds(request.part):
+            if sync is None or not sync.complete or not self._sync_state.holds(part):
                 raise Conflict(_DROPPED)
             return self._staging.results(sync.slots), sync.full
 
         # The rebuilds communicate: a rank that cannot take part must not be waited for.
-        staged, full = together(self._ranks, staged_parts)
+        staged, full = run_on_all_or_none(self._ranks, staged_parts)
         done = self._applier.prepare(staged, full=full)
-        return ops.SyncPrepared(
-            done=done, rebuilt=sum(len(part.rebuilt.modules) for part in staged)
-        )
+        rebuilt = sum(len(one.rebuilt.modules) for one in staged)
+        return ops.SyncPrepared(complete=True, done=done, rebuilt=rebuilt)
 
-    def drop(self, request: ops.DropSync) -> ops.Reply:
-        """Forget the staged sync; if the request names a version, only that one."""
-        if request.version is None or self._is_staged(request.version, request.sync_id):
+    def abort(self, request: ops.AbortSync) -> ops.Reply:
+        """Forget one part, or the staged sync; if the request names a version, only that one."""
+        part = request.part
+        if part is not None:
+            if self._sync_state.holds(part):
+                self._sync_state.settle(part.part, staged=False)
+                self._staging.forget(part.part)
+        elif request.version is None or self._is_staged(request.version, request.sync_id):
             self._drop_staged()
         return ops.Reply()
 

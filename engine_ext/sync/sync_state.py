@@ -24,7 +24,7 @@ from engine_ext.errors import (
     WeightsAsleep,
 )
 from engine_ext.format import Origin, PartId, RunSender, Unproven, continues
-from engine_ext.ranks.operations import Admission, Delivery, RunOwner, StagedSync
+from engine_ext.ranks.operations import Admission, Delivery, LogRecords, RunOwner, StagedSync
 from engine_ext.sync.runs import Runs, clock, describe, is_anonymous, is_twin, owner_of
 
 _MOST_LOG_RECORDS: Final = 256  # the last versions; a rewritten log shows in any of them
@@ -99,6 +99,7 @@ class SyncState:
             back.
         loaded: nothing was written since the engine has started.
         runs: who owns the weights, and the numbers of each run.
+        writes: how often the version, or what is known of it, has changed.
     """
 
     def __init__(self, version: int, stage_timeout: float) -> None:
@@ -112,6 +113,7 @@ class SyncState:
         self.previous: tuple[int, _Committed] | None = None
         self.loaded = True
         self.runs = Runs()
+        self.writes = 0
         self._committed = _Committed()
 
     @property
@@ -132,15 +134,21 @@ class SyncState:
         return self._committed.delivery
 
     @property
-    def log_records(self) -> Mapping[str, str]:
-        """Records of the last versions in the delta log that have led to this one, by folder."""
-        return self._committed.log_records
+    def log_records(self) -> LogRecords:
+        """Records of the last versions in the delta log that have led to this one."""
+        return LogRecords(version=self.version, records=dict(self._committed.log_records))
 
-    def add_log_records(self, version: int, seen: Mapping[str, str]) -> None:
-        """Keep more of the delta log, unless the engine has left that version meanwhile."""
-        if version == self.version and seen:
-            records = _last_records(self.log_records, seen)
-            self._committed = replace(self._committed, log_records=records)
+    def put_log_records(self, records: Mapping[str, str], *, expected: int) -> bool:
+        """Replace them unless they, or the version, have changed; return whether they are put.
+
+        Args:
+            expected: `writes` when the records were read.
+        """
+        if expected != self.writes:
+            return False
+        self._committed = replace(self._committed, log_records=_last_records({}, records))
+        self.writes += 1
+        return True
 
     def admit(self, part: PartId, now: float, at: float = 0.0) -> Admission:
         """Decide what to do with a part that has arrived at `now`, in seconds.
@@ -290,6 +298,7 @@ class SyncState:
         self.uncertain, self.loaded = True, False
         self.mismatched = frozenset()
         self._committed = _Committed(run)
+        self.writes += 1
 
     def check_apart(self, tensors: Iterable[str]) -> None:
         """Check that a continuation which must be apart sends none of the tensors sent before.
@@ -350,11 +359,13 @@ class SyncState:
         before = {} if sync.full else self._committed.log_records
         records = _last_records(before, sync.log_records)
         self._committed = _Committed(run, identities, frozenset(tensors), delivery, records)
+        self.writes += 1
 
     def roll_back(self) -> None:
         """Record that the version before the last one was restored."""
         assert self.previous is not None
         (self.version, self._committed), self.previous = self.previous, None
+        self.writes += 1
 
     def describe(self) -> StagedSync | None:
         """Return the staged sync, or None."""

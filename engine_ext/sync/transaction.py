@@ -17,7 +17,7 @@ from typing import Any
 
 from engine_ext.errors import BaseMismatch, CommitFailed, WriteUndone, as_delta_error, from_wire
 from engine_ext.model import TracingError
-from engine_ext.ranks import Ranks
+from engine_ext.ranks import RankGroup
 from engine_ext.sync.applier import Applier
 from engine_ext.sync.staged import StagedPart, UndoLog
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class Transaction:
     """Commits on one rank, together with the other ranks of the engine."""
 
-    def __init__(self, applier: Applier, ranks: Ranks) -> None:
+    def __init__(self, applier: Applier, ranks: RankGroup) -> None:
         self._applier = applier
         self._ranks = ranks
 

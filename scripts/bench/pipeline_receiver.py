@@ -28,8 +28,8 @@ from engine_ext.model import StorageIndex
 from engine_ext.placement import TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
 from engine_ext.ranks.operations import (
+    AbortSync,
     BeginPart,
-    DropSync,
     Operation,
     PollPart,
     ReplyT,
@@ -188,7 +188,7 @@ class Stages:
             while not self._receiver.execute(PollPart(part=part)).done:
                 time.sleep(0.0002)
         seconds = time.perf_counter() - start
-        self._receiver.execute(DropSync())
+        self._receiver.execute(AbortSync())
         return seconds
 
 

@@ -41,10 +41,10 @@ class IdleEngine:
             return [ops.PartBegun(admission="new")]
         if isinstance(request, ops.PollPart):
             return [ops.PartProgress(done=True)]
-        if isinstance(request, ops.SettlePart):
-            return [ops.PartSettled(complete=False, prepared=False)]
-        if isinstance(request, ops.RecordSync):
-            return [request.record]
+        if isinstance(request, ops.PrepareSync):
+            return [ops.SyncPrepared(complete=False, done=False)]
+        if isinstance(request, ops.PutItem):
+            return [ops.BoardItem(value=request.value, written=True)]
         raise NotImplementedError(request.name)
 
 

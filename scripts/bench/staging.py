@@ -49,7 +49,7 @@ from engine_ext.format import (
 )
 from engine_ext.model import StorageIndex
 from engine_ext.placement import TensorSpec, certify_placement, make_plan
-from engine_ext.ranks import GroupRanks, Ranks, cores_per_rank
+from engine_ext.ranks import GroupRanks, RankGroup, cores_per_rank
 from engine_ext.ranks.operations import BeginPart
 from engine_ext.resources import usable_cores
 from engine_ext.startup import LoaderDryRun
@@ -146,7 +146,7 @@ class _Slice(torch.nn.Module):
 class _Rank:
     """One rank's applier, and how it stages parts."""
 
-    def __init__(self, weights: _Weights, ranks: Ranks, workers: int) -> None:
+    def __init__(self, weights: _Weights, ranks: RankGroup, workers: int) -> None:
         model = _Slice(weights, ranks.rank, len(ranks.all_gather(None)))
         model.load_weights(weights.items())
         index = StorageIndex(model)

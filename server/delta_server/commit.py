@@ -27,24 +27,21 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from delta_server import metrics, pauses
-from delta_server.engine import Engine
+from delta_server.board import Item
+from delta_server.engine import Engine, call_all_ranks, rank_states, rank_statuses
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
 from engine_ext.errors import CommitFailed, CommittedNotResumed, DeltaError, EngineUncertain
 from engine_ext.format import Digest
+from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import (
-    AcquireLease,
+    AbortSync,
     CallerPause,
     CommittedSync,
-    DropSync,
-    GetState,
-    GetStatus,
+    EngineUse,
     Operation,
     RankState,
     RankStatus,
-    RecordPause,
-    ReleaseLease,
-    ReplyT,
     Written,
 )
 from engine_ext.ranks.status import PauseStatus
@@ -64,6 +61,7 @@ class _HeldLease:
 
     was_paused: bool  # when the lease was granted
     resume_owed: bool  # generation must be resumed, and has not been yet
+    pause: CallerPause | None  # the caller's, as it was last recorded
 
 
 class EngineCommitter:
@@ -76,6 +74,7 @@ class EngineCommitter:
     def __init__(self, engine: Engine) -> None:
         self._uncertain = False
         self._engine = engine
+        self._use = Item(engine, ENGINE, EngineUse)
         self._name = new_name()
         self._lock = asyncio.Lock()
         self._state_read_at = -math.inf
@@ -96,7 +95,7 @@ class EngineCommitter:
 
     async def status(self, engine: Engine | None = None) -> list[RankStatus]:
         """Return the state of every rank's receiver, and update `uncertain`."""
-        replies = await call_all_ranks(engine or self._engine, GetStatus())
+        replies = await rank_statuses(engine or self._engine)
         self._update_state(replies)
         if engine is None or engine is self._engine:
             metrics.show_run(replies[0].run)
@@ -104,7 +103,7 @@ class EngineCommitter:
 
     async def states(self) -> list[RankState]:
         """Return what every HTTP process must know of the ranks."""
-        return await call_all_ranks(self._engine, GetState())
+        return await rank_states(self._engine)
 
     async def is_uncertain(self) -> bool:
         """Return whether generation must not be served; asks the ranks if the engine is shared.
@@ -116,7 +115,7 @@ class EngineCommitter:
         if self._engine.shared and now - self._state_read_at >= _STATE_MAX_AGE_S:
             self._state_read_at = now
             try:
-                self._update_state(await call_all_ranks(self._engine, GetState()))
+                self._update_state(await rank_states(self._engine))
             except Exception:
                 logger.exception("the state of the ranks could not be read")
         return self.uncertain
@@ -208,10 +207,12 @@ class EngineCommitter:
                 self._caller_at_work = False
             if lease is not None:
                 lease.resume_owed = False
+                if not lease.was_paused:
+                    lease.pause = None  # one that ended unseen
                 try:
-                    await self._record_pause(begins=not lease.was_paused)
+                    await self._see_pause(lease)
                 except Exception:
-                    logger.exception("the ranks could not be asked to remember a pause or its end")
+                    logger.exception("a pause or its end could not be seen")
             return result
 
     async def describe_pause(self, state: RankState, *, asleep: bool) -> PauseStatus | None:
@@ -239,11 +240,11 @@ class EngineCommitter:
         seen begin counts from the first call that finds it, and one that nobody has seen end is
         forgotten.
         """
-        [state, *_] = await call_all_ranks(self._engine, GetState())
+        [state, *_] = await rank_states(self._engine)
         if state.paused is None and not await self._engine.is_paused():
             return
         async with self._lease(pauses=False) as lease:
-            if lease.resume_owed or (pause := await self._record_pause()) is None:
+            if lease.resume_owed or (pause := await self._see_pause(lease)) is None:
                 return
             seconds = time.monotonic() - pause.began
             if seconds < most:
@@ -252,25 +253,22 @@ class EngineCommitter:
             if self.uncertain or any(reply.asleep for reply in replies):
                 return
             await self._engine.resume()
-            await self._record_pause()
+            await self._see_pause(lease)
             logger.warning(
                 "delta updates: generation is resumed: %s had paused it %.0f s ago, longer than "
                 "--delta-max-pause",
                 *(pause.by or "a caller", seconds),
             )
 
-    async def _record_pause(self, *, begins: bool = False) -> CallerPause | None:
-        """Let the ranks know whether a caller has paused the engine; return the pause.
+    async def _see_pause(self, lease: _HeldLease) -> CallerPause | None:
+        """Find out if a caller has paused the engine; return the pause.
 
-        The lease must be held, and no commit owe a resume.
-
-        Args:
-            begins: whether the engine was not paused before the caller's change.
+        The ranks keep it from the end of the lease on. No commit must owe a resume.
         """
-        pause = pauses.begin() if await self._engine.is_paused() else None
-        [reply, *_] = await call_all_ranks(self._engine, RecordPause(pause=pause, begins=begins))
-        metrics.PAUSED_SINCE.set(0 if reply.pause is None else reply.pause.since)
-        return reply.pause
+        paused = await self._engine.is_paused()
+        lease.pause = (lease.pause or pauses.begin()) if paused else None
+        metrics.PAUSED_SINCE.set(0 if lease.pause is None else lease.pause.since)
+        return lease.pause
 
     @contextlib.asynccontextmanager
     async def _lease(self, *, pauses: bool) -> AsyncIterator[_HeldLease]:
@@ -280,9 +278,9 @@ class EngineCommitter:
             try:
                 yield lease
             finally:
-                release = ReleaseLease(holder=self._name, owed=lease.resume_owed)
+                use = EngineUse(resume_owed=lease.resume_owed, pause=lease.pause)
                 try:
-                    await call_all_ranks(self._engine, release)
+                    await self._use.release(self._name, use)
                 except Exception:
                     # This process can acquire it again, and others can if this one is dead.
                     logger.exception("the lease of the engine could not be released")
@@ -291,17 +289,18 @@ class EngineCommitter:
         dead: str | None = None
         while True:
             was_paused = await self._engine.is_paused()
-            resumes = pauses and not was_paused
-            request = AcquireLease(holder=self._name, resumes=resumes, instead_of=dead)
-            replies = await call_all_ranks(self._engine, request)
-            grant = replies[0].grant
-            if not grant.granted:
-                assert grant.holder is not None
-                dead = None if is_alive(grant.holder) else grant.holder
+            known = self._use.value
+            owed = known.resume_owed or (pauses and not was_paused)
+            use = msgspec.structs.replace(known, resume_owed=owed)
+            lease = await self._use.try_lease(self._name, use, instead_of=dead)
+            if not lease.granted:
+                assert self._use.holder is not None
+                dead = None if is_alive(self._use.holder) else self._use.holder
                 await asyncio.sleep(0 if dead else _POLL_S)
-            elif grant.fresh or not pauses:
-                self._update_state([reply.state for reply in replies])
-                return _HeldLease(was_paused, replies[0].state.resume_owed)
+            elif lease.written or not pauses:  # else it might be another one's pause that was seen
+                self._update_state(lease.states)
+                use = self._use.value
+                return _HeldLease(was_paused, use.resume_owed, use.pause)
 
     def _update_state(self, replies: Sequence[RankState]) -> None:
         versions = {reply.version for reply in replies}
@@ -340,7 +339,7 @@ class EngineCommitter:
         except Exception as error:
             # A sync that is still staged would keep out the full sync that ends this state.
             with contextlib.suppress(Exception):
-                await call_all_ranks(engine, DropSync())
+                await call_all_ranks(engine, AbortSync())
             raise CommitFailed(
                 f"the ranks did not answer whether they committed: {type(error).__name__}: "
                 f"{error}; generation answers 503 until a repeat or a full sync is answered"
@@ -361,21 +360,6 @@ class EngineCommitter:
         if isinstance(replies[0], CommittedSync):  # each rank keeps old values as it has room
             facts["rollback"] = all(r.rollback for r in replies if isinstance(r, CommittedSync))
         return msgspec.structs.replace(replies[0], **facts)
-
-
-async def call_all_ranks(engine: Engine, request: Operation[ReplyT]) -> list[ReplyT]:
-    """Carry out one operation on every rank; returns the replies in rank order.
-
-    Raises:
-        DeltaError: the error of the first rank that has one. The other ranks might have carried
-            the operation out, which is harmless for every operation except commits and rollbacks.
-    """
-    replies: list[ReplyT] = []
-    for answer in await engine.call(request):
-        if isinstance(answer, DeltaError):
-            raise answer
-        replies.append(answer)
-    return replies
 
 
 def serialize_with_commits(

@@ -38,8 +38,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from delta_server.commit import EngineCommitter, call_all_ranks
-from delta_server.engine import Engine
+from delta_server.commit import EngineCommitter
+from delta_server.engine import Engine, call_all_ranks, unseen_parts
 from delta_server.intake import VerifiedPart
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import Options
@@ -51,8 +51,6 @@ from engine_ext.ranks.operations import (
     ClaimRun,
     CommitSync,
     CommittedSync,
-    FindUnseen,
-    ReleaseRun,
     RollBack,
     RunClaimed,
 )
@@ -161,13 +159,15 @@ class Coordinator:
         now, at = time.monotonic(), time.time()
         request = ClaimRun(sender=sender, takeover=takeover, now=now, at=at)
         [claimed, *_] = await call_all_ranks(self._engine, request)
-        if claimed.owner.since == at:
+        if claimed.owner is not None and claimed.owner.since == at:
             self._reporter.report_owner("claimed", sender, self.adapter)
         return claimed
 
     async def release(self, sender: RunSender) -> bool:
         """Let anyone change the weights, if this process of a run owns them; return whether."""
-        [reply, *_] = await call_all_ranks(self._engine, ReleaseRun(sender=sender))
+        now, at = time.monotonic(), time.time()
+        request = ClaimRun(sender=sender, releases=True, now=now, at=at)
+        [reply, *_] = await call_all_ranks(self._engine, request)
         if reply.released:
             self._reporter.report_owner("released", sender, self.adapter)
         return reply.released
@@ -189,9 +189,7 @@ class Coordinator:
         """Number the parts of one request as parts of one sync; leave out those seen before."""
         first = pairs[0][0]
         by_identity = {part.identity: (part, one) for part, one in pairs}
-        request = FindUnseen(version=first.version, run=first.run, identities=list(by_identity))
-        replies = await call_all_ranks(self._engine, request)
-        unseen = {one for reply in replies for one in reply.unseen}
+        unseen = await unseen_parts(self._engine, first.version, list(by_identity), first.run)
         fresh = [one for one in by_identity if one in unseen] or list(by_identity)[:1]
         sync_id = "files:" + xxhash.xxh3_128_hexdigest("".join(sorted(fresh)).encode())
         chosen = [by_identity[identity] for identity in fresh]
@@ -239,9 +237,7 @@ class Coordinator:
             # Another HTTP process might have received the same parts and committed them meanwhile.
             # Not certain for a full sync: another one might have led to its version.
             identities = [part.identity for part, _ in pairs]
-            request = FindUnseen(version=last.version, run=last.run, identities=identities)
-            replies = await call_all_ranks(self._engine, request)
-            if last.full or any(reply.unseen for reply in replies):
+            if last.full or await unseen_parts(self._engine, last.version, identities, last.run):
                 raise
             record.admissions = {"already_applied"}
         facts: dict[str, Any] = {"version": last.version, "base_version": last.base_version}

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from delta_server import metrics
-from delta_server.commit import call_all_ranks
-from delta_server.engine import Engine
+from delta_server.engine import Engine, call_all_ranks
 from engine_ext.format import DIGEST_ALGORITHM, Digest
 from engine_ext.ranks.operations import GetDigest
 

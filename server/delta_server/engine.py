@@ -1,11 +1,18 @@
-"""The protocol that an engine adapter implements for the delta service."""
+"""The protocol that an engine adapter implements for the delta service, and calls of all ranks."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from engine_ext.errors import DeltaError
-from engine_ext.ranks.operations import Operation, ReplyT
+from engine_ext.ranks.operations import (
+    GetStatus,
+    Operation,
+    Parts,
+    RankState,
+    RankStatus,
+    ReplyT,
+)
 
 
 class Engine(Protocol):
@@ -38,3 +45,43 @@ class Engine(Protocol):
     async def set_weight_version(self, version: str) -> None: ...
 
     async def get_weight_version(self) -> str: ...
+
+
+async def call_all_ranks(engine: Engine, request: Operation[ReplyT]) -> list[ReplyT]:
+    """Carry out one operation on every rank; returns the replies in rank order.
+
+    Raises:
+        DeltaError: the error of the first rank that has one. The other ranks might have carried
+            the operation out, which is harmless for every operation except commits and rollbacks.
+    """
+    replies: list[ReplyT] = []
+    for answer in await engine.call(request):
+        if isinstance(answer, DeltaError):
+            raise answer
+        replies.append(answer)
+    return replies
+
+
+async def rank_states(engine: Engine) -> list[RankState]:
+    """Return what every HTTP process must know of the ranks, in rank order; cheap."""
+    reports = await call_all_ranks(engine, GetStatus(details=False))
+    return [report.state for report in reports]
+
+
+async def rank_statuses(engine: Engine) -> list[RankStatus]:
+    """Return the state of every rank's receiver, in rank order."""
+    reports = await call_all_ranks(engine, GetStatus())
+    return [report.status for report in reports if report.status is not None]
+
+
+async def unseen_parts(
+    engine: Engine, version: int, identities: list[str], run: str | None = None
+) -> set[str]:
+    """Return the identities of parts that some rank has not committed at a version.
+
+    Args:
+        run: that the parts name.
+    """
+    parts = Parts(version=version, run=run, identities=identities)
+    reports = await call_all_ranks(engine, GetStatus(details=False, parts=parts))
+    return {identity for report in reports for identity in report.unseen}

@@ -1,7 +1,7 @@
 """What the HTTP processes of an engine share that follows its delta log; the ranks keep it.
 
-One of the processes follows. If it dies, another one takes over: names, pins, failures and the
-last look stay.
+One of the processes follows: it has the lease of the board's item. If it dies, another one takes
+over: names, pins, failures and the last look stay.
 """
 
 from __future__ import annotations
@@ -10,13 +10,36 @@ import os
 import re
 import socket
 import uuid
+from typing import Any
 
-from delta_server.commit import call_all_ranks
+import msgspec
+
+from delta_server.board import FOLLOW, Item
 from delta_server.engine import Engine
-from delta_server.leases import acquire
 from delta_server.process_identity import new_name, pid_of
 from engine_ext.log import Listing
-from engine_ext.ranks.operations import AcquireFollowLease, Following, LogLook, ShareFollowing
+
+
+class LogLook(msgspec.Struct, frozen=True, kw_only=True):
+    """How a look at the delta log ended, of an engine that follows one."""
+
+    at: float  # Unix time of its end
+    newest: int | None  # version in the log; None if it has none, or was never read
+    behind: int  # versions in the log after that of the weights
+    problem: dict[str, Any] | None  # why the engine cannot reach the newest version
+    error: dict[str, Any] | None  # the error that ended the look
+    asleep: bool  # the weights' memory was released
+
+
+class Following(msgspec.Struct, frozen=True, kw_only=True):
+    """The state that all HTTP processes of an engine share that follows its delta log."""
+
+    name: str | None = None  # the engine's, among the log's followers
+    pin: int | None = None  # a version that the engine does not go past
+    look: LogLook | None = None  # the last one, of any process
+    was_read: bool = False  # the log was, since the engine's start
+    failures: int = 0  # looks that an error has ended
+    in_a_row: int = 0  # of these, since one ended well
 
 
 class FollowState:
@@ -25,17 +48,18 @@ class FollowState:
     Args:
         engine: its ranks keep it.
         hold: versions of the log that the engine stays behind the newest.
-
-    Attributes:
-        known: what the ranks have answered last.
     """
 
     def __init__(self, engine: Engine, hold: int) -> None:
-        self._engine, self.hold = engine, hold
+        self._item, self.hold = Item(engine, FOLLOW, Following), hold
         host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
         self._name = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._process = new_name()
-        self.known = Following(name=self._name)
+
+    @property
+    def known(self) -> Following:
+        """What the ranks have answered last."""
+        return self._item.value
 
     @property
     def name(self) -> str:
@@ -45,40 +69,52 @@ class FollowState:
     @property
     def pid(self) -> int | None:
         """The id of the process that follows; None before one does."""
-        return None if self.known.process is None else pid_of(self.known.process)
+        return None if self._item.holder is None else pid_of(self._item.holder)
 
     @property
     def leads(self) -> bool:
         """Whether this process follows, as far as is known."""
-        return self.known.process == self._process
+        return self._item.holder == self._process
 
     async def lead(self) -> bool:
         """Return whether this process follows; it does from now on if the one that did is dead."""
-
-        def request(dead: str | None) -> AcquireFollowLease:
-            return AcquireFollowLease(holder=self._process, instead_of=dead)
-
-        return await acquire(self._engine, request)
+        named = None if self.known.name else self._named(self.known)
+        return await self._item.acquire(self._process, named)
 
     async def read(self) -> Following:
         """Ask the ranks."""
-        return await self._share(ShareFollowing(follower=self._name))
+        return await self._item.read()
 
     async def record(self, look: LogLook) -> Following:
         """Report to the ranks how a look at the log has ended."""
-        return await self._share(ShareFollowing(follower=self._name, look=look))
+        failed = look.error is not None
 
-    async def note_read(self) -> Following:
+        def change(known: Following) -> Following:
+            return msgspec.structs.replace(
+                self._named(known),
+                look=look,
+                failures=known.failures + failed,
+                in_a_row=known.in_a_row + 1 if failed else 0,
+            )
+
+        return await self._item.update(change)
+
+    async def record_read(self) -> Following:
         """Record that the log could be read."""
-        return await self._share(ShareFollowing(follower=self._name, was_read=True))
+        return await self._update(was_read=True)
 
     async def pin(self, version: int | None) -> Following:
         """Hold the engine at a version, or let it continue."""
-        return await self._share(ShareFollowing(follower=self._name, pins=True, pin=version))
+        return await self._update(pin=version)
 
-    async def _share(self, request: ShareFollowing) -> Following:
-        [self.known, *_] = await call_all_ranks(self._engine, request)
-        return self.known
+    async def _update(self, **changes: Any) -> Following:
+        return await self._item.update(
+            lambda known: msgspec.structs.replace(self._named(known), **changes)
+        )
+
+    def _named(self, known: Following) -> Following:
+        """Give the engine a name, unless another process was first."""
+        return msgspec.structs.replace(known, name=known.name or self._name)
 
     def last_version(self, listing: Listing) -> int | None:
         """Return the last version that can be applied; None if all can, -1 if none can."""

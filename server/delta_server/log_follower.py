@@ -19,12 +19,11 @@ from typing import Any, Final
 
 from delta_server import metrics
 from delta_server.engine import Engine
-from delta_server.follow_state import FollowState
+from delta_server.follow_state import FollowState, LogLook
 from delta_server.log_replay import LogReplay
 from delta_server.request_options import Options
 from engine_ext.errors import Conflict, DeltaError, LogDiverged, VersionConflict, WeightsAsleep
 from engine_ext.log import FollowerState, Heartbeat, remove_heartbeat, write_heartbeat
-from engine_ext.ranks.operations import LogLook
 from engine_ext.ranks.status import FollowStatus
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from delta_server.commit import call_all_ranks
-from delta_server.engine import Engine
+import msgspec
+
+from delta_server.board import Item
+from delta_server.engine import Engine, unseen_parts
 from engine_ext.errors import LogDamaged, LogDiverged
 from engine_ext.log import (
     DeltaLog,
@@ -25,7 +27,8 @@ from engine_ext.log import (
     read_record,
     version_of,
 )
-from engine_ext.ranks.operations import FindUnseen, ShareLogRecords
+from engine_ext.ranks import LOG_RECORDS
+from engine_ext.ranks.operations import LogRecords
 
 _MOST_COMPARED: Final = 128  # versions before the engine's; half of what the ranks keep
 _MOST_NAMED: Final = 8
@@ -53,6 +56,7 @@ class LogHistory:
 
     def __init__(self, engine: Engine, log: DeltaLog) -> None:
         self._engine, self._log = engine, log
+        self._item = Item(engine, LOG_RECORDS, LogRecords)
         self._read: dict[_Key, str] = {}  # records of what has none in ``DONE``
         self._contents: dict[_Key, tuple[str | None, list[str]]] = {}  # of the last one compared
 
@@ -65,8 +69,8 @@ class LogHistory:
             PartUnavailable: the version cannot be read now.
             SpoolFull: the host's cache has no room for it.
         """
-        [answer, *_] = await call_all_ranks(self._engine, ShareLogRecords(version=version))
-        known = answer.records
+        led = await self._item.read()
+        known = led.records
         own = [entry for entry in listing.entries if entry.version == version]
         ours = {entry.folder.name: await self.record(entry) for entry in own}
         earlier = [entry for entry in listing.entries if entry.version < version]
@@ -84,8 +88,8 @@ class LogHistory:
             if is_ours is None and was_here:
                 return Comparison(_ended(listing, version), is_gone=True)
         new = {name: record for name, record in found.items() if known.get(name) != record}
-        if new:
-            await call_all_ranks(self._engine, ShareLogRecords(version=version, seen=new))
+        if new and led.version == version:  # else another process has changed the weights since
+            await self._item.try_put(msgspec.structs.replace(led, records=known | new))
         return Comparison()
 
     async def record(self, entry: Entry) -> str | None:
@@ -113,12 +117,8 @@ class LogHistory:
             after, parts = await self._content(entry)
             if after is not None:
                 found.add(after == digest)
-            elif parts:
-                unseen = await call_all_ranks(
-                    self._engine, FindUnseen(version=version, identities=parts)
-                )
-                if not any(answer.unseen for answer in unseen):
-                    found.add(True)
+            elif parts and not await unseen_parts(self._engine, version, parts):
+                found.add(True)
         return max(found, default=None)
 
     async def _content(self, entry: Entry) -> tuple[str | None, list[str]]:

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import msgspec
 
 from delta_server import metrics
-from delta_server.commit import EngineCommitter, call_all_ranks, total_digest
-from delta_server.engine import Engine
+from delta_server.board import LOG, Item, Nothing
+from delta_server.commit import EngineCommitter, total_digest
+from delta_server.engine import Engine, call_all_ranks
 from delta_server.follow_state import FollowState
-from delta_server.leases import acquire
 from delta_server.log_history import Comparison, LogHistory
 from delta_server.process_identity import new_name
 from delta_server.request_options import Options
@@ -56,7 +56,7 @@ from engine_ext.log import (
     route,
     why_not_newer,
 )
-from engine_ext.ranks.operations import AcquireLogLease, DropSync, ReleaseLogLease
+from engine_ext.ranks.operations import AbortSync
 from engine_ext.ranks.status import LogStatus
 from engine_ext.store_urls import is_store_url
 
@@ -118,7 +118,7 @@ class LogReplay:
         self.log = log
         self._following, self._scratch = following, scratch
         self._history = LogHistory(engine, log)
-        self._name = new_name()
+        self._name, self._turn = new_name(), Item(engine, LOG, Nothing)
         self._lock = asyncio.Lock()
         self.newest: int | None = None
         self._versions: list[int] = []
@@ -264,7 +264,7 @@ class LogReplay:
         """Let every process of an engine that follows know that its log could be read."""
         self._was_read, self._read_at = True, time.time()
         if self._following is not None and not self._following.known.was_read:
-            await self._following.note_read()
+            await self._following.record_read()
             logger.info("delta log: %s is read", self.log.location)
 
     async def _follow(
@@ -393,7 +393,7 @@ class LogReplay:
             except DeltaError as error:
                 # Other parts of it that stay staged would keep out what leads around it.
                 for part in record.parts[:1]:
-                    drop = DropSync(version=part.version, sync_id=part.sync_id)
+                    drop = AbortSync(version=part.version, sync_id=part.sync_id)
                     with contextlib.suppress(Exception):
                         await call_all_ranks(self._engine, drop)
                 unproven = declared.before is None and not (entry.full or entry.foreign)
@@ -402,7 +402,7 @@ class LogReplay:
                 raise
         if answer["status"] != "committed":
             if answer["status"] == "staged":
-                await call_all_ranks(self._engine, DropSync())
+                await call_all_ranks(self._engine, AbortSync())
             raise entry.damaged(f"its parts are not all of a sync ({answer['status']})")
 
     async def _state(self) -> tuple[int, bool, str]:
@@ -422,17 +422,13 @@ class LogReplay:
     @contextlib.asynccontextmanager
     async def _lease(self) -> AsyncIterator[None]:
         """Hold the lease of the delta log: no other process of this engine replays it."""
-
-        def request(dead: str | None) -> AcquireLogLease:
-            return AcquireLogLease(holder=self._name, instead_of=dead)
-
-        while not await acquire(self._engine, request):
+        while not await self._turn.acquire(self._name):
             await asyncio.sleep(_POLL_S)
         try:
             yield
         finally:
             try:
-                await call_all_ranks(self._engine, ReleaseLogLease(holder=self._name))
+                await self._turn.release(self._name)
             except Exception:
                 # This process can acquire it again, and others can if this one is dead.
                 logger.exception("the lease of the delta log could not be released")

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 
-from delta_server.commit import call_all_ranks
+from delta_server.board import PULLS, Item
 from delta_server.empty_syncs import advance
+from delta_server.engine import rank_states
 from delta_server.published import folder_of
 from delta_server.pull_source import PullSource
 from delta_server.request_options import DiskRequest, Options, PullRequest
@@ -34,16 +35,41 @@ from engine_ext.errors import (
 )
 from engine_ext.format import PartId
 from engine_ext.ranks.operations import (
-    FindPull,
-    GetState,
-    Pulled,
-    PulledFolder,
     RankState,
-    RecordPull,
 )
+
+_MOST_PULLED: Final = 16
 
 if TYPE_CHECKING:
     from delta_server.service import DeltaService
+
+
+class PulledFolder(msgspec.Struct, frozen=True, kw_only=True):
+    """The folder of the version that a pull has staged, as it was read."""
+
+    version: int
+    identities: list[str]  # of its parts, sorted
+    marks: dict[str, str]  # by file name: changes with the file; empty if it cannot show a change
+
+
+class Pulled(msgspec.Struct, frozen=True, kw_only=True):
+    """Versions that were pulled under the name of a checkpoint."""
+
+    source: str  # the folder that they are published in
+    target: int  # the last of them
+    sync_id: str | None = None  # of the staged sync
+    folder: PulledFolder | None = None  # the folder of its version
+
+
+class Pulls(msgspec.Struct, frozen=True):
+    """The versions that were pulled, by the name of a checkpoint; the oldest name gives way."""
+
+    by_checkpoint: dict[str, Pulled] = {}
+
+    def including(self, checkpoint: str, pulled: Pulled) -> Pulls:
+        """Return these with another one, in place of an earlier one of its name."""
+        kept = [(name, one) for name, one in self.by_checkpoint.items() if name != checkpoint]
+        return Pulls(dict([*kept, (checkpoint, pulled)][-_MOST_PULLED:]))
 
 
 async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord) -> str:
@@ -65,7 +91,8 @@ async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord
         )
     following = await asyncio.to_thread(source.following, state.version, wanted.target_version)
     sync_id = folder = None
-    earlier = await _find(service, wanted.local_checkpoint_dir)
+    pulls, checkpoint = Item(service.engine, PULLS, Pulls), wanted.local_checkpoint_dir
+    earlier = (await pulls.read()).by_checkpoint.get(checkpoint)
     if earlier is not None and earlier.source == source.location:
         if following:
             await _drop_rewritten(service, source, earlier, following[0])
@@ -84,13 +111,10 @@ async def pull(service: DeltaService, wanted: PullRequest, record: RequestRecord
         version = record.parts[0].version
         if answer["status"] == "staged" and await _staged(service, version, sync_id) is None:
             await _refuse_incomplete(service, record)
-    request = RecordPull(
-        checkpoint=wanted.local_checkpoint_dir,
-        pulled=Pulled(
-            source=source.location, target=wanted.target_version, sync_id=sync_id, folder=folder
-        ),
+    pulled = Pulled(
+        source=source.location, target=wanted.target_version, sync_id=sync_id, folder=folder
     )
-    await call_all_ranks(service.engine, request)
+    await pulls.update(lambda known: known.including(checkpoint, pulled))
     found = f"{len(following)} versions to apply" if following else "nothing to apply"
     return f"version {wanted.target_version} is pulled: {found}"
 
@@ -251,13 +275,13 @@ async def _state(service: DeltaService) -> RankState:
         raise BaseMismatch(f"{by} changed the weights outside of delta sync; send a full sync")
     if wrong := mismatched(replies):
         raise BaseMismatch.in_memory(wrong)
-    [state, *_] = await call_all_ranks(service.engine, GetState())
+    [state, *_] = await rank_states(service.engine)
     return state
 
 
 async def _find(service: DeltaService, checkpoint: str) -> Pulled | None:
-    [found, *_] = await call_all_ranks(service.engine, FindPull(checkpoint=checkpoint))
-    return found if found.source else None
+    pulls = await Item(service.engine, PULLS, Pulls).read()
+    return pulls.by_checkpoint.get(checkpoint)
 
 
 async def _source(service: DeltaService, location: str) -> PullSource:

@@ -19,16 +19,18 @@ from typing import Any
 import msgspec
 
 from delta_server import metrics
-from delta_server.commit import call_all_ranks
+from delta_server.adapter_engine import AdapterEngine
 from delta_server.engine import Engine
 from delta_server.request_record import RequestRecord
+from delta_server.sync_history import SyncHistory
 from engine_ext.errors import DeltaError, as_delta_error
 from engine_ext.format import RunSender
-from engine_ext.ranks.operations import CommittedSync, GetHistory, RecordSync, SyncRecord
+from engine_ext.ranks.operations import CommittedSync, SyncRecord
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_EVERY_S = 5.0
+_MOST_HISTORIES = 16
 _PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)
 _LEVELS = {
     "staged": logging.DEBUG,  # the line of its sync includes it
@@ -42,6 +44,7 @@ class SyncReporter:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._histories: dict[str | None, SyncHistory] = {}  # of the model, and of adapters
         self._tasks: set[asyncio.Task[None]] = set()
         # The sync of the last staged part, and when a line about a staged part was last logged.
         self._sync: tuple[int | None, str | None] | None = None
@@ -90,8 +93,7 @@ class SyncReporter:
 
     async def history(self, adapter: str | None = None) -> list[SyncRecord]:
         """Return the last syncs of the model or an adapter, the newest one last."""
-        replies = await call_all_ranks(self._engine, GetHistory(adapter=adapter))
-        return replies[0].syncs
+        return await self._history(adapter).syncs()
 
     async def flush(self) -> None:
         """Wait until everything is reported."""
@@ -114,12 +116,21 @@ class SyncReporter:
 
     async def _remember(self, sync: SyncRecord) -> None:
         try:
-            [sync, *_] = await call_all_ranks(
-                self._engine, RecordSync(record=sync, adapter=sync.adapter)
-            )
+            sync = await self._history(sync.adapter).add(sync)
         except Exception:
             logger.debug("a sync could not be added to the ranks' history", exc_info=True)
         self._log(sync)
+
+    def _history(self, adapter: str | None) -> SyncHistory:
+        """Return the history of the model or an adapter; the oldest of many adapters gives way."""
+        known = self._histories.pop(adapter, None)
+        if known is None:
+            whose = self._engine if adapter is None else AdapterEngine(self._engine, adapter)
+            known = SyncHistory(whose)
+        self._histories[adapter] = known
+        if len(self._histories) > _MOST_HISTORIES:
+            del self._histories[next(iter(self._histories))]
+        return known
 
     def _log(self, sync: SyncRecord) -> None:
         facts = msgspec.structs.asdict(sync)

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server import pauses
 from delta_server.auth import check_access
-from delta_server.commit import call_all_ranks
 from delta_server.dashboard import asks_for_token, page_response
 from delta_server.empty_syncs import advance
+from delta_server.engine import rank_states
 from delta_server.log_follower import refuse_pushes
 from delta_server.pulls import commit_pulled, is_pulled, pull
 from delta_server.request_options import (
@@ -46,7 +46,6 @@ from engine_ext.errors import (
     as_delta_error,
 )
 from engine_ext.format import SIGNATURE_HEADER, Verifier, signing_key
-from engine_ext.ranks.operations import GetState
 
 # Prefixes of the paths where engines generate; they answer 503 while the weights are uncertain.
 GENERATION = (
@@ -188,7 +187,7 @@ async def collective_rpc(request: Request) -> dict[str, Any]:
         with service.upload_slots.one():
             disk_request = parse_rpc_request(await _json_body(request, service))
             answer = await _apply_files(service, disk_request, request, record)
-            ranks = len(await call_all_ranks(service.engine, GetState()))
+            ranks = len(await rank_states(service.engine))
             return {"results": [answer] * ranks}
 
 

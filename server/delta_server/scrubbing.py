@@ -7,10 +7,12 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from delta_server import metrics
-from delta_server.commit import call_all_ranks
-from delta_server.engine import Engine
-from engine_ext.ranks.operations import RankStatus, ScrubState, TakeScrubFindings
+from delta_server.board import SCRUB, Item
+from delta_server.engine import Engine, call_all_ranks
+from engine_ext.ranks.operations import GetStatus, RankStatus, ScrubState
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +38,25 @@ def combined(replies: Sequence[RankStatus]) -> ScrubState | None:
     )
 
 
+class Counted(msgspec.Struct, frozen=True):
+    """The findings of all ranks that some HTTP process has counted."""
+
+    findings: int = 0
+
+
 async def count_findings(engine: Engine, interval: float) -> None:
     """Count what the ranks' scrubbing finds, until cancelled.
 
-    The ranks report a finding once, so that several HTTP processes do not count it repeatedly.
+    The ranks keep what was counted, so that of several HTTP processes one counts each finding.
     """
+    counted = Item(engine, SCRUB, Counted)
     while True:
         await asyncio.sleep(min(interval, _LONGEST_PERIOD_S))
         try:
-            replies = await call_all_ranks(engine, TakeScrubFindings())
+            reports = await call_all_ranks(engine, GetStatus(details=False))
+            found = sum(report.findings for report in reports)
+            while (new := found - counted.value.findings) > 0:
+                if await counted.try_put(Counted(found)):
+                    metrics.SCRUB_MISMATCHES.inc(new)
         except Exception:
             logger.debug("the ranks' scrubbing could not be asked", exc_info=True)
-        else:
-            metrics.SCRUB_MISMATCHES.inc(sum(len(reply.mismatched) for reply in replies))

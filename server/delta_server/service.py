@@ -17,10 +17,10 @@ import msgspec
 
 from delta_server import metrics, pauses
 from delta_server.adapter_engine import AdapterEngine
-from delta_server.commit import EngineCommitter, call_all_ranks, total_digest
+from delta_server.commit import EngineCommitter, total_digest
 from delta_server.coordinator import Coordinator
 from delta_server.digests import describe_digests
-from delta_server.engine import Engine
+from delta_server.engine import Engine, call_all_ranks, rank_statuses
 from delta_server.follow_state import FollowState
 from delta_server.intake import Intake, VerifiedPart
 from delta_server.log_follower import LogFollower
@@ -50,7 +50,6 @@ from engine_ext.format import DIGEST_ALGORITHM, Limits
 from engine_ext.log import open_log
 from engine_ext.ranks.operations import (
     GetPlan,
-    GetStatus,
     RankState,
 )
 from engine_ext.ranks.status import EngineStatus, HealthState, HealthStatus, VersionStatus
@@ -136,7 +135,7 @@ class DeltaService:
                 server must not start.
         """
         self.intake.warm_up()
-        replies = await call_all_ranks(self._engine, GetStatus())
+        replies = await rank_statuses(self._engine)
         versions = [reply.version for reply in replies]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")

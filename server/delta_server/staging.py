@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from delta_server.commit import call_all_ranks
-from delta_server.engine import Engine
+from delta_server.engine import Engine, call_all_ranks
 from delta_server.intake import VerifiedPart
 from delta_server.part_server import PartServer
 from delta_server.published import not_applied
@@ -20,13 +19,12 @@ from delta_server.request_record import RequestRecord
 from engine_ext.errors import Conflict, DeltaError, NotUpdatable
 from engine_ext.format import PartId
 from engine_ext.ranks.operations import (
+    AbortSync,
     Admission,
     BeginPart,
     Delivery,
-    DropSync,
     PollPart,
     PrepareSync,
-    SettlePart,
 )
 
 # While ranks stage, they are asked this often whether they still live.
@@ -165,7 +163,7 @@ class Staging:
 
     async def drop(self, part: PartId) -> None:
         """Drop the staged sync if this part belongs to it."""
-        await call_all_ranks(self._engine, DropSync(version=part.version, sync_id=part.sync_id))
+        await call_all_ranks(self._engine, AbortSync(version=part.version, sync_id=part.sync_id))
 
     async def _begin(
         self, part: PartId, verified: VerifiedPart, pipes: contextlib.ExitStack
@@ -189,7 +187,7 @@ class Staging:
         refusals = [answer for answer in answers if isinstance(answer, DeltaError)]
         if refusals:
             if len(refusals) < len(answers):  # replicas might be in different states
-                await call_all_ranks(self._engine, SettlePart(part=part, staged=False))
+                await call_all_ranks(self._engine, AbortSync(part=part))
             raise refusals[0]
         admissions = {one.admission for one in answers if not isinstance(one, DeltaError)}
         return _Begun(part, admissions, pipe)
@@ -200,13 +198,13 @@ class Staging:
         if first.admission != "already_applied":
             # A part that is "staged" is waited for too: the request that sent it might have
             # died.
-            complete = await self._settle(first, begun, record)
+            complete = await self._keep(first, begun, record)
         first.pipe.close()
         record.admissions.add(first.admission)
         record.staged += 1
         return complete
 
-    async def _settle(self, first: _Begun, others: deque[_Begun], record: RequestRecord) -> bool:
+    async def _keep(self, first: _Begun, others: deque[_Begun], record: RequestRecord) -> bool:
         part = first.part
         try:
             await self._wait_until_staged(part, first.pipe)
@@ -215,18 +213,18 @@ class Staging:
             others.clear()
             raise
         except DeltaError:
-            await call_all_ranks(self._engine, SettlePart(part=part, staged=False))
+            await call_all_ranks(self._engine, AbortSync(part=part))
             raise
         try:
-            settled = await call_all_ranks(self._engine, SettlePart(part=part, staged=True))
-            await self._check_base(settled[0].base)
-            if settled[0].complete and not all(reply.prepared for reply in settled):
+            kept = await call_all_ranks(self._engine, PrepareSync(part=part, keep=True))
+            await self._check_base(kept[0].base)
+            if kept[0].complete and not all(reply.done for reply in kept):
                 await self._prepare(part, record)
         except DeltaError:
             await self.drop(part)
             others.clear()
             raise
-        return settled[0].complete
+        return kept[0].complete
 
     async def _check_base(self, base: Delivery | None) -> None:
         """Refuse a sync that would be written over a version that is known to be incomplete."""
@@ -244,7 +242,7 @@ class Staging:
         """Let the ranks forget the parts that this request has begun."""
         for one in begun:
             if one.admission == "new":
-                await call_all_ranks(self._engine, SettlePart(part=one.part, staged=False))
+                await call_all_ranks(self._engine, AbortSync(part=one.part))
 
     async def _prepare(self, part: PartId, record: RequestRecord) -> None:
         """Prepare the commit on all ranks in step; the engine serves between two calls."""

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from delta_server.commit import call_all_ranks
-from delta_server.engine import Engine
+from delta_server.engine import Engine, rank_states
 from delta_server.published import gap_is_empty, version_of
 from engine_ext.format import PartId, Unproven
-from engine_ext.ranks.operations import GetState
 
 
 def located(parts: Sequence[PartId], paths: Sequence[Path], url: str | None = None) -> list[PartId]:
@@ -56,7 +54,7 @@ async def after_gap(
     folder = path if os.path.isdir(path) else path.parent
     if first.full or first.base_version is None or version_of(folder) != first.version:
         return list(parts)
-    [state, *_] = await call_all_ranks(engine, GetState())
+    [state, *_] = await rank_states(engine)
     current, base = state.version, first.base_version
     if base <= current or any(part.base_version != base for part in parts):
         return list(parts)

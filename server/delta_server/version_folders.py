@@ -18,9 +18,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_server.commit import call_all_ranks
 from delta_server.disk_files import list_names, open_file, spool_files
-from delta_server.engine import Engine
+from delta_server.engine import Engine, call_all_ranks
 from delta_server.intake import Intake, VerifiedPart
 from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable, Unauthorized

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -73,6 +74,7 @@ class PaddedAfterLoading(ToyModel):
     """Post-load processing makes a padded copy and puts it in the parameter's place."""
 
     shapes: ClassVar = {"weight": (7, 6), "norm": (6,)}
+    weight: nn.Parameter
 
     def after_loading(self) -> None:
         padded = torch.zeros(8, 8, dtype=torch.bfloat16)
@@ -96,7 +98,7 @@ class PackedIntoHandle(ToyModel):
 
     def build(self) -> None:
         self.embed = parameter(9, 6)
-        self.layer = nn.Module()
+        self.layer: Any = nn.Module()
         self.layer.norm = parameter(6)
         self.layer.linear = nn.Module()
         self.layer.linear.weight = parameter(8, 6)
@@ -176,6 +178,7 @@ class LoaderReplaced(ToyModel):
     """AWQ on vLLM: processing puts a parameter in place whose loader does nothing."""
 
     shapes: ClassVar = {"qweight": (8, 6), "norm": (6,)}
+    qweight: Any  # a parameter with a loader
 
     def build(self) -> None:
         super().build()
@@ -185,7 +188,7 @@ class LoaderReplaced(ToyModel):
         getattr(getattr(self, name), "weight_loader", getattr(self, name).data.copy_)(weight)
 
     def after_loading(self) -> None:
-        packed = parameter(6, 8)
+        packed: Any = parameter(6, 8)
         packed.data.copy_(self.qweight.data.t() * 2)
         packed.weight_loader = lambda weight: None
         self.qweight = packed
@@ -198,7 +201,10 @@ class HalfReplaced(ToyModel):
 
     def build(self) -> None:
         self.q, self.kv = parameter(4, 6), parameter(4, 6)
-        self.loaders = [self.q.data.copy_, self.kv.data.copy_]
+        self.loaders: list[Callable[[torch.Tensor], object]] = [
+            self.q.data.copy_,
+            self.kv.data.copy_,
+        ]
 
     def load_one(self, name: str, weight: torch.Tensor) -> None:
         for load, half in zip(self.loaders, weight.split(4), strict=True):
@@ -253,6 +259,7 @@ class DerivedInPlace(DerivedRecomputed):
     """The function writes into what it has made at first."""
 
     shapes: ClassVar = DerivedRecomputed.shapes
+    absorbed: nn.Parameter
 
     def recompute(self) -> None:
         upper, lower = self.kv_b_proj.data.split(4)

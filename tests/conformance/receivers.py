@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
@@ -77,7 +77,7 @@ class Project:
         self._call("begin", part=sent, path=str(path), now=0.0)
         while not all(answer["done"] for answer in self._call("poll", part=sent)):
             time.sleep(0.0005)
-        self._call("settle", part=sent, staged=True)
+        self._call("prepare", part=sent, keep=True)
 
     def _prepare(self, part: PartId) -> None:
         sent = msgspec.to_builtins(part)
@@ -146,7 +146,7 @@ def _load(rank: Rank, place: ThreadRanks) -> LoadedModel:
         loading=loading,
         reprocessing=Reprocessing(
             states=states,
-            loader=lambda copy: copy.load_weights,  # type: ignore[return-value]
+            loader=lambda copy: cast("ToyModel", copy).load_weights,
             context=contextlib.nullcontext,
             probe=_probe,
         ),

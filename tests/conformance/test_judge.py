@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ class Script:
     @torch.no_grad()
     def apply(self, deltas: Sequence[Delta]) -> None:
         """Write some elements of every delta, into parameters of the checkpoint's names."""
-        model = self.ranks[0].model
+        model: Any = self.ranks[0].model
         for delta in deltas:
             flat = getattr(model, delta.name).data.view(-1)
             indices = torch.arange(flat.numel()) if delta.indices is None else delta.indices
@@ -50,7 +52,7 @@ class Script:
             raise OSError("no more")
 
 
-def outcome(**how: int | bool) -> str:
+def outcome(**how: Any) -> str:
     return judge(SETUP, SYNC, lambda: Script(**how)).outcome
 
 
@@ -78,7 +80,8 @@ def test_a_subject_that_changes_the_model_while_serving_is_wrong() -> None:
     class Clumsy(Script):
         def serve(self, ranks: Sequence[Rank]) -> None:
             super().serve(ranks)
-            ranks[0].model.bias.data[0] += 1
+            model: Any = ranks[0].model
+            model.bias.data[0] += 1
 
     assert judge(SETUP, SYNC, Clumsy) == Verdict(WRONG, "serving changed rank 0: bias")
 
@@ -101,7 +104,7 @@ def test_every_tensor_counts_and_the_gaps_between_elements() -> None:
             self.change = change
 
         def apply(self, deltas: Sequence[Delta]) -> None:
-            model = self.ranks[0].model
+            model: Any = self.ranks[0].model
             if self.change == "list":
                 model.absorbed[1][0, 0] += 1
             elif self.change == "swap":
@@ -110,8 +113,8 @@ def test_every_tensor_counts_and_the_gaps_between_elements() -> None:
 
     setup = (models.DerivedBeside,)
     for change, expected in (("list", TORN), ("swap", TORN), ("", REFUSED)):
-        subject = Meddles(change)
-        assert judge(setup, syncs_of(setup)[0], lambda s=subject: s).outcome == expected
+        subject = functools.partial(Meddles, change)
+        assert judge(setup, syncs_of(setup)[0], subject).outcome == expected
 
 
 def test_deltas_are_deterministic_and_lead_to_the_target() -> None:

@@ -19,6 +19,7 @@ from scripts.live_engine.process import EngineProcess
 from tests.faults.observed import FIRST, KINDS, PLUGIN, ObservedEngine, wait_until
 from tests.support.object_stores import StoreServer
 from tests.support.plain_trainer import BITS, Trainer
+from tests.support.present import following, present
 from tests.support.store_proxy import Faults, StoreProxy
 
 INTERVAL_S = 0.3  # between two looks at the log
@@ -209,7 +210,7 @@ class FollowHarness(ObservedEngine):
         self._is_at(version)
         if error is None:
             status = self.engine.delta_status()
-            assert (status.log.newest, self._error()) == (version, None)
+            assert (present(status.log).newest, self._error()) == (version, None)
         if heard:
             state = "following" if error is None else "failing"
             wait_until(lambda: self._beats(version, state, error or ""), SETTLES_S)
@@ -220,7 +221,7 @@ class FollowHarness(ObservedEngine):
         wait_until(lambda: self.version() == version, SETTLES_S)
         wait_until(lambda: self._error() is None, SETTLES_S)
         self._is_at(version)
-        assert self.engine.delta_status().log.problem is None
+        assert present(self.engine.delta_status().log).problem is None
         if heard:
             wait_until(lambda: self._beats(version, "following"), SETTLES_S)
 
@@ -235,7 +236,7 @@ class FollowHarness(ObservedEngine):
         assert self.version() == version
 
     def _error(self) -> Any:
-        return self.engine.delta_status().log.follow.error
+        return following(self.engine.delta_status()).error
 
     def _says(self, error: str, about: str) -> bool:
         found = self._error()
@@ -248,7 +249,7 @@ class FollowHarness(ObservedEngine):
             wait_until(lambda before=before: self._looked_at() != before)  # type: ignore[misc]
 
     def _looked_at(self) -> Any:
-        return self.engine.delta_status().log.follow.looked_at
+        return following(self.engine.delta_status()).looked_at
 
     def heartbeat(self) -> Heartbeat:
         """Return the engine's heartbeat in the log."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from tests.faults.harness import STAGE_TIMEOUT, Harness
 from tests.faults.observed import RANKS, fill
@@ -154,6 +154,7 @@ def future(harness: Harness) -> None:
 def two_senders(harness: Harness) -> None:
     """Both have whole syncs to a version, of other weights; one of them wins."""
     syncs = []
+    who: Any
     for encoding, who in (("deltas", {}), ("indices", of_another(harness))):
         syncs.append((dict(harness.trainer.tensors), harness.parts(encoding=encoding, **who)))
         harness.other_values()
@@ -181,7 +182,7 @@ def two_senders_between_parts(harness: Harness) -> None:
     harness.trainer.tensors, harness.sent = tensors, sent
 
 
-def of_another(harness: Harness) -> dict[str, str]:
+def of_another(harness: Harness) -> dict[str, Any]:
     """Metadata of another sender's parts: with a run, if the engine's sender has one."""
     return {"run": uuid.uuid4().hex, "run_epoch": "1"} if harness.run else {}
 
@@ -191,7 +192,7 @@ def another_run(harness: Harness) -> None:
     owned = bool(harness.run)
     if not owned:
         harness.ask("claim", "the-owner")
-    other = {"run": uuid.uuid4().hex, "run_epoch": "1"}
+    other: Any = {"run": uuid.uuid4().hex, "run_epoch": "1"}
     [body] = harness.parts(**other)
     tensors = harness.trainer.tensors
     whole = {"current_version": "99999", "full": "true", **other}
@@ -203,7 +204,8 @@ def another_run(harness: Harness) -> None:
 
 def takeover(harness: Harness) -> None:
     """The sender gets the engine from another run, which has staged parts."""
-    owned, run = bool(harness.run), harness.run or {"run": uuid.uuid4().hex, "run_epoch": "1"}
+    owned = bool(harness.run)
+    run: Any = harness.run or {"run": uuid.uuid4().hex, "run_epoch": "1"}
     first, second = harness.parts(2, **run)
     if owned:
         harness.ask("release", **run)

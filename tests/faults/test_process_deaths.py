@@ -11,6 +11,7 @@ from scripts.live_engine.process import EngineProcess
 from tests.faults.process_deaths import DEATHS, Death
 from tests.faults.rebuilding import REBUILD_DEATHS
 from tests.faults.restarts import RestartHarness
+from tests.support.present import present
 
 pytestmark = pytest.mark.full
 
@@ -87,7 +88,7 @@ def check_version(harness: RestartHarness, before: object) -> bool:
     versions = [harness.base_version, *(entry.version for entry in listing.entries)]
     assert listing.damaged == {}
     assert (status.version.number, status.health.state) == (max(versions), "certain")
-    assert (status.staged, status.log.problem) == (None, None)
+    assert (status.staged, present(status.log).problem) == (None, None)
     new = status.version.number != harness.base_version
     found = harness.check_weights(before, new=new)
     if new:

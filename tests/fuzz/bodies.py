@@ -45,8 +45,9 @@ def good(draw: st.DrawFn, shapes: Shapes, encodings: tuple[str, ...] = ENCODINGS
         values = bits16(*draw(st.lists(st.integers(0, 0xFFFF), min_size=count, max_size=count)))
         deltas.append(ParamDelta(name, "bfloat16", shapes[name], indices, values))
     encoding = draw(st.sampled_from(encodings))
+    extra: dict[str, Any]
     sent, extra = sendable(encoding, deltas)
-    if extra and draw(st.booleans()):
+    if bool(extra) and draw(st.booleans()):
         extra["digest_part"] = added_to_fresh_weights(sent)
     version = draw(st.sampled_from([8, 8, 8, 9, 7, 0]))
     extra |= draw(

@@ -19,7 +19,7 @@ from engine_ext.errors import DeltaError
 from engine_ext.format import DecodedPart, FrameReader, Limits, PartGate, decode_part, read_verified
 from engine_ext.format import part as wire_part
 from engine_ext.format.manifest import parse_manifest
-from engine_ext.ranks.operations import DropSync
+from engine_ext.ranks.operations import AbortSync
 from tests.fuzz.bodies import TEXTS, any_json, bodies, chunks, good
 from tests.fuzz.requests import REQUESTS
 from tests.fuzz.time_boxed import SECONDS, check_for
@@ -57,7 +57,8 @@ def test_container(monkeypatch: pytest.MonkeyPatch) -> None:
             check_refusal(error)
             return
         assert part.manifest == header.manifest
-        mapped = read_verified(*reversed(verified_file(bytes(kept))))
+        identity, file = verified_file(bytes(kept))
+        mapped = read_verified(file, identity)
         assert mapped is not None
         assert_same(mapped, part.deltas)
         assert_well_formed(part)
@@ -116,7 +117,7 @@ def test_http(tmp_path: Path) -> None:
         try:
             for request in requests:
                 commits += check_one(rig, request, str(root))
-            rig.run(rig.engine.call(DropSync()))
+            rig.run(rig.engine.call(AbortSync()))
             version = rig.status().version.number
             claim = {"action": "claim", "run": "last", "takeover": True}
             assert rig.post("/delta_run", json=claim).status_code == 200

@@ -17,6 +17,7 @@ from scripts.live_engine import quantised_checkpoints, tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import check_steps
 from tests.live.lora import ADAPTER, generated, make_adapter, seen_from
+from tests.support.present import present
 from tests.support.served_models import delta_between, one_part
 
 OTHER = "other"
@@ -54,7 +55,7 @@ def post(engine: EngineProcess, body: bytes, adapter: str = ADAPTER) -> httpx.Re
 
 def adapters(engine: EngineProcess) -> dict[str, tuple[int, str | None]]:
     """The version and the digest of every loaded adapter."""
-    listed = engine.delta_status().adapters
+    listed = present(engine.delta_status().adapters)
     return {one.name: (one.version, one.digest) for one in listed}
 
 

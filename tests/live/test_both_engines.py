@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_one_sender_two_engines(both: Both) -> None:
         assert both.versions() == [3, 3]
         assert both.hold_the_trainers_bytes()
 
-        server = sender._publisher.sessions[0].destination
+        server: Any = sender._publisher.sessions[0].destination
         address, server._url = server._url, f"{server._url}/nowhere"
         trainer.step()
         with pytest.raises(PartialSyncError) as caught:

@@ -25,6 +25,7 @@ from tests.support.plain_trainer import (
     write_log,
     write_unproven,
 )
+from tests.support.present import following, present
 
 KINDS = ["vllm", "sglang"]
 
@@ -129,13 +130,13 @@ def test_an_engine_stays_before_a_damaged_version(
     scan = engine.get("/delta_digest", params={"scan": "true"}).json()
     assert (scan["digest"], scan["corrupted"]) == (status.version.digest, [])
     assert status.staged is None
-    problem = status.log.problem
+    problem = present(present(status.log).problem)
     assert (problem["type"], problem["newest"]) == ("LogDamaged", 3)
     assert "weight_v000002" in problem["message"]
     assert "weight_v000002 cannot be used" in engine.log_path.read_text()
     assert engine.complete("the quick", max_tokens=4)["choices"][0]["text"] is not None
     assert engine.post("/delta_catch_up").status_code == 409
-    assert engine.delta_status().log.problem["type"] == "LogDamaged"
+    assert present(present(engine.delta_status().log).problem)["type"] == "LogDamaged"
 
     with DeltaSender(engine.url, good.items(), base_version=1) as sender:
         assert not sender.sync(trainer.tensors.items()).full
@@ -194,7 +195,7 @@ def test_an_engine_follows_the_log(
         assert seen_by(engine, after=before).version.number == 4
         assert engine.post("/delta_pin").json()["status"] == "released"
         reach(engine, 5)
-        assert seen_by(engine, after=before).log.follow.failures > 0
+        assert following(seen_by(engine, after=before)).failures > 0
         damaged.write_bytes(good)
         reach(engine, 8)
         seen_by(engine)
@@ -211,7 +212,7 @@ def test_an_engine_follows_the_log(
         new = another_run(tiny_models.load_tensors(base), 0)
         for _ in range(11):
             write_unproven(log, new)
-        check_other_history(engine, seen_by(engine).log.follow.error, 9)
+        check_other_history(engine, present(following(seen_by(engine)).error), 9)
         [heartbeat] = live_heartbeats(open_log(log))
         assert (heartbeat.version, heartbeat.state) == (9, "diverged")
         check_weights(engine, 9, trainer)
@@ -268,9 +269,9 @@ def test_a_trainer_that_posts_to_no_engine(
         for _ in range(5):
             other.step()
             sender.sync(other.tensors.items())
-        outcome = str(sender.wait(60)[engine.url])
-    assert "another history" in outcome
-    assert "damaged" not in outcome
+        said = str(sender.wait(60)[engine.url])
+    assert "another history" in said
+    assert "damaged" not in said
     assert fingerprint(engine) == seen
     engine.stop()
     fresh = start("vllm", tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors))
@@ -295,7 +296,7 @@ def check_other_history(engine: EngineProcess, error: dict[str, Any], version: i
     assert (error["type"], error["version"]) == ("LogDiverged", version)
     assert "another history" in error["message"]
     assert "damaged" not in error["message"]
-    assert engine.delta_status().log.problem == error
+    assert present(engine.delta_status().log).problem == error
     assert engine.complete("the quick", max_tokens=4)["choices"][0]["text"] is not None
 
 
@@ -316,11 +317,12 @@ def reach(engine: EngineProcess, version: int) -> None:
 
 def seen_by(engine: EngineProcess, after: EngineStatus | None = None) -> EngineStatus:
     """Return the status, once the engine has looked at the log twice since another one."""
-    before = (after or engine.delta_status()).log.follow.looked_at
+    status = after or engine.delta_status()
+    before = following(status).looked_at
     for _ in range(2):
         end = time.monotonic() + 60
-        while (status := engine.delta_status()).log.follow.looked_at == before:
+        while following(status := engine.delta_status()).looked_at == before:
             assert time.monotonic() < end, status
             time.sleep(0.05)
-        before = status.log.follow.looked_at
+        before = following(status).looked_at
     return status

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
 
 from engine_ext.startup.recomputed import ModuleRebuild
 from tests.support.quantised_engine import Serving
@@ -169,9 +168,9 @@ def one(method: type[Method]) -> type[Model]:
     return OneLayer
 
 
-def served_at(module: nn.Module) -> list[int]:
+def served_at(module: Any) -> list[int]:
     """The live objects and tensors that a kernel call or a captured graph has."""
-    method: Any = module.lin.quant_method  # type: ignore[union-attr]
+    method: Any = module.lin.quant_method
     made = method.moe_quant_config
     tensors = [made.w1_scale, made.w2_scale, made.g1_alphas, method.moe_kernel]
     addresses = [t.data_ptr() for t in tensors if isinstance(t, torch.Tensor)]
@@ -194,6 +193,7 @@ def test_the_kernels_tensors_follow(tmp_path: Path, method: type[Experts], ranks
     assert serving.statuses() == {"norm": "exact", "lin.weight": "rebuilt"}
     before = [served_at(model) for model in serving.models]
     first = dict(serving.current)
+    previous = first
     for seed in (1, 2):
         previous = dict(serving.current)
         target = {name: changed(tensor, seed) for name, tensor in previous.items()}
@@ -222,7 +222,7 @@ def test_an_object_that_shows_nothing_is_named(tmp_path: Path) -> None:
 def test_an_attribute_that_came_later_is_refused(tmp_path: Path) -> None:
     """It can be computed from the weights of before."""
     serving = Serving(one(Experts), tmp_path)
-    method: Any = serving.models[0].lin.quant_method  # type: ignore[union-attr]
+    method: Any = serving.models[0].lin.quant_method
     method.moe_kernel.fused_experts.cached = torch.ones(3)
     before = serving.served()
     target = {"lin.weight": changed(serving.current["lin.weight"], 1)}

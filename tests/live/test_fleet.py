@@ -126,6 +126,7 @@ def test_a_fleet_follows_one_trainer(
     keys = [(kind, host) for host in HOSTS for kind in KINDS]
     late = ("sglang", "b")
     engines = {key: launch(*key) for key in keys if key != late}
+    pinned, late_starts = engines["vllm", "a"], []
     with (
         ThreadPoolExecutor(2) as starts,
         DeltaSender(store_url, base, encoding="auto") as sender,
@@ -139,7 +140,6 @@ def test_a_fleet_follows_one_trainer(
                 for host in hosts.values():
                     host.proxy.faults = faults
             if version == 40:
-                pinned = engines["vllm", "a"]
                 answer = pinned.post("/delta_pin", params={"version": "50"}).json()
                 assert answer["status"] == "pinned"
             if version == 60:
@@ -172,8 +172,8 @@ def test_a_fleet_follows_one_trainer(
     target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
     for kind in KINDS:
         fresh = start(kind, target)
-        for host in HOSTS:
-            assert fingerprint(fresh) == seen[kind, host], (kind, host)
+        for place in HOSTS:
+            assert fingerprint(fresh) == seen[kind, place], (kind, place)
         fresh.stop()
     for name, host in hosts.items():
         reads = host.gets_of_parts()

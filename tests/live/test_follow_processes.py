@@ -17,7 +17,7 @@ from engine_ext.log import live_heartbeats, open_log
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess
-from tests.faults.harness import PLUGIN
+from tests.faults.observed import PLUGIN
 from tests.live.vllm_serve import VllmServe, distribution
 from tests.patches.conftest import patched_copy
 from tests.patches.http_processes import one_client_each, shown_by_top

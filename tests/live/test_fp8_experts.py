@@ -28,7 +28,7 @@ class Experts(Model):
     """A layer of experts whose checkpoint is in fp8."""
 
     options: ClassVar[dict[str, Any]] = {}
-    scale: ClassVar = ("weight_scale", ())
+    scale: ClassVar[tuple[str, tuple[int, ...]]] = ("weight_scale", ())
     statuses: ClassVar = {"exact", "rebuilt"}
     runner: Any
 
@@ -136,6 +136,7 @@ def test_the_experts_and_their_kernel_follow(tmp_path: Path, kind: type[Experts]
     method = serving.models[0].runner.routed_experts.quant_method
     before = [id(method.moe_kernel), *map(id, vars(method.moe_quant_config).values())]
     dtypes = {tensor.dtype for tensor in serving.current.values()}
+    previous = dict(serving.current)
     for seed, dtype in enumerate([*dtypes, *dtypes]):  # a part has tensors of one
         previous = dict(serving.current)
         own = {name: tensor for name, tensor in previous.items() if tensor.dtype == dtype}

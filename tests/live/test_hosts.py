@@ -73,7 +73,7 @@ class Cluster:
     ) -> None:
         self.cached = [host.folder / "cache" for host in hosts]
         first = hosts[0]
-        options = {
+        options: dict[str, Any] = {
             "tp": 1 if layout else 2,
             "enable_delta": True,
             "python_path": [distribution(folder / "path"), *shims(kind, layout)],
@@ -88,7 +88,8 @@ class Cluster:
             common = ["--dist-init-addr", f"{first.address}:{PORT}"]
             environment = CORES if layout else {}
         processes: list[EngineProcess] = []
-        types = (VllmServe, VllmWorkers) if kind == "vllm" else (SglangProcess, SglangWorkers)
+        both = (VllmServe, VllmWorkers) if kind == "vllm" else (SglangProcess, SglangWorkers)
+        types: list[Any] = [*both]
         for process, host, cache in zip(types, hosts, self.cached, strict=True):
             cache.mkdir()
             arguments = ["--nnodes", "2", *common, "--delta-tuning", f"cache-dir={cache}", *layout]
@@ -171,7 +172,7 @@ def test_both_hosts_are_bit_identical(
     base = checkpoint("qwen3")
     trainer, sent = Trainer(tiny_models.load_tensors(base)), list[bytes]()
     with running(kind, base, tmp_path / "hosts", *layout) as cluster:
-        engine = cluster.engine
+        engine, parts = cluster.engine, list[bytes]()
         for encoding in ("gap8_ulp", "deltas", "gap8_exp"):
             parts = bodies(trainer, encoding)
             send(engine, parts)

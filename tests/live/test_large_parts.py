@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -68,7 +69,7 @@ def test_files_are_written_again(base: Path, spool: Path, tmp_path: Path) -> Non
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         for number in range(6):
-            changed = trainer.step(density=0.5)
+            changed: dict[str, Any] = trainer.step(density=0.5)
             full = number % 3 == 2
             metadata = {**trainer.metadata(), "num_parts": str(PARTS)}
             if full:
@@ -99,6 +100,6 @@ def test_files_are_written_again(base: Path, spool: Path, tmp_path: Path) -> Non
         assert len(files) < sent
         live = fingerprint(engine)
     target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
-    options = {"tp": 2, "enable_delta": True, "python_path": path}
+    options: dict[str, Any] = {"tp": 2, "enable_delta": True, "python_path": path}
     with VllmServe(target, log_path=tmp_path / "fresh.log", **options) as fresh:
         assert fingerprint(fresh) == live

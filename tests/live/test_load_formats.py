@@ -158,7 +158,7 @@ for load_format in json.loads(sys.argv[2]):
         runner = SimpleNamespace(load_config=config, model_config=model)
         read = checkpoint(runner, nn.Linear(1, 1))
         found[load_format] = {
-            name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+            name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()
             for name, tensor in read()
         }
 print(json.dumps(found))
@@ -172,7 +172,7 @@ def test_sglang_reads_the_files_of_collective_formats_alone(
     run = python("sglang", "-c", READ_BY_SGLANG, str(folder), json.dumps(COLLECTIVE))
     assert run.returncode == 0, run.stderr[-2000:]
     expected = {
-        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()
         for name, tensor in tiny_models.load_tensors(folder).items()
     }
     assert json.loads(run.stdout.splitlines()[-1]) == dict.fromkeys(COLLECTIVE, expected)

@@ -78,11 +78,11 @@ def main(model: str, out: str) -> None:
         assert call("begin", part=part, path=str(spooled), now=0.0)["admission"] == "new"
         while not call("poll", part=part)["done"]:
             time.sleep(0.01)
-        prepared = call("settle", part=part, staged=True)["prepared"]
-        while not prepared:
-            prepared = call("prepare", part=part)["done"]
+        done = call("prepare", part=part, keep=True)["done"]
+        while not done:
+            done = call("prepare", part=part)["done"]
         call("commit", version=version, sync_id=None)
-        found["states"].append(call("status")["engine_state"])
+        found["states"].append(call("status")["state"]["engine_state"])
 
     def heal() -> None:
         trainer.tensors, trainer.version = dict(base), trainer.version + 1
@@ -96,7 +96,7 @@ def main(model: str, out: str) -> None:
         parameter.data = torch.roll(parameter.data, 1, 0)
     generate("moved")
     found["corrupted"].append(call("digest", scan=True)["corrupted"])
-    found["states"].append(call("status")["engine_state"])
+    found["states"].append(call("status")["state"]["engine_state"])
     heal()
     generate("healed")
     found["corrupted"] = found["corrupted"][:2]

@@ -119,8 +119,9 @@ def check_request_in_flight(engine: EngineProcess, tensors: Mapping[str, torch.T
     It writes one and the same token, so what it computes at each place depends on weights alone.
     """
     old = alternatives(engine)
+    request, chunks = threading.Thread(), list[Any]()
     for _ in range(10):
-        chunks: list[Any] = []
+        chunks = []
         request, under_way = stream(engine, chunks)
         assert under_way.wait(60)
         engine.pause()

@@ -52,6 +52,7 @@ class Server:
 
     def sync(self, parts: int = 1, density: float = 0.02, **params: str) -> None:
         changed, metadata = self.trainer.step(density), self.trainer.metadata()
+        answer: dict[str, Any] = {}
         for part, some in enumerate(split(changed, parts)):
             numbers = {"part": str(part), "num_parts": str(parts)}
             body = container(self.trainer.tensors, some, metadata={**metadata, **numbers})

@@ -123,7 +123,7 @@ def test_an_engine_takes_a_trainers_versions_from_a_store(
     upload(store, write_version(run.drafts, run.version, {}, {}))
     run.files(3)
     local = str(tmp_path / "local")
-    wanted = {"local_checkpoint_dir": local, "source_dir": store_url}
+    wanted: dict[str, Any] = {"local_checkpoint_dir": local, "source_dir": store_url}
     wanted["target_version"] = run.version
     pulled = engine.post("/pull_weights", json=wanted)
     assert (pulled.status_code, pulled.json()["success"]) == (200, True), pulled.text

@@ -12,7 +12,7 @@ import transformers
 
 from delta_sender import DeltaSender, checkpoint_names, named_tensors
 from delta_sender.diff.snapshot import Snapshot
-from delta_sender.integrations.trl_trainers import empty_model
+from delta_sender.models import empty_model
 from scripts.live_engine.process import EngineProcess
 
 PAGE = Path(__file__).parents[2] / "docs" / "sender.md"

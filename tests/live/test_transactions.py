@@ -22,6 +22,7 @@ from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.support.armed_faults import arm
 from tests.support.plain_trainer import Trainer, bits, container, model_digest
+from tests.support.present import present
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 SCRUB_S = 0.2
@@ -52,13 +53,13 @@ class Server:
 
     def scrubbed(self) -> list[str]:
         """Return the tensors that differ, once all were read that there are now."""
-        scrub = self.engine.delta_status().scrub
+        scrub = present(self.engine.delta_status().scrub)
         passes, give_up = scrub.passes + 2, time.monotonic() + 60
         while scrub.passes < passes:
             assert scrub.error is None
             assert time.monotonic() < give_up, "scrubbing does not get there"
             time.sleep(SCRUB_S / 4)
-            scrub = self.engine.delta_status().scrub
+            scrub = present(self.engine.delta_status().scrub)
         found: list[str] = scrub.mismatched
         return found
 
@@ -324,8 +325,8 @@ def test_many_random_syncs(server: Server, syncs: int) -> None:
     assert server.digest(scan=True)["digest"] == model_digest(server.trainer.tensors).hex()
 
 
-FIRST = {"run": "first", "run_epoch": "1", "run_owner": "first-host:11"}
-SECOND = {"run": "second", "run_epoch": "1", "run_owner": "second-host:22"}
+FIRST: dict[str, Any] = {"run": "first", "run_epoch": "1", "run_owner": "first-host:11"}
+SECOND: dict[str, Any] = {"run": "second", "run_epoch": "1", "run_owner": "second-host:22"}
 
 
 def test_two_trainers_cannot_replace_each_other(server: Server) -> None:

@@ -14,6 +14,7 @@ from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
 from tests.support.folder_writer import write_checkpoint, write_version
 from tests.support.plain_trainer import Trainer, model_digest
+from tests.support.present import present
 
 Start = Callable[..., EngineProcess]
 STEPS: list[dict[str, Any]] = [
@@ -161,7 +162,7 @@ def test_other_bytes_than_the_trainers_are_refused(
     write_version(log, 3, wrong, trainer.tensors)
     started = start(kind, base, tp=tp, extra_args=["--delta-log", str(log)])
     check(started, trainer.tensors, 2)
-    problem = started.delta_status().log.problem
+    problem = present(present(started.delta_status().log).problem)
     assert (problem["type"], problem["newest"]) == ("LogDamaged", 3)
     write_checkpoint(log, 4, wrong)
     assert started.post("/delta_catch_up").json()["applied"] == [4]

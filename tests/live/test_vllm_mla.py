@@ -79,6 +79,7 @@ def test_served_on_two_ranks(
     plans = engine.get("/delta_status", params={"plan": "true"}).json()["plan"]
     assert [len({p for row in plan for p in row["recomputed"]}) for plan in plans] == [4, 4]
     trainer = Trainer(tiny_models.load_tensors(base))
+    before = None
     for only in SYNCS:
         before = engine.checksums()
         changed = trainer.step(only=only)
@@ -182,7 +183,7 @@ def _apply(worker: Any, version: int, path: str) -> None:
     _ok(worker, "begin", part=sent, path=path, now=0.0)
     while not _ok(worker, "poll", part=sent)["done"]:
         pass
-    done = _ok(worker, "settle", part=sent, staged=True)["prepared"]
+    done = _ok(worker, "prepare", part=sent, keep=True)["done"]
     while not done:
         done = _ok(worker, "prepare", part=sent)["done"]
     _ok(worker, "commit", version=version, sync_id=part.manifest.sync_id)

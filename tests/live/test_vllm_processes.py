@@ -65,6 +65,7 @@ class Live:
     def at_one_version(self) -> None:
         """Every process reports the trainer's version, and that the ranks hold its weights."""
         version = self.trainer.version
+        held: dict[str, Any] = {}
         for client in self.clients:
             status = client.get("/delta_status").json()
             held = status["version"]
@@ -174,6 +175,7 @@ def test_requests_of_another_process_in_flight(live: Live, mode: str) -> None:
     def generate() -> None:
         body = {"model": str(live.base), "prompt": "count", "max_tokens": 200, "stream": True}
         options = {"ignore_eos": True, "temperature": 0}
+        reason = None
         while not over.is_set():
             with second.stream("POST", "/v1/completions", json={**body, **options}) as response:
                 for line in response.iter_lines():
@@ -244,8 +246,8 @@ def test_every_process_tells_of_all_syncs(live: Live) -> None:
         lines = client.get("/metrics").text.splitlines()
         assert f"delta_updates_version {float(live.trainer.version)}" in lines
     assert shown_by_top(live.engine.url) == (0, live.trainer.version, "certain")
-    lines = live.engine.log_path.read_text().count("delta sync outcome=committed")
-    assert lines == committed(live.clients[0])
+    logged = live.engine.log_path.read_text().count("delta sync outcome=committed")
+    assert logged == committed(live.clients[0])
 
 
 def test_a_rollback_by_one_process_and_the_sender_after_it(live: Live) -> None:

@@ -87,6 +87,7 @@ def scene(
 
 def refusal(failed: pytest.ExceptionInfo[requests.HTTPError]) -> tuple[int, str, str]:
     response = failed.value.response
+    assert response is not None
     error = response.json()["error"]
     return response.status_code, error["type"], error["engine_state"]
 
@@ -166,7 +167,7 @@ def test_a_trainers_half_on_every_channel_equals_a_fresh_engine(
     held = tiny_models.save_checkpoint(scene.base, tmp_path / "held", scene.trainer.tensors)
     model = empty_model(held).to_empty(device="cpu")
     model.load_state_dict(scene.trainer.tensors, assign=True)
-    generator = torch.Generator().manual_seed(3)
+    generator, report = torch.Generator().manual_seed(3), None
     for channel in CHANNELS:
         sender = WeightTransferTrainerFactory.trainer_init(
             DeltaTrainerInitInfo(
@@ -184,7 +185,7 @@ def test_a_trainers_half_on_every_channel_equals_a_fresh_engine(
             with torch.no_grad():
                 for parameter in model.parameters():
                     chosen = torch.rand(parameter.shape, generator=generator) < 0.02
-                    parameter += chosen.to(parameter.dtype) * 0.01
+                    parameter.add_(chosen.to(parameter.dtype) * 0.01)
             sender.send_weights()
             report = sender.report
             version += 1
@@ -198,6 +199,7 @@ def test_a_trainers_half_on_every_channel_equals_a_fresh_engine(
     found = fingerprint(scene.engine)
     scan = scene.engine.get("/delta_digest", params={"scan": "true"}).json()
     assert scan["corrupted"] == []
+    assert report is not None
     assert scan["digest"] == report.digest
     scene.engine.stop()
     fresh = scene.start("vllm", trained, tp=scene.tp, extra_args=[*scene.replicas])

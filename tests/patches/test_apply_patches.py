@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -120,10 +121,10 @@ def test_the_engine_of_this_python(
     source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = type("Spec", (), {"submodule_search_locations": [str(source / "vllm")]})
-    monkeypatch.setattr(apply_patches.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     assert apply_patches.main(["vllm"]) == 0
     assert read(source) == PATCHED
-    monkeypatch.setattr(apply_patches.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert apply_patches.main(["vllm"]) == 1
     assert "--target" in capsys.readouterr().err
 

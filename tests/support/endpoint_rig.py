@@ -114,6 +114,10 @@ class Rig:
         assert response.status_code == 200
         return msgspec.json.decode(response.content, type=EngineStatus)
 
+    def is_paused(self) -> bool:
+        """Return whether the engine's generation is paused."""
+        return self.engine.paused
+
     @staticmethod
     def digest_of(weights: Weights) -> str:
         """The model's digest, in hex."""

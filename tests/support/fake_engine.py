@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -15,12 +16,14 @@ import torch
 from delta_sender import DeltaSender, MultiSender
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
-from engine_ext.format.part import DecodedPart, ParamDelta, decode_part
+from engine_ext.format.param_delta import ParamDelta
+from engine_ext.format.part import DecodedPart, decode_part
 from engine_ext.format.zstd_frames import FrameReader
 from engine_ext.ranks.replies import CommittedSync
 from tests.support.statuses import engine_status, last_sync
 from tests.support.verified_file import identity_of
 
+EngineT = TypeVar("EngineT", bound="Engine")
 Model = dict[str, torch.Tensor]
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -36,7 +39,7 @@ def digest_of(weights: dict[str, np.ndarray]) -> Digest:
     return sum(tensors, start=Digest.ZERO)
 
 
-def error(status: int, kind: str, state: str = "unchanged", **operands: object) -> httpx.Response:
+def error(status: int, kind: str, state: str = "unchanged", **operands: Any) -> httpx.Response:
     body = {"type": kind, "message": "no", "engine_state": state, **operands}
     return httpx.Response(status, json={"error": body})
 
@@ -54,8 +57,8 @@ class Engine:
     version: int = 0
     run: str | None = None
     has_runs: bool = True
-    owner: dict[str, object] | None = None
-    fenced: dict[str, dict[str, object]] = field(default_factory=dict)
+    owner: dict[str, Any] | None = None
+    fenced: dict[str, dict[str, Any]] = field(default_factory=dict)
     highest: dict[str, int] = field(default_factory=dict)  # by run
     foreign: str | None = None
     has_plan: bool = True
@@ -71,7 +74,7 @@ class Engine:
     bodies: list[bytes] = field(default_factory=list)
     requests: list[httpx.Request] = field(default_factory=list)
     questions: list[httpx.Request] = field(default_factory=list)
-    claims: list[dict[str, object]] = field(default_factory=list)  # and releases
+    claims: list[dict[str, Any]] = field(default_factory=list)  # and releases
     log: list[DecodedPart] = field(default_factory=list)
     faults: dict[int, Callable[[Handler, httpx.Request], httpx.Response]] = field(
         default_factory=dict
@@ -85,7 +88,7 @@ class Engine:
             self.run = "another"
 
     @classmethod
-    def of(cls, model: Model, **state: object) -> Engine:
+    def of(cls: type[EngineT], model: Model, **state: Any) -> EngineT:
         ignored = state.get("ignored", ())
         return cls({n: bits(t) for n, t in model.items() if n not in ignored}, **state)
 
@@ -144,7 +147,7 @@ class Engine:
         self.uncertain, self.last_sync, self.staging, self.foreign = False, None, None, None
         self.staged, self.highest, self.committed, self.fenced = {}, {}, set(), {}
 
-    def take_claim(self, body: dict[str, object]) -> httpx.Response:
+    def take_claim(self, body: dict[str, Any]) -> httpx.Response:
         if not self.has_runs:
             return httpx.Response(404, json={"detail": "Not Found"})
         self.claims.append(body)
@@ -159,7 +162,7 @@ class Engine:
         highest = self.highest.get(str(run["run"]))
         return httpx.Response(200, json={"owner": self.owner, "run": self.run, "highest": highest})
 
-    def enter(self, run: dict[str, object], *, takeover: bool = False) -> httpx.Response | None:
+    def enter(self, run: dict[str, Any], *, takeover: bool = False) -> httpx.Response | None:
         """Make a run the owner, or refuse it."""
         owner, name = self.owner, str(run["run"])
         if name in self.fenced:
@@ -172,8 +175,8 @@ class Engine:
         if owner is None or (owner["run"], owner["epoch"]) != (name, run["epoch"]):
             self.owner = {**run, "since": 1.0}
             self.staging, self.staged = None, {}
-        if owner is not None and owner["run"] != name:
-            self.fenced[str(owner["run"])] = self.owner
+            if owner is not None and owner["run"] != name:
+                self.fenced[str(owner["run"])] = self.owner
         return None
 
     def kind(self, name: str) -> str:
@@ -261,7 +264,7 @@ class Engine:
         self.staged = {}
         return None
 
-    def where(self, delta: ParamDelta) -> object:
+    def where(self, delta: ParamDelta) -> Any:
         return slice(None) if delta.indices is None else delta.indices
 
     def new(self, delta: ParamDelta) -> np.ndarray:
@@ -329,7 +332,7 @@ def train(model: Model, step: int = 0, density: float = 0.05) -> None:
         flat[chosen] ^= 1
 
 
-def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
+def sender_of(engine: Engine, base: Model, **options: Any) -> DeltaSender:
     return DeltaSender("http://engine/", base.items(), client=engine.client(), **options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -51,6 +51,13 @@ class Rank:
         return gathered
 
 
+def _deltas(part: StagedPart) -> Iterator[ParamDelta]:
+    """Iterate over what was sent, which `Shard.stage` keeps."""
+    for param in part.params:
+        assert param.delta is not None
+        yield param.delta
+
+
 class Shard:
     """The applier of one rank: it holds an equal share of every tensor's elements.
 
@@ -75,6 +82,7 @@ class Shard:
         self.undoes = False
         self.writes = 0
         self._before: Weights = {}
+        self.copies: dict[str, Digest] = {}
 
     def stage(self, part: DecodedPart) -> StagedPart:
         for delta in part.deltas:
@@ -88,9 +96,7 @@ class Shard:
         )
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
-        missing = sorted(
-            SHAPES.keys() - {param.delta.name for part in staged for param in part.params}
-        )
+        missing = sorted(SHAPES.keys() - {param.name for part in staged for param in part.params})
         if full and missing:
             raise NotUpdatable(f"missing: {missing}", tensors=missing)
 
@@ -129,7 +135,7 @@ class Shard:
     def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
         self.writes += 1
         self._before = {name: bits.copy() for name, bits in self.bits.items()}
-        for delta in (param.delta for part in staged for param in part.params):
+        for delta in (delta for part in staged for delta in _deltas(part)):
             indices, new = self._mine(delta)
             self.bits[delta.name][indices - self._spans[delta.name][0]] = new
             if self.breaks:
@@ -157,7 +163,7 @@ class Shard:
 
     def _change(self, part: StagedPart) -> Digest:
         change = Digest.ZERO
-        for delta in (param.delta for param in part.params):
+        for delta in _deltas(part):
             indices, new = self._mine(delta)
             old = self.bits[delta.name][indices - self._spans[delta.name][0]]
             change += change_digest(delta.name, indices, old, new)
@@ -168,7 +174,7 @@ class Shard:
             self.bits[name][:] = bits
 
     @property
-    def plan(self) -> Shard:
+    def plan(self) -> Any:
         """The attributes of the plan that a receiver reads."""
         return self
 

@@ -88,7 +88,7 @@ def main(start: str, listed: str, out: str) -> None:
     chosen = prepare_server_args([*arguments, "--dtype", "bfloat16", "--log-level", "error"])
     publish(chosen, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     scheduler = Scheduler(chosen, PortArgs.init_new(chosen))
-    found = {}
+    found: dict[str, Any] = {}
     for fields in json.loads(listed):
         case = Case(**fields)
         try:
@@ -218,12 +218,17 @@ class _Served:
         dtypes = sorted({delta.dtype for delta in deltas})
         base, sync_id = None if full else self.version, uuid.uuid4().hex
         self.version += 1
+        part, settled = {}, {"prepared": False}
         for number, dtype in enumerate(dtypes):
             body = encode_part(
                 [delta for delta in deltas if delta.dtype == dtype],
                 encoding="deltas",
-                **{"current_version": self.version, "base_version": base, "sync_id": sync_id},
-                **{"full": full, "part": number, "num_parts": len(dtypes)},
+                current_version=self.version,
+                base_version=base,
+                sync_id=sync_id,
+                full=full,
+                part=number,
+                num_parts=len(dtypes),
             )
             identity, verified = verified_file(body)
             one = PartId(
@@ -242,8 +247,8 @@ class _Served:
                 self.call("begin", part=part, path=file.name, now=0.0)
                 while not self.call("poll", part=part)["done"]:
                     time.sleep(0.001)
-            settled = self.call("settle", part=part, staged=True)
-        done = settled["prepared"]
+            settled = self.call("prepare", part=part, keep=True)
+        done = settled["done"]
         while not done:
             done = self.call("prepare", part=part)["done"]
         self.call("commit", version=self.version, sync_id=sync_id)

@@ -11,6 +11,7 @@ import torch
 import xxhash
 from hypothesis import settings
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from safetensors.torch import save
 
 from engine_ext.dtypes import bits_dtype
@@ -132,12 +133,17 @@ def sendable(
     return taken, {"digest_part": "0" * 32}
 
 
+def _same_indices(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)
+
+
 def same(one: ParamDelta, other: ParamDelta) -> bool:
     return (
         (one.name, one.dtype, one.shape) == (other.name, other.dtype, other.shape)
         and one.differences == other.differences
-        and (one.indices is None) == (other.indices is None)
-        and (one.indices is None or np.array_equal(one.indices, other.indices))
+        and _same_indices(one.indices, other.indices)
         and one.values.dtype == other.values.dtype
         and np.array_equal(one.values, other.values)
     )

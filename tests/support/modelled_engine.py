@@ -95,6 +95,7 @@ class ModelledEngine(RuleBasedStateMachine):
     kind: ClassVar[type[Model]] = InPlace
     computed: ClassVar[frozenset[str]] = frozenset()
     occurred: ClassVar[Counter[str]] = Counter()
+    rig: ServedRig  # once it has started
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,11 +106,10 @@ class ModelledEngine(RuleBasedStateMachine):
         self._rigs = map(str, itertools.count())
         self._ids = map(str, itertools.count())
         self.sent: list[Part] = []
-        self.rig: ServedRig | None = None
 
     def start(self) -> None:
         """Start the engine anew, from its checkpoint; senders do not notice."""
-        if self.rig is not None:
+        if hasattr(self, "rig"):
             self.rig.close()
         folder = Path(self._folder.name, next(self._rigs))
         folder.mkdir()
@@ -122,7 +122,7 @@ class ModelledEngine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self._patches.close()
-        if self.rig is not None:
+        if hasattr(self, "rig"):
             self.rig.close()
         self._folder.cleanup()
 

@@ -128,9 +128,12 @@ def container(
         assert old is not None
         before = [bits(old[name].reshape(-1)[where]) for name, where in changed.items()]
         after = list(map(bits, values))
-        value_tensor = as_tensor(independent_gap8.differences(zip(before, after, strict=True)))
-        steps = zip(changed.items(), before, after, strict=True)
-        change = (change_digest(name, where.numpy(), *pair) for (name, where), *pair in steps)
+        pairs = list(zip(before, after, strict=True))
+        value_tensor = as_tensor(independent_gap8.differences(pairs))
+        change = (
+            change_digest(name, None if where is None else where.numpy(), *pair)
+            for (name, where), pair in zip(changed.items(), pairs, strict=True)
+        )
         meta["digest_part"] = sum(change, start=Digest.ZERO).hex()
     if any(key in meta for key in ("digest_part", "digest_before", "digest_after")):
         meta.setdefault("digest_algorithm", "multilinear-1")
@@ -182,8 +185,8 @@ def xxh3_of(positions: torch.Tensor, values: torch.Tensor) -> str:
 
 
 def slime_of(positions: torch.Tensor, values: torch.Tensor) -> str:
-    p = torch.hash_tensor(positions).item() if positions.numel() else 0
-    v = torch.hash_tensor(values).item() if values.numel() else 0
+    p = int(torch.hash_tensor(positions).item()) if positions.numel() else 0
+    v = int(torch.hash_tensor(values).item()) if values.numel() else 0
     return str(p ^ (v << 1))
 
 

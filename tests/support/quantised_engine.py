@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -132,7 +132,7 @@ class Serving:
         group = Group(ranks)
         self.states = [UnprocessedModules(shadow_bytes, moved_too=dummy) for _ in range(ranks)]
         loads = [self._load(rank, context, ThreadRanks(group, rank)) for rank in range(ranks)]
-        self.models = [one.model for one in loads]
+        self.models: list[Any] = [one.model for one in loads]
         self.engine = Engine([], folder)
         chosen = Settings(**{"undo_bytes": 1 << 20, "read_workers": 1, **settings})
         with ThreadPoolExecutor(ranks) as threads:
@@ -179,7 +179,7 @@ class Serving:
             loading=loading,
             reprocessing=Reprocessing(
                 states=states,
-                loader=lambda copy: copy.load_weights,  # type: ignore[return-value]
+                loader=lambda copy: cast("Model", copy).load_weights,
                 context=context,
                 probe=probe,
             ),
@@ -218,7 +218,7 @@ class Serving:
         """Stage and prepare as the HTTP side does, and drop what is refused."""
         answers = self.engine.stage(part_id(body), body)
         if any("error" in answer for answer in answers):
-            self.engine.call("drop")
+            self.engine.call("abort")
         return answers
 
     def sync(self, target: Checkpoint, **options: Any) -> list[dict[str, Any]]:

@@ -31,8 +31,11 @@ class RecordingApplier:
 
     name = "recording"
     digest = Digest.ZERO
+    plan = None
 
     def __init__(self) -> None:
+        self.digests: dict[str, Digest] = {}
+        self.copies: dict[str, Digest] = {}
         self.committed: list[list[str]] = []
         self.fail: dict[str, Exception] = {}
         self.before_check: Callable[[], object] = lambda: None
@@ -61,7 +64,7 @@ class RecordingApplier:
         return True
 
     def scan(self) -> Scan:
-        return Scan(dict(self.digests), [], {})
+        return Scan(self.digests, [], {})
 
     def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
         return True
@@ -86,7 +89,7 @@ class RecordingApplier:
 
     def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
         self.given_up += given_up
-        self.committed.append([param.delta.name for part in staged for param in part.params])
+        self.committed.append([param.name for part in staged for param in part.params])
         self._step("commit")
 
     def undo(self, staged: Sequence[StagedPart]) -> None:
@@ -167,14 +170,18 @@ class Engine:
             time.sleep(0.001)
 
     def settle(self, part: PartId, *, staged: bool) -> list[dict[str, Any]]:
-        return self.call("settle", part=msgspec.to_builtins(part), staged=staged)
+        """Keep a part, or forget it."""
+        sent = msgspec.to_builtins(part)
+        return (
+            self.call("prepare", part=sent, keep=True) if staged else self.call("abort", part=sent)
+        )
 
     def prepare(self, part: PartId) -> list[dict[str, Any]]:
         return self.call("prepare", part=msgspec.to_builtins(part))
 
     def stage(self, part: PartId, body: bytes) -> list[dict[str, Any]]:
-        """Begin, poll, settle and prepare as the HTTP side does; the first answers with an error,
-        or those of the settling."""
+        """Begin, poll, keep and prepare as the HTTP side does; the first answers with an error,
+        or those of the keeping."""
         answers = self.begin(part, self.spool(body))
         if any("error" in a for a in answers) or answers[0]["ok"]["admission"] != "new":
             return answers
@@ -183,7 +190,7 @@ class Engine:
         settled = self.settle(part, staged=staged)
         if not staged or any("error" in a or not a["ok"]["complete"] for a in settled):
             return settled if staged else answers
-        done = all(answer["ok"]["prepared"] for answer in settled)
+        done = all(answer["ok"]["done"] for answer in settled)
         while not done:
             answers = self.prepare(part)
             if any("error" in answer for answer in answers):
@@ -200,7 +207,7 @@ class Engine:
         return self.commit(part)
 
     def status(self) -> list[dict[str, Any]]:
-        return [answer["ok"] for answer in self.call("status")]
+        return [answer["ok"]["status"] for answer in self.call("status")]
 
 
 def errors_of(answers: Sequence[Mapping[str, Any]], *, none: bool = False) -> list[dict[str, Any]]:

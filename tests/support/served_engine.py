@@ -107,7 +107,7 @@ class ServedEngine(Engine):
         self.later = 0.0
         self.appliers = [FaultyApplier(serving.applier(rank)) for rank in range(RANKS)]
         for receiver, applier in zip(self.receivers, self.appliers, strict=True):
-            receiver.adopt(applier)  # type: ignore[arg-type]
+            receiver.adopt(applier)
 
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
         if "now" in request.__struct_fields__:

@@ -24,7 +24,7 @@ from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.plan import Plan, make_plan
 from engine_ext.placement.segments import Placed, Placement
-from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.ranks import RankGroup, SingleRank
 from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import host_table, stager
 from engine_ext.sync.delta_applier import DeltaApplier, Writer
@@ -232,7 +232,7 @@ def make_applier(
     chunk_bytes: int = CHUNK_BYTES,
     undo_bytes: int = UNDO_BYTES,
     threads: int = 1,
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
 ) -> DeltaApplier:
     writer: Writer = ScatterWriter()
     if apply == "masked":
@@ -283,10 +283,10 @@ def serve_ranks(models: Sequence[type[ToyModel]], base: Checkpoint, **options: A
 @contextmanager
 def small_pieces(elements: int) -> Iterator[None]:
     """Let params with more elements be staged in pieces of so many."""
-    of_stager = dict.fromkeys(
+    of_stager: dict[str, Any] = dict.fromkeys(
         ("_HOST_PIECE_ELEMENTS", "_DEVICE_PIECE_ELEMENTS", "_RUN_PIECE_ELEMENTS"), elements
     )
-    of_table = dict.fromkeys(("_COPIED_ELEMENTS", "_BATCH_ELEMENTS"), elements)
+    of_table: dict[str, Any] = dict.fromkeys(("_COPIED_ELEMENTS", "_BATCH_ELEMENTS"), elements)
     with mock.patch.multiple(stager, **of_stager), mock.patch.multiple(host_table, **of_table):
         yield
 

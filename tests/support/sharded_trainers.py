@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,13 +14,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
 
 from tests.support.fake_engine import Engine
 
-_TENSOR_PARALLEL = {
+_TENSOR_PARALLEL: dict[str, Callable[[], ParallelStyle]] = {
     "self_attn.q_proj": ColwiseParallel,
     "self_attn.o_proj": RowwiseParallel,
     "mlp.up_proj": ColwiseParallel,

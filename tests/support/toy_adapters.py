@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -66,10 +67,11 @@ def with_adapters(rig: Rig, *names: str) -> list[ToyAdapters]:
     for adapters in ranks:
         for name in names:
             adapters.load(name, fresh_adapter())
-    engine.receivers = [
+    receivers: list[Any] = [
         AdapterReceivers(receiver, adapters, rank, rig.settings)
         for receiver, adapters, rank in zip(engine.receivers, ranks, engine.ranks, strict=True)
     ]
+    engine.receivers = receivers
     return ranks
 
 

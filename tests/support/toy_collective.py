@@ -14,7 +14,7 @@ from tests.support.toy_quantised import Int8, Layer, Method, Model, linear_shape
 _groups: list[Group] = []
 
 
-_library = torch.library.Library("toy", "DEF")  # type: ignore[no-untyped-call]
+_library = torch.library.Library("toy", "DEF")
 _library.define("all_reduce_max_(Tensor(a!) value, int rank) -> ()")
 
 
@@ -50,8 +50,9 @@ class Together(Int8):
     """The steps before the ranks meet."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if type(self).first is not None:
-            type(self).first(layer)
+        first = type(self).first
+        if first is not None:
+            first(layer)
         weight = layer.weight.float().nan_to_num()
         top = weight.abs().amax().reshape(1)
         all_reduce_max_(top, layer.rank)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.support.device import DEVICE
+from tests.support.open_module import OpenModule
 from tests.support.served_models import random_tensor
 from tests.support.toy_models import Checkpoint, Weights
 
@@ -127,7 +128,7 @@ def copy_shard(live: nn.Parameter, weight: torch.Tensor, rank: int) -> None:
     live.data.copy_(weight.narrow(0, start, rows))
 
 
-class Layer(nn.Module):
+class Layer(OpenModule):
     """A linear layer whose rows are divided between the ranks."""
 
     def __init__(self, method: Method, *, bias: bool = True, rank: int = 0, ranks: int = 1) -> None:
@@ -149,7 +150,7 @@ class Layer(nn.Module):
         return out if bias is None else out + bias.float()
 
 
-class Mixer(nn.Module):
+class Mixer(OpenModule):
     """Stores -exp of what it loads, and puts another parameter in place of one."""
 
     def __init__(self) -> None:
@@ -163,7 +164,7 @@ class Mixer(nn.Module):
         live.data.copy_(-torch.exp(weight.float()))
 
 
-class Model(nn.Module):
+class Model(OpenModule):
     """A norm, and what a subclass builds."""
 
     renamed: ClassVar[Mapping[str, str]] = {}

@@ -80,7 +80,9 @@ def test_async_grpo_takes_what_has_the_protocol_s_methods() -> None:
     assert protocol == {name: parameters(getattr(DeltaWeightTransfer, name)) for name in protocol}
     assert protocol.keys() == {"init_weight_transfer", "pause", "send_weights", "resume", "destroy"}
     (init,) = [
-        node for node in classes["AsyncGRPOTrainer"].body if getattr(node, "name", "") == "__init__"
+        node
+        for node in classes["AsyncGRPOTrainer"].body
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
     ]
     assert "weight_transfer" in [argument.arg for argument in init.args.args]
 

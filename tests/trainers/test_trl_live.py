@@ -150,13 +150,15 @@ def varlen(
     """Do what the flash attention kernel does that `packing` loads, which needs a GPU."""
     assert causal
     assert window_size == (-1, -1)
-    attention, outs = torch.nn.functional.scaled_dot_product_attention, []
+    outs = []
     bounds = zip(query_starts.tolist(), key_starts.tolist(), strict=True)
     for (q0, k0), (q1, k1) in itertools.pairwise(bounds):
         queries, keys = q1 - q0, k1 - k0
         mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-        parts = (t.transpose(0, 1) for t in (query[q0:q1], key[k0:k1], value[k0:k1]))
-        out = attention(*parts, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
+        q, k, v = (t.transpose(0, 1) for t in (query[q0:q1], key[k0:k1], value[k0:k1]))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True
+        )
         outs.append(out.transpose(0, 1))
     return torch.cat(outs)
 

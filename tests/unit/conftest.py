@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     """Makes a server with some settings; all are closed after the test."""
     rigs: list[Rig] = []
 
-    def make(**settings: object) -> Rig:
+    def make(**settings: Any) -> Rig:
         rigs.append(Rig(tmp_path / "spool", **settings))
         return rigs[-1]
 

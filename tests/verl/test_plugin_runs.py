@@ -116,5 +116,6 @@ def engine(
 def test_plugin_keeps_runs_apart(
     engine: EngineProcess, train: Plugin, scenario: Scenario, tmp_path: Path
 ) -> None:
-    prepare = fully_shard if train.__name__ == "verl_gives_engine" else (lambda model: model)
+    is_sharded = getattr(train, "__name__", "") == "verl_gives_engine"
+    prepare = fully_shard if is_sharded else (lambda model: model)
     scenario(live_scene(engine, engine.model, tmp_path, prepare=prepare), train)

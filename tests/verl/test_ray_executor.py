@@ -68,6 +68,7 @@ def test_both_hosts_are_bit_identical(
     before = contents(cached(nodes.second))
     with on(nodes, base, tmp_path / "engine.log", *layout) as engine:
         assert [len(node.workers(WORKER)) for node in (nodes.first, nodes.second)] == [1, 1]
+        parts: list[bytes] = []
         for encoding in ("gap8_ulp", "deltas", "gap8_exp"):
             parts = bodies(trainer, encoding)
             send(engine, parts)

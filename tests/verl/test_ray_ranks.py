@@ -81,7 +81,9 @@ def running(processes: RankProcesses, memory: Path, **settings: Any) -> Iterator
         shutil.rmtree(cache_of(node), ignore_errors=True)
     rig = RayRig(processes, memory / "spool", cache_dir=str(memory / "cache"), **settings)
     yield rig
-    rig.service._part_server.close()
+    server = rig.service._part_server
+    assert server is not None
+    server.close()
     rig.close()
 
 

@@ -13,8 +13,10 @@ from delta_sender.diff.refills import Stable
 from delta_sender.diff.snapshot import NamedTensors
 from engine_ext.files import read_checkpoint
 
-# Tensors, also by name, or the folder of a checkpoint.
-Base = NamedTensors | Mapping[str, torch.Tensor] | str | os.PathLike[str]
+# Tensors as (name, tensor), or by name.
+Tensors = NamedTensors | Mapping[str, torch.Tensor]
+# Tensors, or the folder of a checkpoint.
+Base = Tensors | str | os.PathLike[str]
 
 
 def check_urls(urls: Any) -> None:

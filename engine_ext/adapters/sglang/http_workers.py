@@ -11,8 +11,8 @@ import logging
 from typing import Any
 
 from engine_ext.adapters.sglang.engine import SglangEngine
-from engine_ext.adapters.sglang.rpc import GetServing, Serving
 from engine_ext.errors import DeltaError
+from engine_ext.ranks.operations import GetStatus, Serving
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ class SglangHttpWorker(SglangEngine):
         await super()._pause("retract")
 
     async def _serving(self) -> Serving:
-        [reply, *_] = await self.call(GetServing())
+        [reply, *_] = await self.call(GetStatus(details=False))
         if isinstance(reply, DeltaError):
             raise RuntimeError(reply.message)
-        return reply
+        assert reply.serving is not None
+        return reply.serving

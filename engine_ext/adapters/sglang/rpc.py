@@ -30,20 +30,6 @@ _MARK = "delta-updates:"
 _DEATH_POLL_S = 0.5
 
 
-class Serving(ops.Reply, frozen=True, kw_only=True):
-    """State that only the ranks know if there are several HTTP processes."""
-
-    idle: bool  # no request runs
-    weight_version: str
-
-
-class GetServing(ops.Operation[Serving], frozen=True, kw_only=True, tag="serving"):
-    """Describe the ranks' serving state; answered by the scheduler, not by its receiver."""
-
-
-Request = ops.Request | GetServing
-
-
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One operation on its way to the ranks, in a request's manifest; `call` identifies it."""
 
@@ -57,8 +43,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.convert(manifest, cls)
 
     def request(self) -> Any:
-        """Return the operation, one of `Request`; DeltaError as from `ops.decode_request`."""
-        return ops.decode_request(self.operation, self.arguments, Request)
+        """Return the operation; DeltaError as from `ops.decode_request`."""
+        return ops.decode_request(self.operation, self.arguments)
 
     def reply(self, answers: list[dict[str, Any]], replica: int = 0) -> str:
         """Return a message that carries the answers of one replica's ranks."""

@@ -24,7 +24,7 @@ from engine_ext.adapters.sglang.checkpoint import (
 from engine_ext.adapters.sglang.external_updates import watch_external_updates
 from engine_ext.adapters.sglang.pipeline import hold_operations
 from engine_ext.adapters.sglang.postload import probe, processing_context, recomputations
-from engine_ext.adapters.sglang.rpc import Call, GetServing, Serving
+from engine_ext.adapters.sglang.rpc import Call
 from engine_ext.adapters.target_and_draft import TargetAndDraft
 from engine_ext.errors import (
     Conflict,
@@ -34,8 +34,16 @@ from engine_ext.errors import (
     as_delta_error,
     from_wire,
 )
-from engine_ext.ranks import GroupRanks, Ranks, among_replicas
-from engine_ext.ranks.operations import BeginPart, CommitSync, Reply, RollBack, encode_answer
+from engine_ext.ranks import GroupRanks, RankGroup, among_replicas
+from engine_ext.ranks.operations import (
+    BeginPart,
+    CommitSync,
+    RankReport,
+    Reply,
+    RollBack,
+    Serving,
+    encode_answer,
+)
 from engine_ext.remote_parts import locator
 from engine_ext.startup import LoadedModel, LoadingTrace, Reprocessing, UnprocessedModules
 from engine_ext.sync import Receiver, make_receiver
@@ -79,7 +87,7 @@ def build_receiver(
     chosen: settings.Settings,
     loading: LoadingTrace,
     states: UnprocessedModules,
-    ranks: Ranks,
+    ranks: RankGroup,
 ) -> Receiver:
     """Trace and certify the models of one rank and make its receiver; see `attach_receiver`."""
     from sglang.srt.runtime_context import get_parallel
@@ -146,7 +154,7 @@ def answer(updater: Any, request: Any) -> Any:
         return UpdateWeightFromDiskReqOutput(success=False, message=failure)
 
 
-def _ranks_of_replica() -> Ranks:
+def _ranks_of_replica() -> RankGroup:
     """Return the ranks of this rank's replica, those of all its pipeline stages."""
     from sglang.srt.runtime_context import get_parallel
 
@@ -168,11 +176,6 @@ def _replica() -> int:
 
 def _carry_out(updater: Any, call: Call) -> Reply:
     request = call.request()
-    if isinstance(request, GetServing):
-        from sglang.srt.runtime_context import get_serving
-
-        version = str(get_serving().weight_version)
-        return Serving(idle=updater.scheduler.is_fully_idle(), weight_version=version)
     receiver: Receiver | None = getattr(updater.tp_worker.model_runner, "delta_receiver", None)
     if receiver is None:
         raise DeltaError("this rank was started without --enable-delta-updates")
@@ -181,7 +184,16 @@ def _carry_out(updater: Any, call: Call) -> Reply:
     if writes or isinstance(request, BeginPart):
         _refuse_together(updater, writes=writes)
     reply: Reply = receiver.execute(request)
+    if isinstance(reply, RankReport):
+        return msgspec.structs.replace(reply, serving=_serving(updater))
     return reply
+
+
+def _serving(updater: Any) -> Serving:
+    from sglang.srt.runtime_context import get_serving
+
+    version = str(get_serving().weight_version)
+    return Serving(idle=updater.scheduler.is_fully_idle(), weight_version=version)
 
 
 def _refuse_together(updater: Any, *, writes: bool) -> None:
@@ -198,7 +210,7 @@ def _refuse_together(updater: Any, *, writes: bool) -> None:
             image_embeddings.drop(updater.tp_worker.model_runner.model)
     except Exception as error:
         own = as_delta_error(error).to_wire()
-    everyone: Ranks = updater.tp_worker.model_runner.delta_ranks
+    everyone: RankGroup = updater.tp_worker.model_runner.delta_ranks
     ranks = everyone if writes else _ranks_of_replica()
     for refusal in filter(None, ranks.all_gather(own)):
         raise from_wire(refusal)

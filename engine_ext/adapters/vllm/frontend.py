@@ -14,7 +14,7 @@ from engine_ext import settings
 from engine_ext.adapters.vllm import transfer_frontend
 from engine_ext.adapters.vllm.engine import VllmEngine
 from engine_ext.errors import DeltaError
-from engine_ext.ranks.operations import UnloadAdapter
+from engine_ext.ranks.operations import AbortSync
 
 
 class DeltaEndpoints:
@@ -68,7 +68,7 @@ def _follow_unloading(models: Any, engine: VllmEngine) -> None:
     async def unload_lora_adapter(request: Any) -> Any:
         answer = await original(request)
         if request.lora_name not in models.lora_requests:
-            await engine.call(UnloadAdapter(adapter=request.lora_name))
+            await engine.call(AbortSync(adapter=request.lora_name, unloads=True))
         return answer
 
     models.unload_lora_adapter = unload_lora_adapter

@@ -19,9 +19,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from engine_ext.adapters.vllm.engine import VllmEngine
-from engine_ext.adapters.vllm.transfer_group import JoinGroup, LeaveGroup, PollGroup, ReceivePart
+from engine_ext.adapters.vllm.transfer_group import JoinGroup, LeaveGroup, ReceivePart, Transfer
 from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable, UploadTooSlow, as_delta_error
-from engine_ext.ranks.operations import Operation
+from engine_ext.ranks.operations import PartProgress
 
 NAME: Final = "delta_updates"
 PATHS: Final = (
@@ -112,7 +112,7 @@ def install(client: Any, service: Any, engine: VllmEngine) -> Any:
         )
 
     async def shutdown_weight_transfer_engine() -> None:
-        await _call(engine, LeaveGroup())
+        await _call(engine, Transfer(step=LeaveGroup()))
 
     async def start_weight_update() -> None:
         await transfer.start()
@@ -126,7 +126,7 @@ def install(client: Any, service: Any, engine: VllmEngine) -> Any:
         except Exception:
             # A trainer whose broadcast nobody takes notices when the other member leaves.
             with contextlib.suppress(Exception):
-                await _call(engine, LeaveGroup())
+                await _call(engine, Transfer(step=LeaveGroup()))
             raise
 
     async def finish_weight_update(weight_version: str | None = None) -> None:
@@ -157,7 +157,7 @@ def _completing(method: Callable[..., Awaitable[_T]]) -> Callable[..., Awaitable
     return complete
 
 
-async def _carry_out(engine: VllmEngine, request: Operation[Any], limit_s: float) -> None:
+async def _carry_out(engine: VllmEngine, step: JoinGroup | ReceivePart, limit_s: float) -> None:
     """Begin something on the worker that receives, and wait until it has ended.
 
     Raises:
@@ -165,18 +165,20 @@ async def _carry_out(engine: VllmEngine, request: Operation[Any], limit_s: float
             does not cover all that a backend does. The worker still waits for its trainer, and
             refuses other transfers until that ends.
     """
-    await _call(engine, request)
+    request = Transfer(step=step)
     wait, end = _MIN_POLL_S, time.monotonic() + limit_s + _SLACK_S
-    while not all(reply.done for reply in await _call(engine, PollGroup())):
+    while not all(reply.done for reply in await _call(engine, request)):
+        request = Transfer()
         if time.monotonic() > end:
             raise UploadTooSlow(f"the trainer's collective took longer than {limit_s:g} s")
         await asyncio.sleep(wait)
         wait = min(2 * wait, _MAX_POLL_S)
 
 
-async def _call(engine: VllmEngine, request: Operation[Any]) -> list[Any]:
-    answers = await engine.call(request, method="delta_transfer")
-    for answer in answers:
+async def _call(engine: VllmEngine, request: Transfer) -> list[PartProgress]:
+    replies: list[PartProgress] = []
+    for answer in await engine.call(request, method="delta_transfer"):
         if isinstance(answer, DeltaError):
             raise answer
-    return answers
+        replies.append(answer)
+    return replies

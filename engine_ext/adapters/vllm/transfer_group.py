@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, Union
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -21,7 +22,6 @@ from engine_ext.errors import Conflict, SpoolFull, UploadTooSlow
 from engine_ext.ranks.operations import (
     Operation,
     PartProgress,
-    Reply,
     decode_request,
     encode_answer,
 )
@@ -30,8 +30,8 @@ TRAINER, WORKER = 0, 1
 ANNOUNCED = "worker"  # the key that the worker sets before it makes its group
 
 
-class JoinGroup(Operation[Reply], frozen=True, kw_only=True, tag="join_group"):
-    """Begin to join the trainer's group; one that was joined before is left."""
+class JoinGroup(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
+    """Join the trainer's group; one that was joined before is left."""
 
     master_address: str
     master_port: int
@@ -39,22 +39,21 @@ class JoinGroup(Operation[Reply], frozen=True, kw_only=True, tag="join_group"):
     timeout: float  # limit of each wait for the trainer, in seconds
 
 
-class ReceivePart(Operation[Reply], frozen=True, kw_only=True, tag="receive_part"):
-    """Begin to receive `size` bytes into a new file."""
+class ReceivePart(msgspec.Struct, frozen=True, kw_only=True, tag="receive"):
+    """Receive `size` bytes into a new file."""
 
     path: str
     size: int
 
 
-class PollGroup(Operation[PartProgress], frozen=True, tag="poll_group"):
-    """Ask whether what was begun last has ended; answers with its error."""
+class LeaveGroup(msgspec.Struct, frozen=True, tag="leave"):
+    """Leave the group, once what was begun has ended."""
 
 
-class LeaveGroup(Operation[Reply], frozen=True, tag="leave_group"):
-    """Leave the group."""
+class Transfer(Operation[PartProgress], frozen=True, kw_only=True, tag="transfer"):
+    """Begin a step, or none, and ask whether what was begun last has ended; raises its error."""
 
-
-_Request: Any = Union[JoinGroup, ReceivePart, PollGroup, LeaveGroup]  # noqa: UP007
+    step: JoinGroup | ReceivePart | LeaveGroup | None = None
 
 
 class TransferGroup:
@@ -67,28 +66,31 @@ class TransferGroup:
         self._is_nccl = False
 
     def handle(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one operation of this module; never raises."""
+        """Carry out a `Transfer`; never raises."""
         return encode_answer(
-            lambda: self._carry_out(decode_request(operation, arguments, _Request))
+            lambda: self._carry_out(decode_request(operation, arguments, Transfer))
         )
 
     def close(self) -> None:
         """Leave the group, once what was begun has ended."""
         self._after(self._begun, self._leave)
 
-    def _carry_out(self, request: Any) -> Reply:
-        if isinstance(request, PollGroup):
-            return PartProgress(done=self._poll())
-        if isinstance(request, LeaveGroup):
+    def _carry_out(self, request: Transfer) -> PartProgress:
+        step = request.step
+        if isinstance(step, LeaveGroup):
             self.close()
-        elif self._receives:
-            if self._begun is not None and not self._begun.done():
-                raise Conflict("an earlier transfer still waits for its trainer; try again later")
-            if isinstance(request, JoinGroup):
-                self._begun = self._after(None, lambda: self._join(request))
-            else:
-                self._begun = self._after(None, lambda: self._receive(request))
-        return Reply()
+            return PartProgress(done=True)
+        if step is not None and self._receives:
+            self._begin(step)
+        return PartProgress(done=self._poll())
+
+    def _begin(self, step: JoinGroup | ReceivePart) -> None:
+        if self._begun is not None and not self._begun.done():
+            raise Conflict("an earlier transfer still waits for its trainer; try again later")
+        if isinstance(step, JoinGroup):
+            self._begun = self._after(None, lambda: self._join(step))
+        else:
+            self._begun = self._after(None, lambda: self._receive(step))
 
     def _after(self, earlier: Future[None] | None, work: Callable[[], None]) -> Future[None]:
         """Begin something once another has ended; a worker that exits does not wait for it."""
@@ -159,10 +161,10 @@ def join_group(request: JoinGroup, device: torch.device) -> Any:
     later only the trainer's bytes are waited for.
     """
     limit = timedelta(seconds=request.timeout)
-    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+    store: Any = dist.TCPStore(
         request.master_address, request.master_port, 2, False, limit, wait_for_workers=False
     )
-    shared = dist.PrefixStore("delta-transfer", store)  # type: ignore[attr-defined]
+    shared = dist.PrefixStore("delta-transfer", store)
     shared.set(ANNOUNCED, "")
     group: Any
     if request.backend == "gloo":

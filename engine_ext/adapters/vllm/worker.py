@@ -33,7 +33,7 @@ from engine_ext.adapters.vllm.postload import (
     recomputations,
 )
 from engine_ext.adapters.vllm.transfer_frontend import is_chosen, register_backend
-from engine_ext.ranks import GroupRanks, Ranks, among_replicas, replicas
+from engine_ext.ranks import GroupRanks, RankGroup, among_replicas, replicas
 from engine_ext.remote_parts import locator
 from engine_ext.startup import (
     LoadedModel,
@@ -212,7 +212,7 @@ def _draft_model(worker: Any, observed: ModelLoadObserver[WorkerLoad]) -> torch.
     return model
 
 
-def _ranks(parallel: Any) -> Ranks:
+def _ranks(parallel: Any) -> RankGroup:
     """Return the ranks of this worker's replica, or of all if the server has several.
 
     Raises:

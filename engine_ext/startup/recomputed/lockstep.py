@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_ext.errors import as_delta_error, from_wire
-from engine_ext.ranks import Ranks
+from engine_ext.ranks import RankGroup
 from engine_ext.startup.recomputed.compare import RebuildError
 
 _T = TypeVar("_T")
@@ -31,7 +31,7 @@ _END: Final = "the end"
 class LockstepRunner:
     """Runs on this rank what the other ranks run at the same time."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
         self._is_alone = len(ranks.all_gather(None)) == 1
 
@@ -93,7 +93,7 @@ def _has_module(model: torch.nn.Module, path: str) -> bool:
 class _Votes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The votes of one piece of work."""
 
-    def __init__(self, ranks: Ranks, what: str) -> None:
+    def __init__(self, ranks: RankGroup, what: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ranks, self._what = ranks, what
         self._failure: Exception | None = None

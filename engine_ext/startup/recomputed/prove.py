@@ -32,7 +32,7 @@ import torch
 from engine_ext.errors import DeltaError
 from engine_ext.model import content_changed, hash_tensor, reachable_containers
 from engine_ext.placement import Placed, Placement, Status, flat_bits
-from engine_ext.ranks import Ranks, SingleRank
+from engine_ext.ranks import RankGroup, SingleRank
 from engine_ext.startup.recomputed.compare import RebuildError
 from engine_ext.startup.recomputed.elements import Replacement
 from engine_ext.startup.recomputed.lockstep import LockstepRunner
@@ -49,7 +49,7 @@ def prove_rebuilds(
     rebuilds: Iterable[Rebuild],
     placement: Placement,
     probe: Probe,
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
 ) -> list[Rebuild]:
     """Prove which modules can be rebuilt, and mark the checkpoint tensors in them.
 

@@ -58,7 +58,7 @@ def register() -> None:
         return original(receiver, request)
 
     execute.faulty = True  # type: ignore[attr-defined]
-    Receiver.execute = execute  # type: ignore[method-assign]
+    Receiver.execute = execute  # type: ignore[method-assign, assignment]
 
 
 def _set_clock(file: Path) -> None:

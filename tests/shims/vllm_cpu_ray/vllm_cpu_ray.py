@@ -14,7 +14,7 @@ def register() -> str:
     return f"{__name__}.{RayCpuPlatform.__name__}"
 
 
-class RayCpuPlatform(CpuPlatform):
+class RayCpuPlatform(CpuPlatform):  # type: ignore[misc]
     """vLLM's own platform for CPUs, with that resource, and a communicator for several hosts."""
 
     ray_device_key = "GPU"

@@ -6,7 +6,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.distributed.parallel_state import in_the_same_node_as
 
 
-class HostsCommunicator(CpuCommunicator):
+class HostsCommunicator(CpuCommunicator):  # type: ignore[misc]
     """vLLM's own for CPUs, which takes ranks under Ray for ranks of one host.
 
     It compares the port at which they meet, and that is the same for all of them.

@@ -10,6 +10,7 @@ from torch import nn
 
 from engine_ext.placement.segments import TensorSpec
 from tests.support.device import DEVICE
+from tests.support.open_module import OpenModule
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Checkpoint = dict[str, torch.Tensor]
@@ -23,7 +24,7 @@ def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
     return nn.Parameter(torch.full(shape, GARBAGE, device=DEVICE).to(dtype), requires_grad=False)
 
 
-class ToyModel(nn.Module):
+class ToyModel(OpenModule):
     """A model with one buffer that serving changes and loading never touches."""
 
     shapes: ClassVar[dict[str, tuple[int, ...]]]

@@ -103,6 +103,7 @@ class ReplacedAfterLoading(ToyModel):
 
     shapes: ClassVar = {"weight": (4, 4), "norm": (4,)}
     refused: ClassVar = frozenset({"weight"})
+    weight: nn.Parameter
 
     def after_loading(self) -> None:
         self.weight = nn.Parameter(self.weight.data.t().contiguous(), requires_grad=False)

@@ -52,7 +52,7 @@ class ToyEngine:
         self.happened: list[str] = []
         self.checkpoint, self.refuses = checkpoint, refuses
         self.module: Any = ModuleType("engine")
-        self.module.make, self.module.process = Mixed, process
+        vars(self.module).update(make=Mixed, process=process)
         self.functions = (Mixed, process)
 
     @torch.no_grad()
@@ -196,6 +196,6 @@ def test_reader_that_refuses_the_model_stops_the_engine() -> None:
     def refuse(model: nn.Module) -> None:
         raise RuntimeError("two tensors have one name")
 
-    engine.reader = refuse  # type: ignore[method-assign, assignment]
+    engine.reader = refuse  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="one name"):
         Rank(engine)

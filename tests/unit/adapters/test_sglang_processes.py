@@ -10,9 +10,10 @@ import pytest
 
 from engine_ext.adapters.sglang import engine
 from engine_ext.adapters.sglang.http_workers import SglangHttpWorker
-from engine_ext.adapters.sglang.rpc import GetServing, Serving
 from engine_ext.errors import DeltaError
+from engine_ext.ranks.operations import GetStatus, RankReport, RankState, Serving
 
+STATE = RankState(version=7, engine_state="certain", resume_owed=False)
 SERVING = Serving(idle=True, weight_version="7")
 
 
@@ -24,9 +25,11 @@ class Ranks:
         self.let = asyncio.Event()
 
     async def call(self, request: Any) -> list[Any]:
-        assert request == GetServing()
+        assert request == GetStatus(details=False)
         await self.let.wait()
-        return [self.answer, self.answer]
+        if isinstance(self.answer, DeltaError):
+            return [self.answer] * 2
+        return [RankReport(state=STATE, serving=self.answer)] * 2
 
 
 def process(

@@ -106,7 +106,7 @@ class Loaded:
             before = prefix if path == "draft" else ""
             load = model.load_weights
             self.loading.trace(model, load, tensors.items, path=path, prefix=before)
-        self.both = TargetAndDraft(*models, prefix)
+        self.both = TargetAndDraft(models[0], models[1], prefix)
         self.tensors = {**target, **({prefix + n: t for n, t in own.items()} if prefix else {})}
 
     def share(self, *, module: bool = True) -> None:

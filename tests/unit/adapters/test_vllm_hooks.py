@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import logging
 import sys
 from types import SimpleNamespace
@@ -89,7 +90,9 @@ def test_the_endpoints_are_there_where_they_are_asked_for(monkeypatch: pytest.Mo
     (plugin,) = hooks.endpoint_plugins()
     assert (plugin.name, plugin.required_tasks) == ("delta_updates", None)
     # Also in a process that has not read the arguments.
-    assert logging.getLogger("delta_server.reporting").parent.handlers == [handler]
+    parent = logging.getLogger("delta_server.reporting").parent
+    assert parent is not None
+    assert parent.handlers == [handler]
 
 
 @pytest.mark.parametrize("asked", ["by the flag", "by the load format", "by nobody"])
@@ -193,12 +196,13 @@ def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> 
         await asyncio.sleep(0)
         asked.append((method, arguments[0]))
         answers = [
-            operations.encode_answer(lambda version=version: state(version)) for version in (5, 6)
+            operations.encode_answer(functools.partial(state, version)) for version in (5, 6)
         ]
         return [[answers[0]], [answers[1]]]
 
-    def state(version: int) -> operations.RankState:
-        return operations.RankState(version=version, engine_state="certain", resume_owed=False)
+    def state(version: int) -> operations.RankReport:
+        facts: dict[str, Any] = {"engine_state": "certain", "resume_owed": False}
+        return operations.RankReport(state=operations.RankState(version=version, **facts))
 
     client = SimpleNamespace(
         pause_generation=None,
@@ -212,11 +216,11 @@ def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def twice() -> list[Any]:
         engine = VllmEngine(client)
-        calls = [engine.call(operations.GetState()) for _ in range(2)]
+        calls = [engine.call(operations.GetStatus(details=False)) for _ in range(2)]
         return list(await asyncio.gather(*calls))
 
     for replies in asyncio.run(twice()):
-        assert [reply.version for reply in replies] == [5, 6]
+        assert [reply.state.version for reply in replies] == [5, 6]
     # One after the other: replicas that got them in another order would wait for one another.
     assert asked == ["begins", ("collective_rpc", "delta_updates")] * 2
 

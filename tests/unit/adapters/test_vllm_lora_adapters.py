@@ -133,7 +133,7 @@ def sync(adapters: LoadedAdapters, name: str, values: torch.Tensor) -> None:
     store = adapters.find(name)
     store.receiver = store.receiver or SimpleNamespace()  # type: ignore[assignment]
     store.synced = True
-    store.tensors[A].copy_(values)  # type: ignore[index]
+    store.tensors[A].copy_(values)
     store.install()
 
 

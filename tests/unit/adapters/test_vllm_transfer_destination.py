@@ -165,12 +165,12 @@ def test_an_engine_that_hangs_holds_a_sync_for_the_timeout(
 def test_a_worker_that_waits_for_its_trainer_may_exit() -> None:
     code = """
 import torch
-from engine_ext.adapters.vllm.transfer_group import JoinGroup, TransferGroup
+from engine_ext.adapters.vllm.transfer_group import JoinGroup, Transfer, TransferGroup
 from engine_ext.ranks.operations import encode_request
 
 group = TransferGroup(torch.device("cpu"), receives=True)
 join = JoinGroup(master_address="127.0.0.1", master_port=1, backend="gloo", timeout=3600.0)
-group.handle(*encode_request(join))
+group.handle(*encode_request(Transfer(step=join)))
 group.close()
 """
     done = subprocess.run(
@@ -219,5 +219,8 @@ def test_errors_that_are_bugs_are_answered_like_errors(api: Api) -> None:
     async def broken() -> None:
         raise KeyError("bug")
 
+    async def completed() -> None:
+        await transfer_frontend._completing(broken)()
+
     with pytest.raises(DeltaError, match="KeyError"):
-        asyncio.run(transfer_frontend._completing(broken)())
+        asyncio.run(completed())

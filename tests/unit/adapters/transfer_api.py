@@ -21,7 +21,8 @@ SPLIT: list[Changes] = [
     {"embed.weight": {0: 0x1111, 13: 0x7FC1}},
     {"norm.weight": {7: 0x3333}},
 ]
-SAME = {"part": 1, "num_parts": 2, "sync_id": "s"}  # of the sync that `parts` begins
+# Of the sync that `parts` begins.
+SAME: dict[str, Any] = {"part": 1, "num_parts": 2, "sync_id": "s"}
 START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 
 

@@ -14,7 +14,8 @@ import httpx
 import msgspec
 import pytest
 
-from engine_ext.cli.log import DAMAGED, INTERRUPTED, OK, USAGE, main
+from engine_ext.cli.log import DAMAGED, OK, USAGE, main
+from engine_ext.commands import INTERRUPTED
 from engine_ext.log import DeltaLog, Heartbeat, open_log, write_heartbeat
 from engine_ext.log.catalog import DONE, route
 from tests.support.statuses import engine_status
@@ -49,7 +50,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, **versions: int) -> list[str | None
     """Engines at these hosts; the tokens that they were asked with."""
     tokens: list[str | None] = []
 
-    def get(url: str, headers: dict[str, str], **options: object) -> httpx.Response:
+    def get(url: str, headers: dict[str, str], **options: Any) -> httpx.Response:
         host = httpx.URL(url).host
         tokens.append(headers.get("Authorization"))
         if host not in versions:
@@ -299,10 +300,12 @@ def test_a_log_in_an_object_store(store_url: str, capsys: pytest.CaptureFixture[
     writer = log.writer()
     for version in range(1, 5):
         draft = writer.begin(version)
-        draft.add(*bodies(version, [sparse("a", {version: 7 * version, 0: version})]))
+        [body] = bodies(version, [sparse("a", {version: 7 * version, 0: version})])
+        draft.add(body)
         draft.finish()
     abandoned = writer.begin(5)
-    abandoned.add(*bodies(5, [sparse("a", {0: 9})]))
+    [body] = bodies(5, [sparse("a", {0: 9})])
+    abandoned.add(body)
     assert main(["list", store_url, "--json"]) == OK
     shown = json.loads(capsys.readouterr().out)
     assert (shown["reached"], shown["newest"]) == (4, 4)

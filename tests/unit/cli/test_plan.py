@@ -167,7 +167,7 @@ def test_a_folder_is_loaded_by_the_engine_which_may_print(
         assert importlib.util.find_spec(name) is not None
         return Offline
 
-    monkeypatch.setattr(plan.importlib, "import_module", imported)
+    monkeypatch.setattr(importlib, "import_module", imported)
     flags = ["--tensor-parallel-size", "2"]
     assert plan.main([str(tmp_path), "--json", *flags]) == 0
     [(model, given, settings)] = asked
@@ -194,7 +194,7 @@ def test_without_the_engine(
             raise ModuleNotFoundError(f"No module named '{missing}'", name=missing)
 
     monkeypatch.setenv("DELTA_UPDATES_SETTINGS", "")
-    monkeypatch.setattr(plan.importlib, "import_module", lambda name: Offline)
+    monkeypatch.setattr(importlib, "import_module", lambda name: Offline)
     assert plan.main([str(tmp_path)]) == 1
     assert said in capsys.readouterr().err
 

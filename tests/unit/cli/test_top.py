@@ -305,7 +305,7 @@ def test_engines_that_follow_a_log(tmp_path: Path, capsys: pytest.CaptureFixture
     for version in (1, 2, 3):
         write(tmp_path, version, [sparse("a", {version: version})])
     facts: dict[str, Any] = {"engine": "vllm", "newest": 3, "failures": 2, "at": 0.0}
-    beats = [
+    beats: list[tuple[str, int, Any, float, str | None]] = [
         ("host-a", 3, "following", 60.0, None),
         ("host-b", 1, "failing", 60.0, "LogDamaged: x"),
         ("host-d", 2, "diverged", 60.0, "LogDiverged: y"),

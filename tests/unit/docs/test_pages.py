@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -47,7 +48,7 @@ def test_the_send_block_runs_as_pasted(
     engine = Engine.of(model)
     client = httpx.Client
 
-    def to_engine(**options: object) -> httpx.Client:
+    def to_engine(**options: Any) -> httpx.Client:
         return client(transport=httpx.MockTransport(engine.answer))
 
     monkeypatch.setattr(httpx, "Client", to_engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_ext.files import FileLock, durable_files
+from engine_ext.files import FileLock
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
@@ -102,7 +103,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(durable_files.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with FileLock(tmp_path, FOLDER, "taken") as one, FileLock(tmp_path, FOLDER, "taken") as other:
         assert not one.is_enforced
         assert not other.is_enforced
@@ -114,7 +115,7 @@ def test_waiting_on_a_file_system_that_denies_locks(
     def flock(descriptor: int, operation: int) -> None:
         raise PermissionError(errno.EACCES, "denied")
 
-    monkeypatch.setattr(durable_files.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with FileLock(tmp_path, FOLDER, None) as lock:
         assert not lock.is_enforced
 

@@ -74,7 +74,10 @@ def test_slime_is_torch_hash_tensor(dtype: str) -> None:
 def test_verify(dtype: str) -> None:
     values = np.arange(6).astype(bits_dtype(dtype)) % 2
     tensor = torch.from_numpy(values.view(np.uint8)).view(TORCH_DTYPE[dtype])
-    for declared in (xxh3_checksum(POSITIONS, values), str(slime_checksum(POSITIONS, tensor))):
+    for declared in (
+        xxh3_checksum(POSITIONS.data, values.data),
+        str(slime_checksum(POSITIONS, tensor)),
+    ):
         verify_checksum(declared, POSITIONS, values, dtype)
         with pytest.raises(ChecksumMismatch) as caught:
             verify_checksum(declared, POSITIONS[:-1], values, dtype)

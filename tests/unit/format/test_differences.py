@@ -83,7 +83,7 @@ def test_applied_and_taken_back(
         def with_change(parts: object) -> dict[str, object]:
             return {**brief([part]), "changes": [(digest - here).hex()]}
 
-        served.peer.brief = with_change  # type: ignore[method-assign, assignment]
+        served.peer.brief = with_change  # type: ignore[method-assign]
     with small_pieces(span):
         assert attempt(served, [part]) is None
     assert memory(served.model) == memory(load(model, target))
@@ -190,7 +190,7 @@ class TestRanks:
                 answers = self.engine.stage(again, body)
             assert {error["type"] for error in errors_of(answers)} == {"BaseMismatch"}
             assert self.memories() == self.fresh(self.target)
-            self.engine.call("drop")
+            self.engine.call("abort")
 
     def test_a_rank_with_another_old_value_keeps_all_from_writing(self) -> None:
         live = next(iter(self.served[1].model.parameters())).data.view(torch.int16)

@@ -22,6 +22,7 @@ from engine_ext.format.digest import Digest, change_digest, tensor_digest
 PROPERTY = settings(deadline=None, database=None, max_examples=50)
 
 MASK = 2**64 - 1
+KERNEL: Any = digest._kernel
 NAME = "model.layers.0.mlp.experts.7.w1.weight"
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -78,14 +79,14 @@ def reference(name: str, indices: Sequence[int], values: Sequence[int], width: i
 def using(backend: str, chunk: int = 7) -> Iterator[None]:
     """Let that backend answer, in chunks so small that the tests cross their borders."""
     if backend == "numba":
-        assert digest._kernel(2, False, False) is not digest._numpy_dense
-        kernel = digest._kernel
+        assert KERNEL(2, False, False) is not digest._numpy_dense
+        kernel = KERNEL
     else:
 
         def kernel(width: int, sparse: bool, change: bool) -> Any:
             return digest._numpy_sparse if sparse else digest._numpy_dense
 
-    sizes = {f"_{kind}_CHUNK": chunk for kind in ("NUMPY", "NUMBA")}
+    sizes: dict[str, Any] = {f"_{kind}_CHUNK": chunk for kind in ("NUMPY", "NUMBA")}
     with mock.patch.multiple(digest, _kernel=kernel, **sizes):
         yield
 
@@ -126,13 +127,17 @@ def elements(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any
 
 
 @pytest.mark.parametrize(("name", "indices", "values", "width", "expected"), GOLDEN)
-def test_golden_reference(name, indices, values, width, expected):
+def test_golden_reference(
+    name: str, indices: list[int], values: list[int], width: int, expected: str
+) -> None:
     assert reference(name, indices, values, width) == expected
 
 
 @BACKENDS
 @pytest.mark.parametrize(("name", "indices", "values", "width", "expected"), GOLDEN)
-def test_golden(backend, name, indices, values, width, expected):
+def test_golden(
+    backend: str, name: str, indices: list[int], values: list[int], width: int, expected: str
+) -> None:
     patterns = np.array(values, UNSIGNED[width])
     assert digest_of(backend, patterns, np.array(indices), name=name).hex() == expected
 
@@ -140,7 +145,7 @@ def test_golden(backend, name, indices, values, width, expected):
 @BACKENDS
 @given(elements())
 @PROPERTY
-def test_sparse_is_the_reference(backend, data):
+def test_sparse_is_the_reference(backend: str, data: Any) -> None:
     indices, values = data
     expected = reference(NAME, indices.tolist(), values.tolist(), values.itemsize)
     assert digest_of(backend, values, indices).hex() == expected
@@ -150,7 +155,7 @@ def test_sparse_is_the_reference(backend, data):
 @WIDTHS
 @pytest.mark.parametrize("start", [0, 3, 250, 1020, 2**40 + 1])
 @pytest.mark.parametrize("n", [1, 7, 40])
-def test_dense_is_the_reference(backend, width, start, n):
+def test_dense_is_the_reference(backend: str, width: int, start: int, n: int) -> None:
     values = random_values(n, width)
     expected = reference(NAME, range(start, start + n), values.tolist(), width)
     assert digest_of(backend, values, start=start).hex() == expected
@@ -158,7 +163,7 @@ def test_dense_is_the_reference(backend, width, start, n):
 
 @BACKENDS
 @WIDTHS
-def test_whole_chunks(backend, width):
+def test_whole_chunks(backend: str, width: int) -> None:
     """The chunks of production, and what vectorised loops do with a long array."""
     n = digest._NUMBA_CHUNK + 12345
     old, new, indices = random_values(n, width, 1), random_values(n, width, 2), random_indices(n)
@@ -174,7 +179,7 @@ def test_whole_chunks(backend, width):
 
 @BACKENDS
 @WIDTHS
-def test_nothing_is_zero(backend, width):
+def test_nothing_is_zero(backend: str, width: int) -> None:
     empty = np.empty(0, UNSIGNED[width])
     assert digest_of(backend, empty) == Digest.ZERO
     assert digest_of(backend, empty, np.empty(0, np.int64)) == Digest.ZERO
@@ -187,7 +192,7 @@ def test_nothing_is_zero(backend, width):
 @BACKENDS
 @given(elements(), st.randoms(use_true_random=False), st.integers(0, 40))
 @PROPERTY
-def test_order_and_grouping_do_not_matter(backend, data, random, cut):
+def test_order_and_grouping_do_not_matter(backend: str, data: Any, random: Any, cut: int) -> None:
     indices, values = data
     order = list(range(len(indices)))
     random.shuffle(order)
@@ -204,7 +209,7 @@ def test_order_and_grouping_do_not_matter(backend, data, random, cut):
 @BACKENDS
 @given(elements(), st.data())
 @PROPERTY
-def test_change_is_new_minus_old(backend, data, draw):
+def test_change_is_new_minus_old(backend: str, data: Any, draw: Any) -> None:
     indices, old = data
     new = np.array(draw.draw(st.permutations(old.tolist())), old.dtype)
     with using(backend):
@@ -218,7 +223,7 @@ def test_change_is_new_minus_old(backend, data, draw):
 
 
 @BACKENDS
-def test_sparse_change_advances_a_dense_digest(backend):
+def test_sparse_change_advances_a_dense_digest(backend: str) -> None:
     before = random_values(100, 2)
     indices = np.array([0, 6, 7, 50, 99])
     after = before.copy()
@@ -230,7 +235,7 @@ def test_sparse_change_advances_a_dense_digest(backend):
 
 @BACKENDS
 @WIDTHS
-def test_every_bit_counts_in_both_lanes(backend, width):
+def test_every_bit_counts_in_both_lanes(backend: str, width: int) -> None:
     base = digest_of(backend, np.zeros(1, UNSIGNED[width]))
     seen = [base]
     for bit in range(8 * width):
@@ -244,7 +249,7 @@ def test_every_bit_counts_in_both_lanes(backend, width):
 @WIDTHS
 @given(st.data())
 @PROPERTY
-def test_a_step_proves_the_old_value(backend, width, data):
+def test_a_step_proves_the_old_value(backend: str, width: int, data: Any) -> None:
     """Differences are proven by it: the same ones from other old values give another digest."""
     one, other = data.draw(st.lists(st.integers(0, 2 ** (8 * width) - 1), min_size=2, max_size=2))
     step = data.draw(
@@ -261,7 +266,7 @@ def test_a_step_proves_the_old_value(backend, width, data):
 
 @BACKENDS
 @pytest.mark.parametrize("bit", [0, 15, 16, 31])
-def test_a_step_proves_every_bit_of_wide_elements(backend, bit):
+def test_a_step_proves_every_bit_of_wide_elements(backend: str, bit: int) -> None:
     """Also those that the step leaves as they are."""
     old = np.array([0x3F800005, 0x3F800005 ^ 1 << bit], np.uint32)
     with using(backend):
@@ -273,7 +278,7 @@ def test_a_step_proves_every_bit_of_wide_elements(backend, bit):
 
 
 @BACKENDS
-def test_blocks_that_trade_places_count(backend):
+def test_blocks_that_trade_places_count(backend: str) -> None:
     values = random_values(4096, 2)
     swapped = np.concatenate([values[1024:2048], values[:1024], values[2048:]])
     one, other = digest_of(backend, values), digest_of(backend, swapped)
@@ -282,13 +287,13 @@ def test_blocks_that_trade_places_count(backend):
 
 
 @BACKENDS
-def test_a_zero_counts(backend):
+def test_a_zero_counts(backend: str) -> None:
     zeros = [digest_of(backend, np.zeros(n, np.uint16)) for n in range(4)]
     assert len({d.lane0 for d in zeros}) == len({d.lane1 for d in zeros}) == 4
 
 
 @BACKENDS
-def test_values_that_trade_places_count(backend):
+def test_values_that_trade_places_count(backend: str) -> None:
     assert digest_of(backend, np.array([1, 2], np.uint16)) != digest_of(
         backend, np.array([2, 1], np.uint16)
     )
@@ -299,7 +304,7 @@ def test_values_that_trade_places_count(backend):
 
 @BACKENDS
 @WIDTHS
-def test_readonly_unaligned_and_strided_memory(backend, width):
+def test_readonly_unaligned_and_strided_memory(backend: str, width: int) -> None:
     values, indices = random_values(50, width), random_indices(50)
     expected = digest_of(backend, values, indices)
     change = expected - digest_of(backend, values[::-1].copy(), indices)
@@ -316,7 +321,7 @@ def test_readonly_unaligned_and_strided_memory(backend, width):
 
 @BACKENDS
 @pytest.mark.parametrize("threads", [0, 1, 2, 3, 64])
-def test_threads_share_the_work(backend, threads):
+def test_threads_share_the_work(backend: str, threads: int) -> None:
     values, indices = random_values(100, 2), random_indices(100)
     with using(backend):
         dense = tensor_digest(NAME, values, start=5, threads=threads)
@@ -325,9 +330,9 @@ def test_threads_share_the_work(backend, threads):
     assert sparse == digest_of(backend, values, indices)
 
 
-def test_threads_that_meet_before_anything_is_compiled():
+def test_threads_that_meet_before_anything_is_compiled() -> None:
     values = random_values(100, 4)
-    digest._kernel.cache_clear()
+    KERNEL.cache_clear()
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: tensor_digest(NAME, values), range(4)))
     assert set(answers) == {digest_of("numpy", values)}
@@ -336,24 +341,24 @@ def test_threads_that_meet_before_anything_is_compiled():
 # --- numba is optional, and so is its cache ---
 
 
-def test_without_numba_numpy_answers(monkeypatch):
+def test_without_numba_numpy_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert digest._kernel.__wrapped__(2, False, True) is digest._numpy_dense
-    assert digest._kernel.__wrapped__(2, True, True) is digest._numpy_sparse
+    assert KERNEL.__wrapped__(2, False, True) is digest._numpy_dense
+    assert KERNEL.__wrapped__(2, True, True) is digest._numpy_sparse
 
 
-def test_numba_without_a_cache(monkeypatch):
+def test_numba_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     import numba
 
     njit = numba.njit
 
-    def no_cache(*args, cache=False, **options):
+    def no_cache(*args: Any, cache: bool = False, **options: Any) -> Any:
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
         return njit(*args, **options)
 
     monkeypatch.setattr(numba, "njit", no_cache)
-    kernel = digest._kernel.__wrapped__(2, False, False)
+    kernel = KERNEL.__wrapped__(2, False, False)
     values = random_values(100, 2)
     arguments = np.uint64(1), np.uint64(2), digest._TABLE, 1000, values, None
     lanes = kernel(*arguments)
@@ -363,7 +368,7 @@ def test_numba_without_a_cache(monkeypatch):
 # --- the value, and what is refused ---
 
 
-def test_text():
+def test_text() -> None:
     value = Digest(1, 0xABCDEF0123456789)
     assert value.hex() == str(value) == f"{value}" == "0000000000000001abcdef0123456789"
     assert Digest.parse(str(value)) == value
@@ -372,7 +377,7 @@ def test_text():
 
 @given(st.integers(0, MASK), st.integers(0, MASK), st.integers(0, MASK), st.integers(0, MASK))
 @PROPERTY
-def test_arithmetic_wraps(a, b, c, d):
+def test_arithmetic_wraps(a: int, b: int, c: int, d: int) -> None:
     one, other = Digest(a, b), Digest(c, d)
     assert one + other == Digest((a + c) & MASK, (b + d) & MASK) == other + one
     assert one - other == Digest((a - c) & MASK, (b - d) & MASK)
@@ -382,21 +387,21 @@ def test_arithmetic_wraps(a, b, c, d):
 @pytest.mark.parametrize(
     "text", ["", "0" * 31, "0" * 33, "0" * 31 + "g", "A" * 32, "0x" + "0" * 30, "0" * 32 + "\n"]
 )
-def test_other_text_is_no_digest(text):
+def test_other_text_is_no_digest(text: str) -> None:
     with pytest.raises(ValueError):
         Digest.parse(text)
 
 
 def test_narrow_indices_are_the_same() -> None:
     values, indices = np.array([1, 2, 3], np.uint16), np.array([0, 5, 2**31 - 1])
-    narrow = indices.astype(np.int32)
+    narrow: Any = indices.astype(np.int32)
     assert tensor_digest(NAME, values, narrow) == tensor_digest(NAME, values, indices)
     assert change_digest(NAME, narrow, values, values[::-1]) == change_digest(
         NAME, indices, values, values[::-1]
     )
 
 
-def test_wrong_dtypes():
+def test_wrong_dtypes() -> None:
     values, indices = np.zeros(3, np.uint16), np.arange(3)
     for bad in (np.int16, np.float16, ">u2"):
         with pytest.raises(TypeError):
@@ -407,7 +412,7 @@ def test_wrong_dtypes():
         change_digest(NAME, indices, values, values.astype(np.uint8))
 
 
-def test_wrong_shapes():
+def test_wrong_shapes() -> None:
     values, indices = np.zeros(4, np.uint16), np.arange(4)
     for bad_values, bad_indices in [
         (values, indices[:3]),
@@ -421,7 +426,7 @@ def test_wrong_shapes():
         change_digest(NAME, indices, values[:3], values)
 
 
-def test_start_belongs_to_dense_values():
+def test_start_belongs_to_dense_values() -> None:
     with pytest.raises(ValueError):
         tensor_digest(NAME, np.zeros(1, np.uint8), start=-1)
     with pytest.raises(ValueError):

@@ -22,6 +22,7 @@ from engine_ext.format.gap_streams import (
     stream_bytes,
 )
 from engine_ext.format.manifest import ParamEntry
+from engine_ext.format.small_arrays import in_groups
 from tests.support.independent_encoder import PROPERTY
 
 SKIP = "ff"
@@ -61,7 +62,7 @@ def indices_of(values: list[int]) -> np.ndarray[Any, Any]:
 @pytest.mark.usefixtures("loops")
 def test_golden(indices: list[int], stream: str, width: int) -> None:
     raw, found = encode_gaps(indices_of(indices))
-    assert (raw.tobytes(), raw.dtype, found) == (bytes.fromhex(stream), np.uint8, width)
+    assert (raw.tobytes(), raw.dtype, found) == (bytes.fromhex(stream), np.dtype(np.uint8), width)
     decoded = decode_gaps(raw, width, 2**40)
     assert decoded.tolist() == indices
     assert decoded.dtype == np.int64
@@ -298,7 +299,7 @@ def test_many_at_once(params: list[tuple[bytes, int, int, int]], most: int) -> N
         wanted.append(indices)
         slices = (0, stream.size, width, 0, declared)
         entries.append(ParamEntry("w", "bfloat16", (numel,), *slices))
-    groups = partial(gap_streams.in_groups, most=most)
+    groups = partial(in_groups, most=most)
     with mock.patch.object(gap_streams, "in_groups", groups):
         found = decode_many_gaps(streams, entries)
     for own, one in zip(found, wanted, strict=True):
@@ -311,7 +312,7 @@ def test_a_wrong_stream_is_left_to_be_refused_by_itself() -> None:
     """With the group it is in; the next ones are decoded."""
     streams = [np.array(raw, np.uint8) for raw in ([1], [255], [2], [3])]
     entries = [ParamEntry("w", "bfloat16", (99,), 0, 1, 1, 0, 1) for _ in streams]
-    groups = partial(gap_streams.in_groups, most=2)
+    groups = partial(in_groups, most=2)
     with mock.patch.object(gap_streams, "in_groups", groups):
         found = decode_many_gaps(streams, entries)
     assert found[:2] == [None, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from msgspec.structs import replace
 
@@ -18,9 +20,9 @@ def identity(container: bytes) -> str:
     return part_identity(header, container)
 
 
-def encoded(delta: ParamDelta, **options: object) -> bytes:
-    settings = {"encoding": "indices", "current_version": 3, **options}
-    return encode_part([delta], **settings)  # type: ignore[arg-type]
+def encoded(delta: ParamDelta, **options: Any) -> bytes:
+    settings: dict[str, Any] = {"encoding": "indices", "current_version": 3, **options}
+    return encode_part([delta], **settings)
 
 
 def test_sending_again_keeps_it() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -126,7 +127,7 @@ def test_dense_is_pos_width_0(shape: list[int], width: int, nnz: int, dense: boo
     assert parsed.is_dense is dense
 
 
-BROKEN_METADATA: list[tuple[dict[str, str | None], type[DeltaError], str]] = [
+BROKEN_METADATA: list[tuple[Mapping[str, str | None], type[DeltaError], str]] = [
     ({"encoding": None}, MalformedPart, "no 'encoding'"),
     ({"params": None}, MalformedPart, "no 'params'"),
     ({"checksum": None}, MalformedPart, "no 'checksum'"),

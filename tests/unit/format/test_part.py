@@ -179,6 +179,7 @@ def test_slime_flush_of_mixed_dtypes() -> None:
     part = decode_part(safetensors_file(metadata, positions, values.numpy(), torch.float32))
     assert_well_formed(part)
     for delta, (name, piece) in zip(part.deltas, pieces.items(), strict=True):
+        assert delta.indices is not None
         assert np.array_equal(delta.indices, indices[name])
         assert np.array_equal(
             delta.values, piece.view(torch.uint8).numpy().view(delta.values.dtype)
@@ -285,7 +286,7 @@ def test_indices_of_either_width_are_encoded_alike(encoding: str) -> None:
     indices = np.array([0, 7, 300, 70_000])
     bodies = []
     for dtype in (np.int32, np.int64):
-        own = indices.astype(dtype)
+        own: Any = indices.astype(dtype)
         delta = ParamDelta("w", "bfloat16", (70_001,), own, bits16(1, 2, 3, 4))
         taken, extra = sendable(encoding, [delta])
         bodies.append(encode_part(taken, encoding=encoding, current_version=1, **extra))

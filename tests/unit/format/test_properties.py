@@ -130,7 +130,8 @@ def decode_or_none(body: bytes) -> DecodedPart | None:
     except DeltaError:
         return None
     assert part.manifest == header.manifest
-    mapped = read_verified(*reversed(verified_file(body)))
+    identity, file = verified_file(body)
+    mapped = read_verified(file, identity)
     assert mapped is not None
     assert mapped.manifest == header.manifest
     assert_same(mapped, part.deltas)

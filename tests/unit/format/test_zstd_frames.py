@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import zstandard
@@ -28,7 +29,7 @@ def raw_frame(content: bytes) -> bytes:
     return BARE_HEADER + block(0, len(content), last=True) + content
 
 
-def frame(content: bytes, **options: bool) -> bytes:
+def frame(content: bytes, **options: Any) -> bytes:
     return zstandard.ZstdCompressor(level=1, **options).compress(content)
 
 

@@ -211,7 +211,12 @@ def test_what_is_sent_stays_until_it_is_written(method: str) -> None:
 
     def watch(*arguments: Any, **modes: Any) -> Any:
         launch = prepare(*arguments, **modes)
-        return lambda: there.extend(one() is not None for one in sent) or launch()
+
+        def look_and_launch() -> Any:
+            there.extend(one() is not None for one in sent)
+            return launch()
+
+        return look_and_launch
 
     with (
         mock.patch.object(device_batch._Group, "_sent", send),

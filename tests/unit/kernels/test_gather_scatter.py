@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -26,7 +27,7 @@ BACKENDS = pytest.mark.parametrize("compiled", [True, False], ids=["numba", "num
     seed=st.integers(0, 1 << 20),
 )
 def test_elements_of_every_width(
-    compiled: bool, width: int, index: type, chosen: set[int], seed: int
+    compiled: bool, width: int, index: Any, chosen: set[int], seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     dtype = np.dtype(f"u{width}")
@@ -60,7 +61,7 @@ def test_elements_of_every_width(
     seed=st.integers(0, 1 << 20),
 )
 def test_elements_of_many_tensors(
-    compiled: bool, dtype: torch.dtype, sizes: list[int], index: type, odd: bool, seed: int
+    compiled: bool, dtype: torch.dtype, sizes: list[int], index: Any, odd: bool, seed: int
 ) -> None:
     """Also for memory that is not aligned, and for tensors without changes."""
     random = np.random.default_rng(seed)
@@ -91,7 +92,7 @@ def test_elements_of_many_tensors(
     seed=st.integers(0, 1 << 20),
 )
 def test_a_swap_that_is_checked(
-    compiled: bool, width: int, index: type, chosen: set[int], foreign: set[int], seed: int
+    compiled: bool, width: int, index: Any, chosen: set[int], foreign: set[int], seed: int
 ) -> None:
     """It says whether the old bits were there; what it leaves of them restores memory."""
     random = np.random.default_rng(seed)

@@ -54,7 +54,8 @@ def test_the_kernels_do_what_the_operators_do(place: str) -> None:
 def variants() -> list[Any]:
     """Each kernel for one kind of tensors here, and for all kinds in the full run."""
     block = {"BLOCK": 1024}
-    quick, rest = [], []
+    quick: list[Any] = []
+    rest: list[Any] = []
     for bits in BITS:
         for places in ("*i32", "*i64"):
             visited = {"table": "*i64", "old": bits, "differs": "*i32"}
@@ -104,9 +105,10 @@ def test_they_compile_for_a_gpu(
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """No device was tried yet, nor will have been."""
-    triton._pass_self_test.cache_clear()
+    test: Any = triton._pass_self_test
+    test.cache_clear()
     yield
-    triton._pass_self_test.cache_clear()
+    test.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh")

@@ -96,11 +96,10 @@ def test_what_is_folded_keeps_no_part_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[ParamDelta] = []
-    encode = delta_log_fold.encode_part
 
     def recorded(deltas: list[ParamDelta], **metadata: Any) -> bytes:
         sent.extend(deltas)
-        return encode(deltas, **metadata)
+        return encode_part(deltas, **metadata)
 
     write(tmp_path, 1, [sparse("a", {1: 5}), sparse("c", {7: 1})])
     write(tmp_path, 2, [sparse("a", {2: 6})])

@@ -72,7 +72,7 @@ def test_every_way_holds_together(pairs: list[tuple[int | None, int]], version: 
         assert step.full or step.base_version == at
         assert at is None or step.version > at
         at = step.version
-    reachable = {version} - {None}
+    reachable = set() if version is None else {version}
     for step in sorted(entries, key=lambda step: step.version):
         newer = version is None or step.version > version
         if newer and (step.full or step.base_version in reachable):

@@ -139,7 +139,7 @@ def test_a_configuration_that_all_modules_share_is_walked_once(
         part.parent, part.neighbour = config, config.parts[0]
     model = nn.Module()
     for number in range(20):
-        child = nn.Module()
+        child: Any = nn.Module()
         child.config = config
         model.add_module(f"m{number}", child)
     calls = Calls(monkeypatch)

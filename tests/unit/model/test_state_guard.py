@@ -11,10 +11,10 @@ from engine_ext.model.state_guard import ModelStateGuard, TracingError
 
 
 def test_cyclic_attributes_of_a_tensor_are_restored() -> None:
-    model = nn.Linear(2, 2)
+    model: Any = nn.Linear(2, 2)
     kept: dict[str, Any] = {"shards": [1]}
     kept["up"] = [kept]
-    model.weight.kept = kept  # type: ignore[assignment]
+    model.weight.kept = kept
     guard = ModelStateGuard(model, bits=True)
     kept["shards"].append(2)
     kept["counter"] = torch.ones(1)
@@ -38,7 +38,7 @@ def test_a_write_to_any_tensor_is_found(
 
 
 def test_values_that_are_equal_are_no_other_contents() -> None:
-    model = nn.Linear(2, 3)
+    model: Any = nn.Linear(2, 3)
     model.sizes = {"a": 4096, "b": [2.5, (1, "c")]}
     guard = ModelStateGuard(model, bits=False)
     model.sizes["b"][:] = [float("2.5"), (1, "c")]

@@ -74,7 +74,8 @@ def located(seg: Segment, indices: np.ndarray) -> list[tuple[int, int]]:
 
 def listed(seg: Segment, start: int, stop: int) -> list[tuple[int, int]]:
     """All elements from one index to another, in the order that a device would list them in."""
-    locator, found = Locator(seg), []
+    locator = Locator(seg)
+    found: list[tuple[int, int]] = []
     for copy in range(locator.copies):
         indices, offsets = locator.elements_in(start, stop, torch.device("cpu"), copy)
         assert indices.tolist() == sorted(set(indices.tolist()))

@@ -78,7 +78,7 @@ def gathered(rank: int) -> dict[str, Any]:
 def test_only_the_rank_that_is_named_gathers(tmp_path: Path) -> None:
     """As many bytes of each as it has."""
     whole = [[], [1], [2, 2]]
-    none = [[], []]
+    none: list[list[int]] = [[], []]
     assert run_ranks(gathered, 3, tmp_path) == [
         {"all": [whole, None, None]},
         {"all": [None, whole, None], "pair": [[[1], [2]], None], "nothing": none},

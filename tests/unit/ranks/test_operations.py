@@ -15,15 +15,16 @@ from engine_ext.adapters.vllm.engine import VllmEngine
 from engine_ext.errors import Conflict, DeltaError
 from engine_ext.format.identity import PartId, RunSender
 from engine_ext.ranks import operations as ops
-from engine_ext.sync import AdapterReceivers, Receiver
+from engine_ext.sync import Receiver
 
 PART = PartId(version=2, base_version=1, identity="i", sync_id="s", part=1, num_parts=3)
 STATE = ops.RankState(version=1, engine_state="certain", resume_owed=False)
-GRANT = ops.LeaseGrant(granted=False, holder="h")
+ITEM = ops.BoardItem(value={"a": [1]}, revision=3, holder="h", written=True, entries=[1, "b"])
 COMMITTED = ops.CommittedSync(
     version=2, base_version=1, run="r", base_run=None, sync_id=None, full=False, apply="scatter",
     parts=1, nnz=2, tensors=1, elements=9, commit_ms=1.5, rollback=True, digest="00",
 )  # fmt: skip
+SERVING = ops.Serving(idle=True, weight_version="3")
 SENDER = RunSender(run="r", epoch=2, host="h", pid=3)
 OWNER = ops.RunOwner(run="r", epoch=2, host="h", pid=3, since=1.5)
 STAGED = ops.StagedSync(
@@ -36,63 +37,37 @@ STATUS = ops.RankStatus(
     apply="scatter", certification={"exact": 3}, uncertified={"w": "why"}, digest="00",
     scrub=ops.ScrubState(passes=2, passed_at=1.5, mismatched=["w"], error=None),
 )  # fmt: skip
-PAUSE = ops.CallerPause(since=1.5, began=0.5, by="10.0.0.3")
-RECORD = ops.SyncRecord(at=1.5, outcome="committed", version=2, timings_ms={"stage_ms": 0.5})
-LOOK = ops.LogLook(at=1.5, newest=3, behind=1, problem=None, error={"type": "E"}, asleep=False)
 
 # Each operation with one of its replies.
 EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
-    (ops.GetStatus(), STATUS),
-    (ops.GetState(), STATE),
     (
-        ops.AcquireLease(holder="h", resumes=True, instead_of=None),
-        ops.EngineLease(grant=GRANT, state=STATE),
+        ops.GetStatus(parts=ops.Parts(version=1, run="r", identities=["a", "b"])),
+        ops.RankReport(state=STATE, status=STATUS, unseen=["b"], findings=2, serving=SERVING),
     ),
-    (ops.ReleaseLease(holder="h", owed=True), ops.Reply()),
-    (ops.RecordPause(pause=PAUSE, begins=True), ops.CallerPaused(pause=PAUSE)),
-    (ops.AcquireLogLease(holder="h", instead_of="d"), GRANT),
-    (ops.ReleaseLogLease(holder="h"), ops.Reply()),
-    (ops.AcquireFollowLease(holder="h", instead_of="d"), GRANT),
+    (ops.GetItem(key="k"), ITEM),
+    (ops.PutItem(key="k", value=[1], expected=2, append={"a": 1}, most=3), ITEM),
     (
-        ops.ShareFollowing(follower="n", look=LOOK, was_read=True, pins=True, pin=3),
-        ops.Following(
-            name="n", process="p", pin=3, look=LOOK, was_read=True, failures=2, in_a_row=1
-        ),
+        ops.LeaseItem(key="k", holder="h", instead_of="d", value={"b": 1}, expected=2),
+        ops.BoardLease(granted=True, item=ITEM, state=STATE),
     ),
     (
-        ops.ShareLogRecords(version=3, seen={"weight_v000003": "ab"}),
-        ops.LogRecords(records={"weight_v000003": "ab"}),
+        ops.ClaimRun(sender=SENDER, releases=True, takeover=True, now=1.5, at=2.5),
+        ops.RunClaimed(owner=OWNER, released=True, highest=4),
     ),
-    (ops.FindUnseen(version=1, run="r", identities=["a", "b"]), ops.Unseen(unseen=["b"])),
-    (
-        ops.ClaimRun(sender=SENDER, takeover=True, now=1.5, at=2.5),
-        ops.RunClaimed(owner=OWNER, highest=4),
-    ),
-    (ops.ReleaseRun(sender=SENDER), ops.RunReleased(released=True)),
     (
         ops.BeginPart(part=PART, path="/spool/part", now=1.5),
         ops.PartBegun(admission="new"),
     ),
     (ops.PollPart(part=PART), ops.PartProgress(done=True)),
-    (ops.SettlePart(part=PART, staged=True), ops.PartSettled(complete=True, prepared=True)),
-    (ops.PrepareSync(part=PART), ops.SyncPrepared(done=False, rebuilt=2)),
-    (ops.DropSync(version=1, sync_id="s"), ops.Reply()),
+    (ops.PrepareSync(part=PART, keep=True), ops.SyncPrepared(complete=True, done=False, rebuilt=2)),
+    (ops.AbortSync(part=PART, version=1, sync_id="s", unloads=True), ops.Reply()),
     (ops.CommitSync(version=2, sync_id=None), COMMITTED),
-    (ops.TakeScrubFindings(), ops.ScrubFindings(mismatched=["w"])),
     (ops.RollBack(), ops.RolledBack(version=1, rolled_back=2, commit_ms=1, digest="00", run="r")),
-    (
-        ops.RecordPull(checkpoint="/c", pulled=ops.Pulled(source="/s", target=3, sync_id="s")),
-        ops.Reply(),
-    ),
-    (ops.FindPull(checkpoint="/c"), ops.Pulled()),
     (ops.GetPlan(), ops.RankPlan(tensors=[{"name": "w", "live": ["w"]}])),
     (
         ops.GetDigest(scan=True),
         ops.RankDigest(version=1, tensors={"w": "00"}, tracked={"w": "01"}, corrupted=["w"]),
     ),
-    (ops.RecordSync(record=RECORD), RECORD),
-    (ops.GetHistory(), ops.History(syncs=[RECORD])),
-    (ops.UnloadAdapter(adapter="a"), ops.Reply()),
 ]
 NAMES = [request.name for request, _ in EXAMPLES]
 
@@ -105,8 +80,7 @@ def carried(value: Any) -> Any:
 def test_every_operation_has_an_example_and_a_method() -> None:
     assert {type(request) for request, _ in EXAMPLES} == set(get_args(ops.Request))
     assert len(set(NAMES)) == len(NAMES)
-    serving = {name: AdapterReceivers if name == "unload_adapter" else Receiver for name in NAMES}
-    assert all(callable(getattr(receiver, name)) for name, receiver in serving.items())
+    assert all(callable(getattr(Receiver, name)) for name in NAMES)
 
 
 @pytest.mark.parametrize(("request_", "reply"), EXAMPLES, ids=NAMES)
@@ -126,14 +100,15 @@ def refuse() -> ops.Reply:
 
 
 def test_a_status_without_a_need_does_not_mention_it() -> None:
-    assert "awaits" not in ops.encode_answer(lambda: STATUS)["ok"]
+    report = ops.RankReport(state=STATE, status=STATUS)
+    assert "awaits" not in ops.encode_answer(lambda: report)["ok"]["status"]
 
 
 @pytest.mark.parametrize(
     ("operation", "arguments"),
     [
         ("explode", {}),
-        ("serving", {}),  # SGLang's own
+        ("transfer", {}),  # a vLLM worker's own
         ("__init__", {}),
         (None, {}),
         ([], {}),
@@ -160,13 +135,11 @@ def test_a_bug_becomes_an_error_of_the_tree() -> None:
     assert "KeyError" in error.message
 
 
-def test_sglangs_scheduler_takes_one_more() -> None:
-    operation, arguments = ops.encode_request(rpc.GetServing())
+def test_sglang_carries_an_operation_in_a_manifest() -> None:
+    request = ops.GetItem(key="k")
+    operation, arguments = ops.encode_request(request)
     call = rpc.Call(call="c", operation=operation, arguments=carried(arguments))
-    assert call.request() == rpc.GetServing()
-    reply = rpc.Serving(idle=True, weight_version="3")
-    answers = carried([ops.encode_answer(lambda: reply)])
-    assert ops.decode_answers(rpc.GetServing(), answers) == [reply]
+    assert call.request() == request
 
 
 def vllm() -> Any:

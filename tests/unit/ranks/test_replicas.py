@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.ranks import Ranks, ReplicaRanks, SingleRank, replicas
+from engine_ext.ranks import RankGroup, ReplicaRanks, SingleRank, replicas
 from tests.support.thread_group import Group, ThreadRanks
 
 REPLICAS = 2
@@ -25,7 +25,7 @@ def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     replicas._hosted.clear()
 
 
-def on_all(size: int, run: Callable[[Ranks], Any]) -> list[Any]:
+def on_all(size: int, run: Callable[[RankGroup], Any]) -> list[Any]:
     """Run something on all ranks of replicas of this size, each in a thread."""
     groups = [Group(size) for _ in range(REPLICAS)]
 
@@ -41,7 +41,7 @@ def on_all(size: int, run: Callable[[Ranks], Any]) -> list[Any]:
 @pytest.mark.usefixtures("hosted")
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_rank_gets_the_values_of_all(size: int) -> None:
-    def run(ranks: Ranks) -> Any:
+    def run(ranks: RankGroup) -> Any:
         return ranks.rank, [ranks.all_gather([turn, ranks.rank]) for turn in range(5)]
 
     found = on_all(size, run)
@@ -53,7 +53,7 @@ def test_every_rank_gets_the_values_of_all(size: int) -> None:
 
 @pytest.mark.usefixtures("hosted")
 def test_nothing_is_left_of_what_everyone_has_read() -> None:
-    def run(ranks: Ranks) -> int:
+    def run(ranks: RankGroup) -> int:
         for _ in range(20):
             ranks.all_gather("x" * 100)
         assert isinstance(ranks, ReplicaRanks)
@@ -70,7 +70,7 @@ def test_a_replica_that_does_not_come_is_waited_for_once(
 ) -> None:
     monkeypatch.setattr(replicas, "_TIMEOUT", datetime.timedelta(seconds=0.3))
 
-    def run(ranks: Ranks) -> list[str]:
+    def run(ranks: RankGroup) -> list[str]:
         if ranks.rank >= size:
             return []
         messages = []
@@ -88,7 +88,7 @@ def test_a_replica_that_does_not_come_is_waited_for_once(
 
 @pytest.mark.usefixtures("hosted")
 def test_a_forged_vote_is_refused() -> None:
-    def run(ranks: Ranks) -> str:
+    def run(ranks: RankGroup) -> str:
         assert isinstance(ranks, ReplicaRanks)
         if ranks.rank == 0:
             ranks._key = b"another key"
@@ -138,7 +138,7 @@ def test_large_values() -> None:
 
 @pytest.mark.usefixtures("hosted")
 def test_a_value_that_cannot_travel_fails_on_all_at_once() -> None:
-    def run(ranks: Ranks) -> None:
+    def run(ranks: RankGroup) -> None:
         with pytest.raises(RuntimeError, match="restart the engine"):
             ranks.all_gather(object() if ranks.rank == 0 else None)
 

@@ -105,6 +105,8 @@ class FakeEngine:
         part = decode_part(container)
         manifest = part.manifest
         assert manifest.manifest_checksum is not None
+        assert manifest.num_parts is not None
+        assert manifest.current_version is not None
         if manifest.run != self.owner:
             return refusal(409, "RunConflict", message=f"owned by {self.owner}")
         if not manifest.full and manifest.base_version != self.version:
@@ -527,7 +529,7 @@ def test_other_model_than_the_base(other: dict[str, torch.Tensor]) -> None:
 def test_stands_alone_and_is_short() -> None:
     source = SCRIPT.read_text()
     assert len(source.splitlines()) <= 180
-    imported = set()
+    imported: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             imported.update(alias.name.partition(".")[0] for alias in node.names)

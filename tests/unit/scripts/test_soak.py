@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -274,7 +275,7 @@ def test_only_spool_files_with_something_in_them_are_left(tmp_path: Path) -> Non
 
 def test_processes_are_named_apart() -> None:
     child = [sys.executable, "-c", "print(flush=True); input()", "::rank"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with contextlib.ExitStack() as stack:
         ours = [stack.enter_context(subprocess.Popen(child, **pipes)) for _ in "ab"]
         for process in ours:  # a process has no name until it runs

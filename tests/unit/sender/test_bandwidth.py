@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
 
-from delta_sender.publish import bandwidth
 from delta_sender.publish.bandwidth import LinkSpeed
 
 LINKS = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9, "loopback": 6e9}
@@ -105,7 +105,7 @@ def test_of_several_posts_at_once(
 ) -> None:
     """Whether the link takes a bit of each in turn, or one after the other."""
     speed, size, overhead, now = LINKS[link], 8 << 20, 0.003, 0.0
-    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     found = LinkSpeed()
     found.note(0, overhead, {"version": 3})
     left: dict[int, float] = {}  # bytes of each post that have yet to cross

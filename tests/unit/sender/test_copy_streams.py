@@ -21,7 +21,7 @@ class Event:
         self._told.append(f"the host waits for {self.name}")
 
 
-class Stream:
+class FakeStream:
     def __init__(self, name: str, told: list[str]) -> None:
         self.name, self._told, self._events = name, told, 0
 
@@ -43,16 +43,16 @@ class Cuda:
     def __init__(self) -> None:
         self.told: list[str] = []
         self._names = iter(["up", "down"])
-        self._current = [Stream("main", self.told)]
+        self._current = [FakeStream("main", self.told)]
 
-    def Stream(self, device: torch.device) -> Stream:
-        return Stream(next(self._names), self.told)
+    def Stream(self, device: torch.device) -> FakeStream:
+        return FakeStream(next(self._names), self.told)
 
-    def current_stream(self, device: torch.device) -> Stream:
+    def current_stream(self, device: torch.device) -> FakeStream:
         return self._current[-1]
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: FakeStream) -> Iterator[None]:
         self._current.append(stream)
         yield
         self._current.pop()
@@ -78,7 +78,7 @@ class Memory:
         assert non_blocking
         self._cuda.told.append(f"{self._on()} copies {other._name} to {self._name}")
 
-    def record_stream(self, stream: Stream) -> None:
+    def record_stream(self, stream: FakeStream) -> None:
         self._cuda.told.append(f"{self._name} is in use by {stream.name}")
 
 

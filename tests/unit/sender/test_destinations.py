@@ -198,7 +198,7 @@ def test_parts_are_whole_before_the_last_commits(rig: Rig, model: Model) -> None
         train(model)
         reports = rig.sync(sender, model)
     for report, engine in zip(reports, rig.held(), strict=True):
-        numbers = [part.manifest.part for part in engine.log]
+        numbers = [part.manifest.part or 0 for part in engine.log]
         assert report.parts == len(numbers) > 3
         assert (numbers[-1], sorted(numbers)) == (len(numbers) - 1, [*range(len(numbers))])
 
@@ -220,10 +220,12 @@ def test_a_lost_last_answer_is_set_right(rig: Rig, model: Model) -> None:
         train(model)
         with rig.losing(), pytest.raises(rig.failure):
             rig.sync(sender, model)
-        for step in (1, 2):
-            train(model, step)
-            reports = rig.sync(sender, model)
-            assert follows(rig, model)
+        train(model, 1)
+        rig.sync(sender, model)
+        assert follows(rig, model)
+        train(model, 2)
+        reports = rig.sync(sender, model)
+        assert follows(rig, model)
         assert not any(report.full for report in reports)
 
 

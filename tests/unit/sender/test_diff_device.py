@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from delta_sender import DeltaSender
 from delta_sender.diff import device as diff_device
 from delta_sender.diff import snapshot as sender_snapshot
+from delta_sender.diff.compare import Change
 from delta_sender.diff.device import SNAPSHOT_ON, DeviceSide
-from delta_sender.diff.snapshot import Change, Snapshot
+from delta_sender.diff.snapshot import Snapshot
 from engine_ext.kernels import gather_scatter
 from tests.support.served_models import changed, random_tensor
 

@@ -45,7 +45,7 @@ def test_every_changed_bit_is_found(
         if found.stream is not None:
             assert found.stream.tobytes() == encode_gaps(chosen)[0].tobytes()
         assert (found.indices.dtype, found.old.dtype, found.new.dtype) == (
-            np.int32,
+            np.dtype(np.int32),
             old.dtype,
             old.dtype,
         )
@@ -101,8 +101,8 @@ def test_small_tensors_are_compared_some_at_a_time(monkeypatch: pytest.MonkeyPat
             for number in order:
                 both = waits[number](), expected[number]
                 for one, other in zip(*map(msgspec.structs.astuple, both), strict=True):
-                    same = np.array_equal if isinstance(one, np.ndarray) else operator.eq
-                    assert same(one, other)  # type: ignore[operator]
+                    is_same: Any = np.array_equal if isinstance(one, np.ndarray) else operator.eq
+                    assert is_same(one, other)
 
 
 def test_a_thread_gets_a_chunk_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_a_thread_gets_a_chunk_of_small_tensors(monkeypatch: pytest.MonkeyPatch)
     handed = []
 
     class Pool(ThreadPoolExecutor):
-        def submit(self, work: Any, *arguments: Any, **options: Any) -> Any:
+        def submit(self, work: Any, /, *arguments: Any, **options: Any) -> Any:
             handed.append(arguments)
             return super().submit(work, *arguments, **options)
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 import torch
 
 from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError
 from delta_sender.encode import part_builder
+from engine_ext.format import encode_part
 from tests.support.fake_engine import Engine, Model, error, loses, model_of, sends, train
 
 ONE = "layers.2.weight"
 A, B, C = "http://a:1", "http://b:2", "http://c:3"
 
 
-def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
+def sender_of(engine: Engine, base: Model, **options: Any) -> DeltaSender:
     options = {"encoding": "gap8_ulp", **options}
     return DeltaSender("http://engine", base.items(), client=engine.client(), **options)
 
 
-def multi_of(engines: list[Engine], base: Model, **options: object) -> MultiSender:
+def multi_of(engines: list[Engine], base: Model, **options: Any) -> MultiSender:
     hosts = dict(zip(("a", "b", "c"), engines, strict=True))
     client = httpx.Client(transport=httpx.MockTransport(lambda r: hosts[r.url.host].answer(r)))
     return MultiSender(
@@ -237,9 +240,9 @@ def test_each_engine_falls_back_for_itself(
 ) -> None:
     """Who takes differences gets them; a part is encoded once for all who are sent it."""
     encoded: list[str] = []
-    original = part_builder.encode_part
+    original = encode_part
 
-    def counted(*arguments: object, **options: object) -> bytes:
+    def counted(*arguments: Any, **options: Any) -> bytes:
         encoded.append(str(options["encoding"]))
         return original(*arguments, **options)
 

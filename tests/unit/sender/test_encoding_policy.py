@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import msgspec
@@ -152,7 +153,7 @@ def test_any_param_has_a_way() -> None:
 # ---- with engines --------------------------------------------------------------------------------
 
 
-def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
+def sender_of(engine: Engine, base: Model, **options: Any) -> DeltaSender:
     options = {"encoding": "auto", **options}
     return DeltaSender("http://engine/", base.items(), client=engine.client(), **options)
 

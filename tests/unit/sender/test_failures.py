@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from delta_sender import SyncError
-from engine_ext.format.part import ParamDelta
+from delta_sender.diff.snapshot import Changes
 from tests.support.fake_engine import (
     Engine,
     Handler,
@@ -348,7 +348,7 @@ def test_a_snapshot_interrupted_while_it_moved(full: bool, monkeypatch: pytest.M
     snapshot = sender._publisher.snapshot
     advance = snapshot.advance
 
-    def interrupted(changes: dict[str, ParamDelta]) -> None:
+    def interrupted(changes: Changes) -> None:
         advance(dict([*changes.items()][:1]))
         raise KeyboardInterrupt
 

@@ -6,6 +6,7 @@ import errno
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -273,12 +274,12 @@ def test_another_sender_goes_on_in_the_same_log(tmp_path: Path) -> None:
     for base_version, kept in ((0, None), (1, None), (0, first)):
         if kept is not None:
             model = copied(kept)
-        options = {"base_version": base_version, "delta_log": tmp_path, "full": "allow"}
+        options: Any = {"base_version": base_version, "delta_log": tmp_path, "full": "allow"}
         with DeltaSender(A, model.items(), client=engine.client(), **options) as sender:
             train(model, base_version + 5)
             report = sender.sync(model.items())
         assert engine.holds(model)
-    assert report.full  # the engine was at version 2
+        assert report.full or kept is None  # the engine was at version 2
     assert chain(tmp_path) == [(0, 1), (1, 2), (0, 3)]
     assert replayed(tmp_path, first).holds(model)
 
@@ -296,8 +297,7 @@ def test_the_log_is_given_as_to_other_senders(tmp_path: Path, form: str) -> None
 
 def test_what_is_no_log_is_refused_before_the_base_is_read() -> None:
     def base() -> Iterator[tuple[str, torch.Tensor]]:
-        pytest.fail("the base is read")
-        yield
+        yield pytest.fail("the base is read")
 
     with pytest.raises(ValueError, match="'http://engine' is no delta log"):
         DeltaSender(A, base(), delta_log="http://engine")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -228,7 +229,8 @@ def test_a_log_that_moves_on_alone_is_interrupted(
     base = copied(model)
     engine = Engine.of(model)
     engine.faults = dict.fromkeys(range(8), breaks)
-    options = {"client": engine.client(), "delta_log": tmp_path, "digest": False, "full": "allow"}
+    options: dict[str, Any] = {"client": engine.client(), "delta_log": tmp_path}
+    options |= {"digest": False, "full": "allow"}
     with DeltaSender(A, model.items(), **options) as sender:
         train(model)
 

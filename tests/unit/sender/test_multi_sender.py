@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from delta_sender import MultiSender, PartialSyncError
 from delta_sender.diff.snapshot import Changes
 from delta_sender.encode import part_builder
+from engine_ext.format import encode_part
 from tests.support.fake_engine import (
     Engine,
     Handler,
@@ -35,11 +37,11 @@ def client_of(*engines: Engine) -> httpx.Client:
     return httpx.Client(transport=httpx.MockTransport(lambda r: hosts[r.url.host].answer(r)))
 
 
-def sender_of(first: Engine, second: Engine, base: Model, **options: object) -> MultiSender:
+def sender_of(first: Engine, second: Engine, base: Model, **options: Any) -> MultiSender:
     return MultiSender([A, B], base.items(), client=client_of(first, second), **options)
 
 
-def two(model: Model, **state: object) -> tuple[Engine, Engine]:
+def two(model: Model, **state: Any) -> tuple[Engine, Engine]:
     return Engine.of(model, **state), Engine.of(model, **state)
 
 
@@ -53,10 +55,12 @@ def test_both_follow_and_get_the_same_bytes(
 ) -> None:
     """A part is encoded once, whichever engine asks first, if the other is not far behind."""
     encoded = []
-    original = part_builder.encode_part
-    monkeypatch.setattr(
-        part_builder, "encode_part", lambda *a, **k: encoded.append(1) or original(*a, **k)
-    )
+
+    def counted(*arguments: Any, **options: Any) -> bytes:
+        encoded.append(1)
+        return encode_part(*arguments, **options)
+
+    monkeypatch.setattr(part_builder, "encode_part", counted)
     model = model_of(torch.bfloat16, torch.float32)
     a, b = two(model)
     sender = sender_of(a, b, model, bucket_bytes=bucket_bytes)

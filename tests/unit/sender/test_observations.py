@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def test_syncs_without_a_change_are_counted(caplog: pytest.LogCaptureFixture) ->
     model = model_of()
     engine = Engine.of(model)
     sender = sender_of(engine, model)
-    counts = []
+    counts, said = [], [""]
     for step in range(10):
         if step == 5:
             train(model)
@@ -59,7 +60,7 @@ def test_the_warning_comes_when_asked_for(
     """Also for a delta log that engines follow."""
     model = model_of(tensors=1)
     engine = Engine.of(model)
-    options = {"unchanged_warning": after}
+    options: dict[str, Any] = {"unchanged_warning": after}
     for sender in (
         sender_of(engine, model, **options),
         DeltaSender(tmp_path / "log", model.items(), **options),

@@ -30,7 +30,7 @@ ATTEMPT = Attempt(1, False, POLICY, POLICY)
 
 def round_of(encoders: int, destinations: int = 1, posts: int = 1) -> SyncRound:
     with mock.patch.object(sync_round, "usable_cores", return_value=encoders):
-        ways = {"destinations": destinations, "posts_in_flight": posts}
+        ways: dict[str, Any] = {"destinations": destinations, "posts_in_flight": posts}
         return SyncRound(1, Run.opened(), full=False, started=0.0, **ways)
 
 
@@ -245,7 +245,7 @@ def test_what_a_failed_round_has_not_encoded_is_not_encoded() -> None:
     shared = round_of(1)
     with gate() as go:
         begun = shared.body(ATTEMPT, 0, lambda: bytes(go.wait(20)))
-        queued = shared.body(ATTEMPT, 1, lambda: pytest.fail("encoded"))  # type: ignore[arg-type, return-value]
+        queued = shared.body(ATTEMPT, 1, lambda: pytest.fail("encoded"))
         shared.fail(SyncError("over"))
     assert begun.result(20) == b"\0"
     with pytest.raises(SyncError, match="over"):

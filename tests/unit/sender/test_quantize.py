@@ -203,10 +203,12 @@ def test_a_weight_that_moves_a_scale_sends_its_row_or_block(
     report = sender.sync(model.items())
     new = checkpoint_of(model, form)
     assert engine.holds(new)
-    changed = {d.name: d.indices for part in engine.log for d in part.deltas if d.nnz}
+    changed = {d.name: d for part in engine.log for d in part.deltas if d.nnz}
     suffix = FORMS[form].scale_suffix
     assert changed.keys() == {"q.weight", f"q.weight{suffix}"}
-    assert len(changed[f"q.weight{suffix}"]) == 1
+    scales = changed[f"q.weight{suffix}"]
+    assert scales.indices is not None
+    assert scales.nnz == 1
     moved = (base["q.weight"].view(torch.uint8) != new["q.weight"].view(torch.uint8)).nonzero()
     assert report.nnz == len(moved) + 1
     first, last = moved.amin(0).tolist(), moved.amax(0).tolist()

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -398,7 +399,9 @@ def test_restart_with_its_state_continues(model: Model, file: Path) -> None:
     train(model)
     killed.sync(model.items())
     StateFile(file)  # readable meanwhile
-    killed._publisher._tracker.file.close()  # as the end of its process
+    held = killed._publisher._tracker.file
+    assert held is not None
+    held.close()  # as the end of its process
     with sender_of(engine, model, state=file) as sender:
         assert (sender.run, sender.epoch) == (killed.run, killed.epoch + 1)
         target = touched(model)
@@ -448,13 +451,13 @@ def test_other_engines_continue_without_an_owned_one(model: Model) -> None:
 
 def test_run_is_opened_again_by_a_later_sender(model: Model) -> None:
     engine = Engine.of(model)
-    urls, options = ["http://engine"], {"client": engine.client()}
-    with MultiSender(urls, model.items(), **options) as first:
+    urls, client = ["http://engine"], engine.client()
+    with MultiSender(urls, model.items(), client=client) as first:
         train(model)
         first.sync(model.items())
     continues = first.run, first.epoch
     older = other_of(model)
-    with MultiSender(urls, older.items(), continues=continues, **options) as second:
+    with MultiSender(urls, older.items(), continues=continues, client=client) as second:
         assert (second.run, second.epoch) == (first.run, 2)
         [report] = second.sync(older.items()).values()
     assert (report.full, report.version) == (True, 2)
@@ -529,7 +532,7 @@ def test_release_that_fails_is_no_error(model: Model) -> None:
     engine = Engine.of(model)
     with sender_of(engine, model) as sender:
         sender.sync(model.items())
-        engine.take_claim = lambda body: 1 / 0  # type: ignore[method-assign]
+        engine.take_claim = lambda body: 1 / 0  # type: ignore[method-assign, assignment, return-value]
 
 
 def test_closed_sender_posts_nothing(model: Model) -> None:
@@ -576,7 +579,7 @@ def test_who_waits_says_for_whom(
 ) -> None:
     engine = Engine.of(model)
     owner = {"run": "theirs", "epoch": 1, "host": "node7", "pid": 99, "since": 0.0}
-    facts = {"staged_version": 4, "owner": owner, "until": 60.0}
+    facts: dict[str, Any] = {"staged_version": 4, "owner": owner, "until": 60.0}
     engine.faults = {0: sends(error(409, "SyncInProgress", **facts))}
     with sender_of(engine, model, timeout=90.0) as sender, caplog.at_level(logging.WARNING):
         sender.sync(model.items())

@@ -10,6 +10,7 @@ import torch
 
 from delta_sender import DeltaSender
 from delta_sender.encode import part_builder
+from delta_sender.publish.http_client import EngineClient
 from engine_ext.dtypes import itemsize, torch_bits_dtype
 from engine_ext.format.positions import ENCODINGS
 from engine_ext.format.zstd_frames import ZSTD_MAGIC
@@ -256,5 +257,6 @@ def test_only_an_own_client_is_closed() -> None:
         sender.sync(model.items())
     assert not client.is_closed
     with DeltaSender("http://engine", model.items()) as sender:
-        own = sender._publisher.sessions[0].destination.client
-    assert own.is_closed
+        engine = sender._publisher.sessions[0].destination
+    assert isinstance(engine, EngineClient)
+    assert engine.client.is_closed

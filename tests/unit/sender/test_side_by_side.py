@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -36,9 +37,10 @@ def test_with_parts_in_flight_an_engine_holds_one_of_two(
 ) -> None:
     """Whichever posts are refused, and in whatever order they end; the other one follows."""
     model = model_of(tensors=7)
-    engines = dict(zip("ab", two(model), strict=True))
-    options = {"bucket_bytes": 1, "posts_in_flight": at_once, "encoding": encoding}
-    with sender_of(*engines.values(), model, **options) as sender:
+    a, b = two(model)
+    engines = {"a": a, "b": b}
+    options: dict[str, Any] = {"bucket_bytes": 1, "posts_in_flight": at_once, "encoding": encoding}
+    with sender_of(a, b, model, **options) as sender:
         for step, faults in enumerate([*steps, {}]):
             before = {name: copied(engine) for name, engine in engines.items()}
             for name, engine in engines.items():

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,7 +24,6 @@ from tests.support.fake_engine import (
     Model,
     error,
     model_of,
-    sends,
     set_lag_limit,
     train,
 )
@@ -59,7 +59,7 @@ def ended(sender: MultiSender) -> None:
         time.sleep(0.005)
 
 
-def lagging(model: Model, **options: object) -> tuple[Engine, Engine, MultiSender, Slow]:
+def lagging(model: Model, **options: Any) -> tuple[Engine, Engine, MultiSender, Slow]:
     a, b = two(model)
     slow = Slow()
     b.faults = {0: slow}
@@ -298,7 +298,8 @@ def test_how_those_that_lagged_ended() -> None:
     model = model_of(tensors=2)
     a, b, sender, slow = lagging(model)
     again = Slow()
-    b.faults[1] = lambda take, request: again(sends(error(507, "SpoolFull")), request)
+    full = error(507, "SpoolFull")
+    b.faults[1] = lambda take, request: again(lambda _: full, request)
     with sender:
         train(model, 0, 0.01)
         sender.sync(model.items())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ import torch
 
 from delta_sender import DeltaSender
 from delta_sender.diff import snapshot as sender_spill
-from delta_sender.diff.snapshot import Change, Snapshot, Spill
+from delta_sender.diff.compare import Change
+from delta_sender.diff.snapshot import Snapshot, Spill
 from delta_sender.encode.encoding_policy import AUTO
 from engine_ext.format.manifest import ENCODINGS
 from tests.support.descriptors import open_descriptors
@@ -153,7 +155,7 @@ def test_without_room_for_the_file_nothing_is_sent(
 ) -> None:
     model = model_of()
     engine = Engine.of(model)
-    options = {"client": engine.client(), "changes_in_memory": 0}
+    options: dict[str, Any] = {"client": engine.client(), "changes_in_memory": 0}
     with DeltaSender("http://engine/", model.items(), **options) as sender:
         train(model)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))

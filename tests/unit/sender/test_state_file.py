@@ -289,7 +289,7 @@ def test_a_number_that_two_engines_have_for_different_weights(file: Path) -> Non
     train(model)
     a, b = Engine.of(older, version=5), Engine.of(model, version=5)
     known(file, a=a, b=b)
-    options = {"client": client_of(a, b), "state": file, "digest": False}
+    options: dict[str, Any] = {"client": client_of(a, b), "state": file, "digest": False}
     with MultiSender([A, B], model.items(), **options) as sender:
         train(model, 1)
         reports = sender.sync(model.items())

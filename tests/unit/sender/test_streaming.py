@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import numpy as np
@@ -31,7 +32,7 @@ from tests.support.fake_engine import (
 A, B = "http://a:1", "http://b:2"
 
 
-def sender_of(engine: Engine, base: Model, **options: object) -> DeltaSender:
+def sender_of(engine: Engine, base: Model, **options: Any) -> DeltaSender:
     options = {"bucket_bytes": 1, **options}
     return DeltaSender("http://engine/", base.items(), client=engine.client(), **options)
 
@@ -76,7 +77,7 @@ def test_a_part_is_encoded_while_the_one_before_is_posted(
     encoded = [threading.Event() for _ in range(4)]
     encode, numbers = part_builder.ChangedTensors.encode, iter(range(4))
 
-    def tells(*pieces: object, **metadata: object) -> bytes:
+    def tells(*pieces: Any, **metadata: Any) -> bytes:
         body = encode(*pieces, **metadata)
         encoded[next(numbers)].set()
         return body
@@ -103,7 +104,7 @@ def test_the_snapshot_stays_until_the_engine_has_committed() -> None:
     engine = Engine.of(base)
     sender = sender_of(engine, base)
     snapshot = sender._publisher.snapshot
-    moved = []
+    moved: list[str] = []
 
     def looks(take: Handler, request: httpx.Request) -> httpx.Response:
         moved.extend(

@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, SyncError
+from delta_sender.diff.snapshot import Changes
 from delta_sender.publish.state_file import StateFile
 from engine_ext.log import open_log
 from engine_ext.log.writer import manifest_of
@@ -69,7 +71,7 @@ def spoil(held: Model, model: Model, engine: Engine) -> None:
         values[bits(held[name]) != bits(model[name])] ^= 4
 
 
-def refusing(**options: object) -> tuple[Model, Model, Witness, DeltaSender]:
+def refusing(**options: Any) -> tuple[Model, Model, Witness, DeltaSender]:
     """A trainer's model after a step and before it, and an engine that the step does not fit.
 
     The engine is at version 1, which the sender has committed.
@@ -242,8 +244,13 @@ def test_foreign_weights_are_replaced_as_a_whole(
         with pytest.raises(SyncError):
             sender.sync(model.items())
     known, tries = len(engine.bodies), 2 if when == "between" else 1
+
+    def reloads(take: Handler, request: httpx.Request) -> httpx.Response:
+        engine.reload(version)
+        return take(request)
+
     if when == "between":
-        engine.faults = {1: lambda take, request: (engine.reload(version), take(request))[1]}
+        engine.faults = {1: reloads}
     else:
         engine.reload(version)
     report = sender.sync(model.items())
@@ -260,8 +267,14 @@ def test_one_of_several_is_healed(bucket_bytes: int, monkeypatch: pytest.MonkeyP
     model = model_of(tensors=3)
     base, engines = copied(model), [Witness.of(model) for _ in "abc"]
     sender = multi_of([*engines], model, bucket_bytes=bucket_bytes)
-    snapshot, moves, advance = sender._publisher.snapshot, [], sender._publisher.snapshot.advance
-    monkeypatch.setattr(snapshot, "advance", lambda new: moves.append(len(new)) or advance(new))
+    snapshot, moves = sender._publisher.snapshot, []
+    advance = snapshot.advance
+
+    def counted(changes: Changes) -> None:
+        moves.append(len(changes))
+        advance(changes)
+
+    monkeypatch.setattr(snapshot, "advance", counted)
     train(model)
     spoil(base, model, engines[1])
     for version in (1, 2):

@@ -11,8 +11,8 @@ import torch
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
 from delta_sender import DeltaSender, RunFenced
-from delta_sender.integrations.trl_trainers import empty_model
 from delta_sender.integrations.vllm_transfer import DeltaTrainerInitInfo
+from delta_sender.models import empty_model
 from tests.support.fake_engine import Engine
 from tests.support.trainer_models import change, make_model, save, saved
 

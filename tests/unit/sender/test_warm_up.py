@@ -15,7 +15,7 @@ from delta_sender.options import CHOICES
 from engine_ext.format import digest, exponent_planes, gap_streams, ulp_differences
 from engine_ext.kernels import gather_scatter
 
-LOOPS = {
+LOOPS: dict[Any, list[Any]] = {
     diff_host: [diff_host.batch_loop_of, diff_host.loop_of],
     digest: [digest._kernel],
     gather_scatter: [gather_scatter._loops, gather_scatter._loop_of_many],

@@ -28,4 +28,5 @@ class Process:
 
 
 def resume_owed(rig: Rig) -> list[bool]:
-    return [receiver._lease.resume_owed for receiver in rig.engine.receivers]
+    """What each rank answers."""
+    return [state.resume_owed for state in rig.run(rig.service.committer.states())]

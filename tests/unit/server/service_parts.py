@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from delta_server.commit import total_digest
-from engine_ext.ranks.operations import GetStatus
+from delta_server.engine import rank_statuses
 from tests.support.delta_bodies import (
     STEP,
     Changes,
@@ -53,7 +53,7 @@ def assert_already_applied(rig: Rig, response: httpx.Response, version: int = 8)
     assert response.status_code == 200, response.text
     answer = response.json()
     assert (answer["status"], answer["version"]) == ("already_applied", version)
-    statuses = rig.run(rig.engine.call(GetStatus()))
+    statuses = rig.run(rank_statuses(rig.engine))
     assert answer["digest"] == total_digest(status.digest for status in statuses)
     assert not {event[0] for event in rig.engine.events} - {"set_weight_version"}
     assert rig.engine.weight_version == str(version)

@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY
 from engine_ext.ranks.replies import LoadedAdapter
 from tests.support.delta_bodies import VERSION, delta_part
 from tests.support.endpoint_rig import DELTA, FROM_DISK, STATUS, Rig
+from tests.support.present import present
 from tests.support.served_models import delta_between, one_part
 from tests.support.toy_adapters import A, ToyAdapters, fresh_adapter, same_adapter, with_adapters
 
@@ -53,11 +54,11 @@ def test_status_history_and_plan_are_the_adapters(rig: Rig, ranks: list[ToyAdapt
     rig.run(rig.service.reporter.flush())
     status = rig.status(**ONE, plan="true", history="true")
     assert (status.adapter, status.version.number, status.version.digest) == ("one", 1, digest)
-    assert {row["name"] for row in status.plan[0]} == BASE.keys()
-    assert [(sync.adapter, sync.version) for sync in status.history] == [("one", 1)]
+    assert {row["name"] for row in present(status.plan)[0]} == BASE.keys()
+    assert [(sync.adapter, sync.version) for sync in present(status.history)] == [("one", 1)]
     own = rig.status(history="true")
     assert own.adapters == [LoadedAdapter(name="one", version=1, digest=digest)]
-    assert [(sync.adapter, sync.version) for sync in own.history] == [(None, VERSION + 1)]
+    assert [(sync.adapter, sync.version) for sync in present(own.history)] == [(None, VERSION + 1)]
 
 
 def test_a_pause_is_the_engines(rig: Rig, ranks: list[ToyAdapters]) -> None:
@@ -66,7 +67,7 @@ def test_a_pause_is_the_engines(rig: Rig, ranks: list[ToyAdapters]) -> None:
 
     rig.run(rig.service.committer.run_external_change(pause))
     assert rig.send(part(), **ONE).json()["status"] == "committed"
-    own, whole = rig.status(**ONE).health.paused, rig.status().health.paused
+    own, whole = (present(rig.status(**which).health.paused) for which in (ONE, {}))
     assert (own.since, own.by) == (whole.since, None)
     assert own.since == pytest.approx(time.time(), abs=60)
 
@@ -122,7 +123,7 @@ def test_a_delta_log_is_the_models(rig: Rig, ranks: list[ToyAdapters]) -> None:
 def test_a_commit_without_an_answer(rig: Rig, ranks: list[ToyAdapters]) -> None:
     rig.engine.loses["commit"] = ConnectionError("gone")
     assert error_of(rig.send(part(), **ONE)) == (500, "CommitFailed")
-    assert rig.engine.paused
+    assert rig.is_paused()
     again = rig.send(part(), **ONE)
     assert again.json()["status"] == "already_applied", again.text
     assert not rig.engine.paused

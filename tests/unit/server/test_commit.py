@@ -10,8 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from delta_server.board import Item
 from delta_server.commit import EngineCommitter, serialize_with_commits
 from delta_server.service import DeltaService
+from engine_ext.ranks import ENGINE
+from engine_ext.ranks.operations import EngineUse
 from tests.support.delta_bodies import (
     BASE,
     NEXT,
@@ -84,16 +87,21 @@ def test_an_adapters_method_is_heeded(rig: Rig) -> None:
     """As the caller calls it, with its arguments and its name."""
     called: list[Any] = []
 
+    async def held() -> bool:
+        item = Item(rig.engine, ENGINE, EngineUse)
+        await item.read()
+        return item.holder is not None
+
     async def pause_generation(*, mode: str) -> str:
         """The engine's own."""
-        called.append((mode, rig.engine.receivers[0]._lease._held))
+        called.append((mode, await held()))
         return "paused"
 
     pause = serialize_with_commits(rig.service.committer, pause_generation)
     assert rig.run(pause(mode="keep")) == "paused"
     assert called == [("keep", True)]
     assert (pause.__name__, pause.__doc__) == ("pause_generation", "The engine's own.")
-    assert not rig.engine.receivers[0]._lease._held
+    assert not rig.run(held())
 
 
 @pytest.mark.parametrize("change", ["pause", "resume"])
@@ -147,7 +155,7 @@ def test_a_caller_that_hangs_up_keeps_nobody_out(rig: Rig, other: Process) -> No
 
 
 def test_a_caller_is_heard_where_the_ranks_are_not(rig: Rig) -> None:
-    rig.engine.fails["acquire_lease"] = ConnectionError("lost")
+    rig.engine.fails["lease"] = ConnectionError("lost")
     rig.run(
         rig.service.committer.run_external_change(
             lambda: rig.engine.pause("keep", flush_cache=False)

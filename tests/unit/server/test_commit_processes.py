@@ -11,7 +11,7 @@ import pytest
 from delta_server import commit as commits_module
 from engine_ext.errors import Conflict
 from engine_ext.model import TracingError
-from engine_ext.ranks.operations import Operation
+from engine_ext.ranks.operations import LeaseItem, Operation
 from tests.support.delta_bodies import (
     BASE,
     NEXT,
@@ -63,7 +63,7 @@ def test_an_unknown_commit_is_repeated_by_another_process(
 ) -> None:
     getattr(rig.engine, lost)["commit"] = ConnectionError("a rank did not answer")
     assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
-    assert rig.engine.paused
+    assert rig.is_paused()
     expected = "committed" if lost == "fails" else "already_applied"
     assert other.send(delta_part()).json()["status"] == expected
     assert same(rig.engine.weights, NEXT)
@@ -126,10 +126,10 @@ def test_a_process_that_dies_in_its_commit(
 
 
 def test_ranks_that_do_not_answer_leave_the_guard_as_it_is(rig: Rig, other: Process) -> None:
-    rig.engine.fails["state"] = ConnectionError("lost")
+    rig.engine.fails["status"] = ConnectionError("lost")
     assert other.complete().status_code == 200
     rig.fail_commit()
-    rig.engine.fails["state"] = ConnectionError("lost")
+    rig.engine.fails["status"] = ConnectionError("lost")
     assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
 
 
@@ -147,7 +147,7 @@ def test_the_ranks_are_asked_seldom(rig: Rig, shared: bool, expected: int) -> No
     rig.engine.shared = shared
     for _ in range(5):
         assert rig.post(COMPLETIONS).status_code == 200
-    assert asked == ["state"] * expected
+    assert asked == ["status"] * expected
 
 
 # One at a time -------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_a_check_that_changes_the_weights_stops_generation(
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine.shards[1], "check_sync", damaging)
         assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
-    assert rig.engine.paused
+    assert rig.is_paused()
     assert rig.engine.writes == [0, 0]
     generated = rig.run(rig.request("POST", COMPLETIONS))
     assert_error(generated, 503, "EngineUncertain", "uncertain")
@@ -205,7 +205,7 @@ def test_a_check_that_changes_the_weights_stops_generation(
     assert rig.run(rig.request("POST", COMPLETIONS)).status_code == 200
 
 
-@pytest.mark.parametrize("moment", ["poll", "acquire_lease"])
+@pytest.mark.parametrize("moment", ["poll", "lease"])
 def test_a_repeat_that_another_process_gets_meanwhile(
     rig: Rig, other: Process, moment: str
 ) -> None:
@@ -231,7 +231,7 @@ def test_a_repeat_that_another_process_gets_meanwhile(
         repeat = asyncio.ensure_future(other.sending(last))
         await waits.wait()
         first = await rig.sending(last)
-        staged = await rig.sending(parts[0]) if moment == "acquire_lease" else first
+        staged = await rig.sending(parts[0]) if moment == "lease" else first
         go_on.set()
         return [first, await repeat, staged]
 
@@ -281,14 +281,22 @@ def test_a_conflict_is_no_repeat(rig: Rig, other: Process, is_full: bool) -> Non
 
 
 def test_a_hold_that_could_not_be_given_back_is_taken_again(rig: Rig) -> None:
-    rig.engine.fails["release_lease"] = ConnectionError("lost")
+    original = rig.engine.call
+
+    async def loses(request: Operation[Any]) -> list[Any]:
+        if isinstance(request, LeaseItem) and request.release:
+            raise ConnectionError("lost")
+        return await original(request)
+
+    rig.engine.call = loses  # type: ignore[method-assign]
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)
+    rig.engine.call = original  # type: ignore[method-assign]
     following = rig.send(delta_part(OTHER_STEP, version=9))
     rig.assert_committed(following, after(NEXT, OTHER_STEP), 9)
 
 
 def test_ranks_that_give_no_hold_are_not_written(rig: Rig) -> None:
-    rig.engine.fails["acquire_lease"] = ConnectionError("lost")
+    rig.engine.fails["lease"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "DeltaError")
     assert rig.engine.events == []
     rig.assert_untouched()

@@ -224,7 +224,7 @@ def test_a_link_that_is_swapped_in_is_not_followed(
     (root / "step").mkdir()
     for folder in (root / "step", outside):
         (folder / "a.safetensors").write_bytes(delta_part())
-    swapped = []
+    swapped: list[Any] = []
     walk = files._open_below
 
     def open_below(path: Path, roots: Any, flags: int) -> int:

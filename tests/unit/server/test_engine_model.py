@@ -440,7 +440,7 @@ def run_machine(
     Returns:
         How often each status, error and fault was seen.
     """
-    counted = type(machine.__name__, (machine,), {"occurred": Counter[str]()})
+    counted: Any = type(machine.__name__, (machine,), {"occurred": Counter[str]()})
     if repeats:
         counted = seed(SEED)(counted)
     run_state_machine_as_test(

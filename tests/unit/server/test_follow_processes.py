@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from delta_server import leases
+from delta_server import board
 from delta_server.service import DeltaService
 from engine_ext.log import open_log, read_heartbeats
 from engine_ext.log.catalog import DONE
@@ -167,7 +167,7 @@ def test_another_process_takes_over(
     processes.post(other, PIN, params={"version": VERSION + 1})
     monkeypatch.setattr(states[first], "lead", hang)
     processes.rig.run(last_looks_end())
-    monkeypatch.setattr(leases, "is_alive", lambda process: process != dead)
+    monkeypatch.setattr(board, "is_alive", lambda process: process != dead)
     write_steps(log)
     seen.clear()
     found = processes.until(other, version=VERSION + 1)

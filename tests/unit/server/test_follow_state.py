@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_server import leases
+from delta_server import board
 from delta_server.follow_state import FollowState
 from engine_ext.log import Entry, Listing
 from tests.support.endpoint_rig import Rig
@@ -39,7 +39,7 @@ def test_two_processes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (one.leads, other.leads) == (True, False)
     assert (other.name, other.pid) == (one.name, one.pid)
     dead = one._process
-    monkeypatch.setattr(leases, "is_alive", lambda process: process != dead)
+    monkeypatch.setattr(board, "is_alive", lambda process: process != dead)
     assert rig.run(other.lead())
     assert rig.run(other.read()).pin == 9
     assert other.leads
@@ -47,7 +47,7 @@ def test_two_processes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_that_do_not_answer(rig: Rig) -> None:
     state = FollowState(rig.engine, 0)
-    rig.engine.fails["acquire_follow_lease"] = ConnectionError("lost")
+    rig.engine.fails["lease"] = ConnectionError("lost")
     with pytest.raises(ConnectionError):
         rig.run(state.lead())
     assert rig.run(state.lead())

@@ -234,7 +234,7 @@ def test_a_call_that_is_cancelled_does_not_end_it(
     until(rig, version=NEWEST, error=None)
 
 
-@pytest.mark.parametrize("operation", ["acquire_follow_lease", "share_following"])
+@pytest.mark.parametrize("operation", ["lease", "get"])
 def test_ranks_that_do_not_answer_do_not_end_it(
     log: Path, started: Callable[..., Rig], operation: str
 ) -> None:

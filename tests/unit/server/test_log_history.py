@@ -25,6 +25,7 @@ from tests.support.delta_bodies import (
 )
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.plain_trainer import remove_versions
+from tests.support.present import present
 from tests.unit.server.test_log_follower import looked, until
 from tests.unit.server.test_log_replay import CATCH_UP, STEPS
 
@@ -94,7 +95,7 @@ def diverged(rig: Rig, version: int) -> dict[str, Any]:
     """Return the problem of an engine that finds another history, and checks where it shows."""
     answer = rig.post(CATCH_UP)
     assert_error(answer, 409, "LogDiverged", version=version)
-    found = rig.status().log.problem
+    found = present(present(rig.status().log).problem)
     assert found == answer.json()["error"]
     assert "damaged" not in found["message"]
     assert REGISTRY.get_sample_value("delta_updates_log_diverged") == 1
@@ -175,7 +176,7 @@ def test_an_engine_that_does_not_follow_stops(log: DeltaLog, started: Callable[.
     # A full version by request is no longer what the problem was about.
     target = after(fresh_weights(), *OTHER[:3])
     assert rig.send(full_part(target, VERSION + 9)).json()["status"] == "committed"
-    assert rig.status().log.problem is None
+    assert present(rig.status().log).problem is None
 
 
 def test_versions_that_were_merged_are_known(log: DeltaLog, started: Callable[..., Rig]) -> None:
@@ -306,7 +307,7 @@ def test_a_fold_of_the_engines_version_is_no_other_history(tmp_path: Path, diges
         fold_versions(log, log.listing().entries, VERSION)
         log.discard(folder_name(VERSION + 2))
         assert rig.post(CATCH_UP).json()["applied"] == []
-        assert rig.status().log.problem is None
+        assert present(rig.status().log).problem is None
     finally:
         rig.close()
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from delta_server.board import LOG
 from delta_server.service import DeltaService
 from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
 from engine_ext.log import open_log
 from engine_ext.log.catalog import DONE, folder_name
-from engine_ext.ranks.operations import AcquireLogLease
+from engine_ext.ranks.operations import LeaseItem
 from engine_ext.ranks.status import LogStatus
 from tests.support.delta_bodies import (
     OTHER_STEP,
@@ -27,6 +28,7 @@ from tests.support.delta_bodies import (
 )
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.in_process_engine import Engine
+from tests.support.present import present
 
 CATCH_UP = "/delta_catch_up"
 THIRD_STEP = {"norm.weight": {0: 0x7777, 7: 0x8888}}
@@ -69,7 +71,7 @@ def write_steps(log: Path, count: int = 3, first: int = VERSION) -> list[Path]:
 
 
 def problem(rig: Rig) -> dict[str, Any]:
-    found = rig.status().log.problem
+    found = present(present(rig.status().log).problem)
     assert found["type"] == "LogDamaged"
     return found
 
@@ -121,7 +123,7 @@ def test_versions_of_several_parts(log: Path, started: Callable[..., Rig]) -> No
 def test_an_empty_log(started: Callable[..., Rig]) -> None:
     rig = started()
     assert rig.status().version.number == VERSION
-    assert rig.status().log.problem is None
+    assert present(rig.status().log).problem is None
     answer = rig.post(CATCH_UP).json()
     assert answer == {"status": "caught_up", "version": VERSION, "applied": [], "newest": None}
 
@@ -316,5 +318,5 @@ def test_only_one_process_replays(log: Path, started: Callable[..., Rig]) -> Non
 def test_a_dead_process_does_not_keep_others_out(log: Path, started: Callable[..., Rig]) -> None:
     rig = started()
     write_steps(log)
-    rig.run(rig.engine.call(AcquireLogLease(holder="999999999:1:x", instead_of=None)))
+    rig.run(rig.engine.call(LeaseItem(key=LOG, holder="999999999:1:x")))
     assert rig.post(CATCH_UP).json()["version"] == VERSION + 3

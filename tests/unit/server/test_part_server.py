@@ -76,7 +76,8 @@ def test_a_part_is_served_only_while_it_is_staged(
 def test_a_rank_that_gets_no_part_refuses_the_sync(
     hosts: Rig, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreachable(path: str, source: PartSource) -> str:
+    def unreachable(path: str, source: PartSource | None) -> str:
+        assert source is not None
         with open(os.devnull, "w+b") as file:
             fetch_part(msgspec.structs.replace(source, url="http://127.0.0.1:9/x"), file)
         raise AssertionError

@@ -18,6 +18,7 @@ from delta_server.service import DeltaService
 from engine_ext.ranks.status import PauseStatus
 from tests.support.delta_bodies import NEXT, delta_part
 from tests.support.endpoint_rig import STATUS, Rig
+from tests.support.present import present
 from tests.unit.server.other_process import Process
 
 
@@ -55,10 +56,10 @@ def test_a_pause_is_shown_until_it_ends(callers: Rig) -> None:
     assert callers.status().health.paused is None
     before = time.time()
     callers.post("/pause", peer=("10.0.0.3", 4))
-    paused = callers.status().health.paused
+    paused = present(callers.status().health.paused)
     assert paused.by == "10.0.0.3"
-    assert before <= paused.since + 0.001 <= time.time() + 0.002
-    assert 0 <= paused.seconds < 10
+    assert before <= present(paused.since) + 0.001 <= time.time() + 0.002
+    assert 0 <= present(paused.seconds) < 10
     assert paused_since() == paused.since
     callers.post("/resume")
     assert callers.status().health.paused is None
@@ -67,15 +68,15 @@ def test_a_pause_is_shown_until_it_ends(callers: Rig) -> None:
 
 def test_a_second_pause_does_not_hide_the_first(callers: Rig) -> None:
     callers.post("/pause", peer=("10.0.0.3", 4))
-    first = callers.status().health.paused
+    first = present(callers.status().health.paused)
     callers.post("/pause", peer=("10.0.0.4", 4))
-    again = callers.status().health.paused
+    again = present(callers.status().health.paused)
     assert (again.since, again.by) == (first.since, first.by)
 
 
 def test_a_pause_by_nobody_known(callers: Rig) -> None:
     callers.post("/pause", peer=None)
-    assert callers.status().health.paused.by is None
+    assert present(callers.status().health.paused).by is None
     callers.post("/resume")
     callers.engine.paused = True  # by a way that nobody sees
     assert callers.status().health.paused == PauseStatus(since=None, seconds=None, by=None)
@@ -85,9 +86,9 @@ def test_a_commit_is_no_pause_and_ends_none(callers: Rig) -> None:
     assert callers.send(delta_part()).json()["status"] == "committed"
     assert callers.status().health.paused is None
     callers.post("/pause", peer=("10.0.0.3", 4))
-    full = callers.status().health.paused.since
+    full = present(callers.status().health.paused).since
     assert callers.send(delta_part(version=9, base_version=8)).status_code == 200
-    assert callers.status().health.paused.since == full
+    assert present(callers.status().health.paused).since == full
     assert callers.engine.paused
 
 
@@ -139,7 +140,7 @@ def test_a_pause_that_nobody_saw_counts_from_its_finding(callers: Rig) -> None:
     callers.engine.paused = True
     end_longer_than(callers, 60)
     assert callers.engine.paused
-    assert callers.status().health.paused.by is None
+    assert present(callers.status().health.paused).by is None
     end_longer_than(callers, 0)
     assert not callers.engine.paused
 
@@ -180,14 +181,14 @@ def test_without_the_flag_a_pause_lasts(callers: Rig) -> None:
 
 def test_a_new_pause_does_not_count_from_an_old_one(callers: Rig) -> None:
     callers.post("/pause", peer=("10.0.0.3", 4))
-    first = callers.status().health.paused.since
+    first = present(callers.status().health.paused).since
     callers.engine.paused = False  # as a wake-up resumes
     assert callers.status().health.paused is None
     assert paused_since() == 0
     time.sleep(0.01)
     callers.post("/pause", peer=("10.0.0.4", 4))
-    again = callers.status().health.paused
-    assert again.since > first
+    again = present(callers.status().health.paused)
+    assert present(again.since) > present(first)
     assert again.by == "10.0.0.4"
 
 
@@ -196,7 +197,7 @@ def test_an_end_that_nobody_saw_is_noticed(callers: Rig) -> None:
     callers.engine.paused = False
     end_longer_than(callers, 60)
     callers.engine.paused = True
-    assert callers.status().health.paused.by is None
+    assert present(callers.status().health.paused).by is None
 
 
 def test_an_engine_that_sleeps_is_not_called_paused(callers: Rig) -> None:
@@ -207,4 +208,4 @@ def test_an_engine_that_sleeps_is_not_called_paused(callers: Rig) -> None:
     callers.engine.set_asleep(False)
     callers.post("/pause", peer=("10.0.0.3", 4))
     callers.engine.set_asleep(True)
-    assert callers.status().health.paused.by == "10.0.0.3"
+    assert present(callers.status().health.paused).by == "10.0.0.3"

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from delta_server import reporting
+from delta_server.board import HISTORY
 from engine_ext.errors import BaseMismatch
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.support.delta_bodies import (
@@ -140,7 +141,7 @@ def test_the_history_is_the_ranks(rig: Rig, make_rig: Callable[..., Rig]) -> Non
     assert committed["timings_ms"].keys() == {"receive_ms", "stage_ms", "pause_ms", "commit_ms"}
     assert (refused["outcome"], refused["error"]) == ("already_applied", None)
     for receiver in rig.engine.receivers:
-        assert receiver.handle("history", {})["ok"]["syncs"] == [committed, refused]
+        assert receiver.handle("get", {"key": HISTORY})["ok"]["entries"] == [committed, refused]
     assert rig.status().history is msgspec.UNSET
 
 
@@ -163,7 +164,7 @@ def test_who_must_wait_does_not_fill_the_history(rig: Rig) -> None:
 
 
 def test_a_rank_that_does_not_hear_stops_nothing(rig: Rig) -> None:
-    rig.engine.fails["record"] = ConnectionError("gone")
+    rig.engine.fails["put"] = ConnectionError("gone")
     assert rig.send(delta_part()).json()["status"] == "committed"
     assert history(rig) == []
 

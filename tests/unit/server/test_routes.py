@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 import zstandard
 
-from delta_server import spool_files
 from tests.support.delta_bodies import (
     NEXT,
     VERSION,
@@ -23,6 +23,7 @@ from tests.support.delta_bodies import (
     same,
 )
 from tests.support.endpoint_rig import DELTA, FROM_DISK, MAX_BODY_BYTES, STATUS, Rig, assert_error
+from tests.support.present import present
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 GOOD = delta_part()
@@ -169,7 +170,7 @@ def test_a_full_spool(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(spool_files.os, "pwritev", full)
+        patch.setattr(os, "pwritev", full)
         assert_error(rig.send(GOOD), 507, "SpoolFull")
     rig.assert_untouched()
 
@@ -276,7 +277,7 @@ def test_another_sync_in_progress_from_disk(disk_rig: Rig, root: Path, path: str
 def test_a_stale_sync_is_dropped(make_rig: MakeRig) -> None:
     rig = make_rig(stage_timeout=0.05)
     rig.send(delta_part(sync_id="a", part=0, num_parts=2))
-    assert rig.status().staged.parts == [0]
+    assert present(rig.status().staged).parts == [0]
     rig.run(asyncio.sleep(0.06))
     rig.assert_untouched()
     late = rig.send(delta_part({"layer.weight": {0: 1}}, sync_id="a", part=1, num_parts=2))
@@ -294,7 +295,7 @@ def test_one_part_number_with_other_bytes(rig: Rig) -> None:
     rig.send(delta_part(sync_id="a", part=0, num_parts=2))
     other = delta_part({"layer.weight": {0: 1}}, sync_id="a", part=0, num_parts=2)
     assert_error(rig.send(other), 409, "Conflict")
-    assert rig.status().staged.parts == [0]
+    assert present(rig.status().staged).parts == [0]
     rig.assert_committed(rig.send(delta_part({}, sync_id="a", part=1, num_parts=2)), NEXT, 8)
 
 

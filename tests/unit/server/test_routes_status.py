@@ -121,7 +121,12 @@ def test_status_of_an_uncertain_engine(rig: Rig) -> None:
 
 
 def test_status_of_mismatched_weights_while_scrubbing(rig: Rig) -> None:
-    scrub = {"passes": 2, "passed_at": 4.5, "mismatched": ["norm.weight"], "error": None}
+    scrub: dict[str, Any] = {
+        "passes": 2,
+        "passed_at": 4.5,
+        "mismatched": ["norm.weight"],
+        "error": None,
+    }
     for receiver in rig.engine.receivers:
         receiver._scrubber = scrubber(ScrubState(**scrub), "norm.weight")
     found = answer(rig)

@@ -7,12 +7,9 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from delta_server import metrics, scrubbing
 from delta_server.service import DeltaService
-from engine_ext.errors import DeltaError
-from engine_ext.ranks.operations import ScrubFindings, ScrubState
+from engine_ext.ranks.operations import ScrubState
 from tests.support.delta_bodies import OTHER_STEP, RESYNCED, delta_part, full_part, same
 from tests.support.endpoint_rig import COMPLETIONS, Rig, assert_error
 
@@ -28,7 +25,8 @@ def scrubber(one: ScrubState | None = None, *found: str) -> Any:
     def take_found() -> set[str]:
         return left.pop() if left else set()
 
-    return SimpleNamespace(state=one, take_found=take_found, interrupted=contextlib.nullcontext)
+    steps = {"take_found": take_found, "interrupted": contextlib.nullcontext}
+    return SimpleNamespace(state=one, findings=len(found), **steps)
 
 
 def test_a_mismatch_on_one_rank_is_the_engines_state(rig: Rig) -> None:
@@ -70,26 +68,35 @@ def test_a_rank_that_has_not_passed_or_fails_shows(rig: Rig) -> None:
     assert rig.status().scrub == found
 
 
-def test_findings_are_counted_and_a_failure_ends_nothing() -> None:
-    answers: list[Any] = [
-        [ScrubFindings(mismatched=["a"]), ScrubFindings(mismatched=["a", "b"])],
-        RuntimeError("the engine is gone"),
-        [DeltaError("one rank fails"), ScrubFindings(mismatched=[])],
-        [ScrubFindings(mismatched=["c"]), ScrubFindings(mismatched=[])],
-    ]
-
-    class Engine:
-        async def call(self, request: Any) -> Any:
-            assert request.name == "take_scrub_findings"
-            if not answers:
-                raise asyncio.CancelledError
-            answer = answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
+def test_findings_are_counted_and_a_failure_ends_nothing(rig: Rig) -> None:
+    for receiver in rig.engine.receivers:
+        receiver._scrubber = scrubber()
     before = metrics.SCRUB_MISMATCHES._value.get()
-    engine: Any = Engine()
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(scrubbing.count_findings(engine, 1e-4))
-    assert metrics.SCRUB_MISMATCHES._value.get() - before == 4
+
+    def counted() -> float:
+        return float(metrics.SCRUB_MISMATCHES._value.get() - before)
+
+    async def until(number: int) -> None:
+        while counted() < number:
+            await asyncio.sleep(0.001)
+
+    async def asked() -> None:
+        while rig.engine.fails:
+            await asyncio.sleep(0.001)
+
+    async def scenario() -> None:
+        processes = [
+            asyncio.ensure_future(scrubbing.count_findings(rig.engine, 1e-4)) for _ in range(2)
+        ]
+        for found, total in (((1, 2), 3), ((1, 3), 4)):
+            for receiver, findings in zip(rig.engine.receivers, found, strict=True):
+                receiver._scrubber.findings = findings
+            await until(total)
+            rig.engine.fails["status"] = RuntimeError("the engine is gone")
+            await asked()
+            await asyncio.sleep(0.02)  # the other process does not count them too
+            assert counted() == total
+        for process in processes:
+            process.cancel()
+
+    rig.run(scenario())

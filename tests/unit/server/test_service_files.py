@@ -184,7 +184,7 @@ def test_a_tensor_that_is_unknown_in_one_file(disk_rig: Rig, root: Path, write: 
 
 def test_a_lost_answer_in_a_transaction(disk_rig: Rig, root: Path, write: Write) -> None:
     write(**{f"f{n}": bare(delta_part(changes)) for n, changes in enumerate(SPLIT)})
-    disk_rig.engine.loses["settle"] = ConnectionError("lost")
+    disk_rig.engine.loses["prepare"] = ConnectionError("lost")
     assert_error(disk_rig.disk(root, weight_version="8"), 500, "DeltaError")
     response = disk_rig.disk(root, weight_version="8")
     disk_rig.assert_committed(response, NEXT, 8)

@@ -19,6 +19,7 @@ from tests.support.delta_bodies import (
     same,
 )
 from tests.support.endpoint_rig import Rig, assert_error
+from tests.support.present import present
 from tests.unit.server.service_parts import assert_already_applied, split_parts, statuses, together
 
 
@@ -76,7 +77,7 @@ def test_a_repeat_while_another_sync_is_staged(rig: Rig) -> None:
     rig.send(delta_part({}, version=9, part=0, num_parts=2))
     rig.engine.events.clear()
     assert_already_applied(rig, rig.send(delta_part()))
-    assert rig.status().staged.parts == [0]
+    assert present(rig.status().staged).parts == [0]
 
 
 def test_a_repeat_while_another_sync_is_complete(rig: Rig) -> None:
@@ -113,7 +114,7 @@ def test_a_part_that_is_sent_again_before_it_is_answered(rig: Rig, copies: int) 
     assert not rig.engine.paused
 
 
-@pytest.mark.parametrize("operation", ["begin", "poll", "settle"])
+@pytest.mark.parametrize("operation", ["begin", "poll", "prepare"])
 def test_a_sync_survives_an_answer_that_is_lost(rig: Rig, operation: str) -> None:
     rig.engine.loses[operation] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "DeltaError")

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import zstandard
 
-from delta_server import spool_files
 from delta_server.intake import Intake, VerifiedPart
+from delta_server.spool_files import SpoolFile
 from delta_server.upload_limits import MinimumRate
 from engine_ext.errors import (
     ChecksumMismatch,
@@ -177,7 +177,7 @@ def _unreadable() -> AsyncIterator[bytes]:
 def test_a_declared_length_over_the_limit_is_refused_unread(spool: Intake) -> None:
     chunks = SimpleNamespace(__aiter__=_unreadable)
     with pytest.raises(TooLarge) as caught:
-        receive(spool, chunks, declared=LIMITS.max_part_bytes + 1)  # type: ignore[arg-type]
+        receive(spool, chunks, declared=LIMITS.max_part_bytes + 1)
     assert caught.value.operands == {"limit": LIMITS.max_part_bytes}
     assert files(spool) == []
 
@@ -282,14 +282,14 @@ def test_nothing_stays_of_a_cancelled_signed_frame(
 ) -> None:
     """A thread writes the part to another file, and the request is given up meanwhile."""
     reached, given_up = threading.Event(), threading.Event()
-    original = spool_files.SpoolFile.seal
+    original = SpoolFile.seal
 
-    def seal(file: spool_files.SpoolFile) -> Any:
+    def seal(file: SpoolFile) -> Any:
         reached.set()
         assert given_up.wait(20)
         return original(file)
 
-    monkeypatch.setattr(spool_files.SpoolFile, "seal", seal)
+    monkeypatch.setattr(SpoolFile, "seal", seal)
 
     async def cancelled() -> None:
         verifier = Verifier("a key", sign("a key", ZSTD))
@@ -320,7 +320,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
             raise OSError(request.param, os.strerror(request.param))
         return original(descriptor, [views[0][: 64 - offset]], offset)
 
-    monkeypatch.setattr(spool_files.os, "pwritev", pwritev)
+    monkeypatch.setattr(os, "pwritev", pwritev)
 
 
 @pytest.mark.parametrize("full_disk", [errno.ENOSPC, errno.EDQUOT], indirect=True)
@@ -349,7 +349,7 @@ def test_no_room_for_another_file(spool: Intake, monkeypatch: pytest.MonkeyPatch
     def opened(*arguments: Any) -> Any:
         raise OSError(errno.ENOSPC, "no inodes")
 
-    monkeypatch.setattr(spool_files.os, "open", opened)
+    monkeypatch.setattr(os, "open", opened)
     with pytest.raises(SpoolFull):
         receive(spool, pieces(PLAIN, 1 << 20))
 

@@ -324,7 +324,7 @@ def test_unused_files_go_before_the_spool_is_full(
         first, second = await receive(spool, ONE), await receive(spool, OTHER)
         first.remove()
         second.remove()
-        monkeypatch.setattr(spool_files.os, "pwritev", pwritev)
+        monkeypatch.setattr(os, "pwritev", pwritev)
         bigger = dense(5 << 18, 5)
         assert (await receive(spool, bigger)).path.read_bytes() == verified_file(bigger)[1]
         assert spool_files.UNUSED_SUFFIX not in names(spool)
@@ -336,7 +336,7 @@ def test_a_full_spool_without_unused_files(spool: Intake, monkeypatch: pytest.Mo
     def pwritev(descriptor: int, views: Any, offset: int) -> int:
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(spool_files.os, "pwritev", pwritev)
+    monkeypatch.setattr(os, "pwritev", pwritev)
     with pytest.raises(SpoolFull):
         asyncio.run(receive(spool, ONE))
     assert names(spool) == []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,6 @@ import pytest
 
 from delta_server import spool as spool_module
 from delta_server.intake import Intake
-from engine_ext.files import durable_files
 from tests.support.delta_bodies import pieces
 from tests.unit.server.test_spool import LIMITS, PLAIN, receive
 
@@ -115,7 +116,7 @@ def test_another_users_spool_is_left_alone(tmp_path: Path, monkeypatch: pytest.M
     theirs = tmp_path / "delta-updates-spool-theirs"
     theirs.mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(spool_module.os, "geteuid", lambda: os.getuid() + 1)
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         Intake(str(tmp_path), LIMITS).close()
     assert theirs.exists()
     Intake(str(tmp_path), LIMITS).close()
@@ -128,7 +129,7 @@ def test_where_nothing_can_be_locked_nothing_is_removed(
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(durable_files.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     one = Intake(str(tmp_path), LIMITS)
     other = Intake(str(tmp_path), LIMITS)
     assert one.directory.exists()
@@ -141,7 +142,8 @@ def test_a_new_folder_that_another_server_takes_for_a_dead_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is removed before it is locked; then another is made."""
-    make, removed = spool_module.tempfile.mkdtemp, []
+    make = tempfile.mkdtemp
+    removed: list[str] = []
 
     def mkdtemp(**options: Any) -> str:
         folder = make(**options)
@@ -150,19 +152,19 @@ def test_a_new_folder_that_another_server_takes_for_a_dead_one(
             os.rmdir(folder)
             if len(removed) == 2:
                 os.mkdir(folder + "-other")
-                monkeypatch.setattr(spool_module.os, "open", opening(folder + "-other"))
+                monkeypatch.setattr(os, "open", opening(folder + "-other"))
         return str(folder)
 
     def opening(other: str) -> Any:
         original = os.open
 
         def opened(path: Any, *arguments: Any, **options: Any) -> int:
-            monkeypatch.setattr(spool_module.os, "open", original)
+            monkeypatch.setattr(os, "open", original)
             return original(other, *arguments, **options)
 
         return opened
 
-    monkeypatch.setattr(spool_module.tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
     spool = Intake(str(tmp_path), LIMITS)
     assert len(removed) == 2
     assert spool.directory.exists()
@@ -187,7 +189,7 @@ def test_default_parent_has_room_for_a_part(
     for name in ("shared", "temporary"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(spool_module, "_SHARED_MEMORY", str(tmp_path / "shared"))
-    monkeypatch.setattr(spool_module.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     spool = Intake(None, LIMITS)
     assert spool.directory.parent == tmp_path / chosen
@@ -198,7 +200,7 @@ def test_default_parent_without_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spool_module, "_SHARED_MEMORY", str(tmp_path / "absent"))
-    monkeypatch.setattr(spool_module.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     spool = Intake(None, LIMITS)
     assert spool.directory.parent == tmp_path
     spool.close()

@@ -14,10 +14,16 @@ import pytest
 from delta_server import staging
 from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
 from engine_ext.format import DecodedPart
-from engine_ext.ranks.operations import BeginPart, Operation, PollPart, SettlePart
+from engine_ext.ranks.operations import BeginPart, Operation, PollPart, PrepareSync
 from tests.support.delta_bodies import NEXT, Changes, after, delta_part, fresh_weights
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.in_process_engine import RANKS
+from tests.support.present import present
+
+
+def named(request: Operation[Any]) -> str:
+    """The name of a request to the ranks; ``keep`` for the first half of ``prepare``."""
+    return "keep" if isinstance(request, PrepareSync) and request.keep else request.name
 
 
 class Steps:
@@ -33,7 +39,7 @@ class Steps:
         call = rig.engine.call
 
         async def recorded(request: Operation[Any]) -> Any:
-            self.calls.append(request.name)
+            self.calls.append(named(request))
             return await call(request)
 
         monkeypatch.setattr(rig.engine, "call", recorded)
@@ -60,8 +66,20 @@ def test_all_ranks_prepare_until_none_is_left(
     assert steps.calls.count("prepare") == calls
     assert [before - now for before, now in zip(left, steps.left, strict=True)] == [calls, calls]
     if calls:
-        assert steps.calls.index("settle") < steps.calls.index("prepare")
+        assert steps.calls.index("keep") < steps.calls.index("prepare")
         assert steps.calls.index("prepare") < steps.calls.index("commit")
+
+
+def test_the_ranks_are_called_seven_times_for_a_sync(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one, which adds to the history, comes after the answer."""
+    steps = Steps(rig, (0, 0), monkeypatch)
+    rig.assert_committed(rig.send(delta_part(sync_id="s")), NEXT, 8)
+    rig.run(rig.service.reporter.flush())
+    polls = steps.calls.count("poll")
+    staged, committed = ["begin", *["poll"] * polls, "keep"], ["lease", "commit", "lease"]
+    assert (steps.calls, polls > 0) == ([*staged, *committed, "put"], True)
 
 
 def test_an_incomplete_sync_is_not_prepared(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +96,7 @@ def test_a_rank_that_cannot_prepare_drops_the_sync(
     steps.fails = NotUpdatable("lin cannot be rebuilt", module="lin")
     assert_error(rig.send(delta_part()), 422, "NotUpdatable", module="lin")
     assert steps.calls.count("prepare") == 1
-    assert "drop" in steps.calls
+    assert "abort" in steps.calls
     assert "commit" not in steps.calls
     assert rig.status().staged is None
     steps.fails = None
@@ -124,8 +142,8 @@ def recorded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
     call = rig.engine.call
 
     async def record(request: Operation[Any]) -> Any:
-        if isinstance(request, BeginPart | PollPart | SettlePart):
-            calls.append((request.name, request.part.part))
+        if isinstance(request, BeginPart | PollPart | PrepareSync):
+            calls.append((named(request), request.part.part))
         return await call(request)
 
     monkeypatch.setattr(rig.engine, "call", record)
@@ -163,8 +181,8 @@ def test_as_many_files_are_staged_at_once_as_a_rank_has_threads(
     rig.assert_committed(rig.disk(root), after(fresh_weights(), *THREE), 8)
     order = [call for call in calls if call[0] != "poll"]
     assert order == [
-        *(("begin", 0), ("begin", 1), ("settle", 0)),
-        *(("begin", 2), ("settle", 1), ("settle", 2)),
+        *(("begin", 0), ("begin", 1), ("keep", 0)),
+        *(("begin", 2), ("keep", 1), ("keep", 2)),
     ]
 
 
@@ -175,7 +193,7 @@ def test_the_ranks_are_asked_once_when_they_have_staged(
     calls = recorded(rig, monkeypatch)
     staged_by(rig, monkeypatch, lambda part: time.sleep(0.2))
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)
-    assert calls == [("begin", 0), ("poll", 0), ("settle", 0)]
+    assert calls == [("begin", 0), ("poll", 0), ("keep", 0)]
     assert rig.spooled() == []
 
 
@@ -237,7 +255,7 @@ def test_of_numbered_files_those_before_the_bad_one_stay(disk_rig: Rig, root: Pa
     write_files(root, sync_id="s", num_parts=3)
     disk_rig.engine.shards[1].refuses["layer.weight"] = BaseMismatch("no")
     assert_error(disk_rig.disk(root), 409, "BaseMismatch")
-    assert disk_rig.status().staged.parts == [0]
+    assert present(disk_rig.status().staged).parts == [0]
     assert [disk_rig.engine.receivers[0]._staging.get(n) is None for n in range(3)] == [
         *(False, True, True)
     ]

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from delta_server.staging import StagingPipe
 from tests.support.descriptors import open_descriptors
 
-PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from engine_ext.log import DeltaLog, live_heartbeats, open_log
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.object_stores import StoreServer
+from tests.support.present import present
 from tests.support.store_proxy import Fault, StoreProxy
 from tests.unit.server.test_log_follower import looked, until
 from tests.unit.server.test_log_replay import CATCH_UP, STEPS
@@ -85,14 +86,14 @@ def test_start_up_reads_failing_store_again(
     proxy.faults = faults
     rig = started(follow=follow, follow_interval=60.0)
     assert (rig.status().version.number, len(flipped)) == (NEWEST, 4)
-    assert rig.status().log.problem is None
+    assert present(rig.status().log).problem is None
 
 
 def test_an_engine_starts_at_the_newest_version(log: DeltaLog, started: Callable[..., Rig]) -> None:
     write_steps(log, last=2)
     rig = started()
     assert rig.status().version.number == VERSION + 2
-    assert rig.status().log.folder == log.location
+    assert present(rig.status().log).folder == log.location
     write_steps(log, first=2)
     assert rig.post(CATCH_UP).json()["applied"] == [NEWEST]
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
@@ -163,7 +164,7 @@ def test_a_store_that_is_away_at_the_start(
     proxy.faults = lambda method, path, number: Fault(status=403)
     rig = started()
     assert rig.status().version.number == VERSION
-    assert rig.status().log.problem["type"] == "LogDamaged"
+    assert present(present(rig.status().log).problem)["type"] == "LogDamaged"
     proxy.faults = lambda method, path, number: None
     assert rig.post(CATCH_UP).json()["version"] == NEWEST
 
@@ -191,8 +192,8 @@ def test_a_done_that_the_store_has_lost(
     )
     assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
     status = rig.status()
-    assert (status.version.number, status.log.newest) == (VERSION, NEWEST)
-    assert "weight_v" in status.log.problem["message"]
+    assert (status.version.number, present(status.log).newest) == (VERSION, NEWEST)
+    assert "weight_v" in present(present(status.log).problem)["message"]
     proxy.faults = lambda method, path, number: None
     assert rig.post(CATCH_UP).json()["version"] == NEWEST
 
@@ -216,7 +217,7 @@ def test_heartbeats_go_on_while_a_store_is_slow(
 
     proxy.faults = hold
     write_steps(log)
-    beats = set()
+    beats: set[Any] = set()
     while len(beats) < 4:
         assert rig.status().version.number == VERSION
         if asked.is_set():
@@ -233,7 +234,8 @@ def test_a_cache_without_room(log: DeltaLog, started: Callable[..., Rig], tmp_pa
     while (found := looked(rig))["error"] is None:
         assert found["version"] == VERSION
     assert found["error"]["type"] == "SpoolFull"
-    rig.service.log_replay.log.store._cache._limit = 1 << 20
+    replay: Any = rig.service.log_replay
+    replay.log.store._cache._limit = 1 << 20
     until(rig, version=NEWEST, error=None)
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 

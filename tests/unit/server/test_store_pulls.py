@@ -25,6 +25,7 @@ from tests.support.delta_bodies import (
 )
 from tests.support.endpoint_rig import FROM_DISK, Rig, assert_error
 from tests.support.folder_writer import write_version
+from tests.support.present import present
 from tests.support.store_folders import upload
 from tests.unit.server.test_pulls import load
 
@@ -75,7 +76,7 @@ def test_a_version_is_staged_then_committed(rig: Rig, store: Objects, tmp_path: 
     publish(store, 8, delta_part())
     answer = pull(rig, store.url + "/", 8)
     assert (answer.status_code, answer.json()["success"]) == (200, True)
-    assert rig.status().staged.version == 8
+    assert present(rig.status().staged).version == 8
     assert same(rig.engine.weights, BASE)
     rig.assert_committed(load(rig, 8), NEXT, 8)
     assert load(rig, 8).json()["status"] == "already_applied"
@@ -90,7 +91,7 @@ def test_a_range_with_steps_without_changes(
     publish(store, 9, delta_part())
     publish(store, 11, delta_part(OTHER_STEP))
     assert pull(rig, store.url, 12).status_code == 200
-    assert rig.status().staged.version == 9
+    assert present(rig.status().staged).version == 9
     rig.assert_committed(load(rig, 12), LATER, 12)
     history = rig.get("/delta_status?history=true").json()["history"]
     assert [one["version"] for one in history if one["outcome"] == "committed"] == [9, 11, 12]

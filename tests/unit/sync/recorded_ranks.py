@@ -53,4 +53,4 @@ def begin_another(ranks: Ranks) -> None:
 
 
 def lose_sync(receiver: Receiver) -> None:
-    receiver.handle("drop", {})
+    receiver.handle("abort", {})

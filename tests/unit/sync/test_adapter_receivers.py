@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from engine_ext.ranks import ENGINE
 from engine_ext.ranks import operations as ops
 from tests.support.delta_bodies import VERSION, delta_part, full_part
 from tests.support.endpoint_rig import Rig
 from tests.support.in_process_engine import RANKS
+from tests.support.present import present
 from tests.support.served_models import delta_between, dense_delta, one_part
 from tests.support.toy_adapters import (
     A,
@@ -67,7 +69,7 @@ def error_of(response: Any) -> tuple[int, str, str]:
 
 
 def versions(rig: Rig) -> dict[str, int]:
-    return {one.name: one.version for one in rig.status().adapters}
+    return {one.name: one.version for one in present(rig.status().adapters)}
 
 
 def test_a_delta_reaches_one_adapter_on_every_rank(rig: Rig, ranks: list[ToyAdapters]) -> None:
@@ -172,7 +174,7 @@ def test_an_adapter_that_cannot_be_restored_stops_everything(
     ranks[1].fails = 2
     response = rig.send(part(BASE, NEXT), adapter="one")
     assert error_of(response) == (500, "CommitFailed", "uncertain")
-    assert rig.engine.paused
+    assert rig.is_paused()
     assert rig.status().health.state == "uncertain"
     assert rig.post("/v1/completions", json={}).status_code == 503
     for body, adapter in (
@@ -182,9 +184,9 @@ def test_an_adapter_that_cannot_be_restored_stops_everything(
         (part(BASE, NEXT), {"adapter": "one"}),
     ):
         assert error_of(rig.send(body, **adapter)) == (503, "EngineUncertain", "uncertain")
-    assert rig.engine.paused
+    assert rig.is_paused()
     # It cannot be forgotten either.
-    rig.run(rig.engine.call(ops.UnloadAdapter(adapter="one")))
+    rig.run(rig.engine.call(ops.AbortSync(adapter="one", unloads=True)))
     body = one_part([dense_delta(n, t) for n, t in only_a(NEXT).items() if n == A])
     assert rig.send(body, adapter="one").status_code == 503
     for number, name in enumerate((A, B)):
@@ -210,7 +212,7 @@ def test_an_uncertain_model_stops_adapters(rig: Rig, ranks: list[ToyAdapters]) -
 def test_the_lease_shows_an_uncertain_adapter(rig: Rig, ranks: list[ToyAdapters]) -> None:
     ranks[0].fails = 2
     rig.send(part(BASE, NEXT), adapter="one")
-    request = ops.AcquireLease(holder="another process", resumes=False, instead_of=None)
+    request = ops.LeaseItem(key=ENGINE, holder="another process")
     for reply in rig.run(rig.engine.call(request)):
         assert reply.state.engine_state == "uncertain"
 
@@ -239,7 +241,7 @@ def test_weights_that_something_else_has_replaced(rig: Rig, ranks: list[ToyAdapt
 
 
 def test_an_unloaded_adapter_is_not_found(rig: Rig, ranks: list[ToyAdapters]) -> None:
-    rig.run(rig.engine.call(ops.UnloadAdapter(adapter="one")))
+    rig.run(rig.engine.call(ops.AbortSync(adapter="one", unloads=True)))
     assert error_of(rig.send(part(BASE, NEXT), adapter="one"))[1] == "AdapterNotLoaded"
     assert versions(rig) == {"two": 0}
 

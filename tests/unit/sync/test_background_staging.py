@@ -92,7 +92,7 @@ def test_a_part_that_no_one_waits_for_is_staged_all_the_same(tmp_path: Path) -> 
     staging = BackgroundStaging(1)
     staging.start(begin(0, path), lambda part: part)  # type: ignore[arg-type, return-value]
     [part] = staging.results([0])
-    assert part.manifest.current_version == 1  # type: ignore[attr-defined]
+    assert part.manifest.current_version == 1
 
 
 @pytest.mark.parametrize("by", ["clear", "forget"])

@@ -86,7 +86,7 @@ def test_a_weight_that_changed_after_staging_is_seen() -> None:
     for number in range(sum(delta.nnz for delta in deltas)):
         served = served_on(FusedQkv, True)
         staged = [served.applier.stage(part) for part in parts_of(deltas)]
-        writes = [write for part in staged for write in part.writes]
+        writes: list[Any] = [write for part in staged for write in part.writes]
         places = [(write, n) for write in writes for n in range(write.elements.offsets.numel())]
         write, element = places[number]
         write.elements.flat[write.elements.offsets[element].long()] ^= 1
@@ -132,7 +132,7 @@ def test_what_is_staged_is_one_array() -> None:
     base = base_checkpoint(FusedQkv)
     target = target_checkpoint(base, base)
     staged = stage(served, parts_of([delta_between(n, base[n], target[n]) for n in base]))
-    writes = [write for part in staged for write in part.writes]
+    writes: list[Any] = [write for part in staged for write in part.writes]
     assert len(writes) > 1
     for tensors in ([w.new for w in writes], [w.elements.offsets for w in writes]):
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1

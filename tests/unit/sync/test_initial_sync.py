@@ -209,7 +209,7 @@ def test_a_part_of_a_fused_weight_is_not_enough(left_out: str, tmp_path: Path) -
     assert kind(answer) == "NotUpdatable"
     assert answer["error"]["missing"]
     assert memory(unloaded.model) == before
-    unloaded.engine.call("drop")
+    unloaded.engine.call("abort")
     assert "ok" in unloaded.send_full(base)
 
 
@@ -221,7 +221,7 @@ def test_a_tensor_that_two_parts_send(tmp_path: Path) -> None:
     assert "ok" in unloaded.send(one_part(whole, part=0, **more))
     answer = unloaded.send(one_part(whole[:1], part=1, **more))
     assert kind(answer) == "NotUpdatable"
-    unloaded.engine.call("drop")
+    unloaded.engine.call("abort")
     assert "ok" in unloaded.send_full(base)
 
 
@@ -231,9 +231,9 @@ def test_digests_of_a_full_sync_are_checked(tmp_path: Path) -> None:
     right = digest(base).hex()
     before = memory(unloaded.model)
     assert kind(unloaded.send_full(base, digest_after="0" * 32)) == "BaseMismatch"
-    unloaded.engine.call("drop")
+    unloaded.engine.call("abort")
     assert kind(unloaded.send_full(base, digest_part=right)) == "BaseMismatch"
-    unloaded.engine.call("drop")
+    unloaded.engine.call("abort")
     assert memory(unloaded.model) == before
     assert unloaded.send_full(base, digest_after=right)["ok"]["digest"] == right
 
@@ -249,7 +249,7 @@ def test_what_the_reload_makes_of_it_is_compared(tmp_path: Path) -> None:
         if not unloaded.model.weight.is_meta:
             unloaded.model.weight.view(torch.int16)[0, 0] ^= 1
 
-    applier = unloaded.engine.receivers[0]._applier
+    applier: Any = unloaded.engine.receivers[0]._applier
     load, applier._load = applier._load, lambda traced, sync: drop_a_bit(sync())
     with torch.no_grad():
         answer = unloaded.send_full(base)
@@ -272,7 +272,7 @@ def test_a_dry_run_that_changes_the_model_is_no_refusal(tmp_path: Path) -> None:
         memory_of[0, 0] ^= 1
         original(weights)
 
-    applier = unloaded.engine.receivers[0]._applier
+    applier: Any = unloaded.engine.receivers[0]._applier
     applier._trace = functools.partial(applier._trace.func, *loaded_with(applier, write_unseen))
     answer = unloaded.send_full(base)
     assert kind(answer) == "CommitFailed"

@@ -86,7 +86,11 @@ def test_a_rank_keeps_its_own_share(ranks: list[Served], encoding: str) -> None:
     for served in (ranks[0], ranks[-1]):
         applier = served.applier
         applier.stage(decode_part(body))  # compiles, and fills caches
-        staged, kept = allocated(lambda applier=applier: [applier.stage(decode_part(body))])
+
+        def stage(applier: Any = applier) -> Any:
+            return [applier.stage(decode_part(body))]
+
+        staged, kept = allocated(stage)
         own = sum(param.counted for param in staged[0].params)
         share = own * (2 + 2 + 4)  # new and old bits, offset
         assert 0 < own < 1.3 * staged[0].nnz / RANKS
@@ -152,7 +156,7 @@ def test_eight_ranks_keep_their_shares(ranks: list[Served], encoding: str, tmp_p
     body = a_part(encoding)
     engine, one = Engine([served.applier for served in ranks], tmp_path), part_id(body)
     errors_of(engine.stage(one, body), none=True)  # compiles, and fills caches
-    engine.call("drop")
+    engine.call("abort")
     answers, kept = allocated(lambda: engine.stage(one, body))
     errors_of(answers, none=True)
     nnz = sum(delta.nnz for delta in decode_part(body).deltas)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -151,7 +153,7 @@ def test_merged_deltas_are_one_delta(owners: list[int], seed: int) -> None:
         indices = np.array([i for i, o in enumerate(owners) if wanted(o)], np.int64)
         return ParamDelta("w", "bfloat16", (len(owners),), indices, values[indices])
 
-    split = [part(lambda o, n=n: o == n) for n in (3, 1, 2)]
+    split = [part(functools.partial(operator.eq, n)) for n in (3, 1, 2)]
     other = dense_delta("other", torch.zeros(2))
     [merged, kept] = merge([split[0], other, *split[1:]])
     whole = part(bool)

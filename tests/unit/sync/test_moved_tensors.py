@@ -84,7 +84,7 @@ def test_scan_finds_a_moved_tensor(
     errors_of(serving.sync(target_of(serving)), none=True)
     for model in serving.models:
         give_memory(model.norm)
-        give_memory(model.plain.weight)  # type: ignore[arg-type, union-attr]
+        give_memory(model.plain.weight)
     assert corrupted(serving) == ["norm", "plain.weight"]
     assert states(serving) == {("mismatched", ("norm", "plain.weight"))}
     assert_heals(serving)

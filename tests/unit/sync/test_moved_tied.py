@@ -21,7 +21,7 @@ def test_full_sync_follows_what_the_checkpoint_holds_twice(
 ) -> None:
     serving = Serving(kind, tmp_path, ranks=ranks)
     for model in serving.models:
-        give_memory(model.embed.weight)  # type: ignore[arg-type, union-attr]
+        give_memory(model.embed.weight)
     assert corrupted(serving) == [EMBED, HEAD]
     errors_of(serving.sync({**serving.current, **both(serving, 1)}, full=True), none=True)
     assert states(serving) == {("certain", ())}

@@ -117,7 +117,7 @@ def test_what_is_spread_is_proven(
     models = [shard(shape, dtype, dim, rank, ranks) for rank in range(ranks)]
     base = base_checkpoint(models[0], seed)
     target = {n: changed(t, seed + k) for k, (n, t) in enumerate(base.items())}
-    sizes = {"_CHUNK": chunk, "_READ": read, "_SHARE_BYTES": 1}
+    sizes: dict[str, Any] = {"_CHUNK": chunk, "_READ": read, "_SHARE_BYTES": 1}
     with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(new_states, **sizes):
         served = serve_ranks(models, base, apply="scatter")
         engine = Engine([one.applier for one in served], Path(folder))

@@ -53,7 +53,7 @@ class Tied(Model):
 
     shapes: ClassVar = {"embed.weight": (OUT, 6)}
     methods: ClassVar[tuple[type[Method], type[Method]]]
-    order: ClassVar = ("embed", "head")
+    order: ClassVar[tuple[str, ...]] = ("embed", "head")
 
     def build(self, rank: int, ranks: int) -> None:
         methods = dict(zip(("embed", "head"), self.methods, strict=True))
@@ -285,14 +285,14 @@ def test_what_is_computed_outside_of_the_module_is_refused(
         shapes: ClassVar = {**linear_shapes("group.lin", bias=False), **linear_shapes("plain")}
 
         def build(self, rank: int, ranks: int) -> None:
-            self.group = nn.Module()
+            self.group: Any = nn.Module()
             self.group.sibling = nn.Module()
             self.group.lin = Layer(method(), bias=False)
             self.plain = Layer(Method())
 
         def after_processing(self) -> None:
             paths = {"group": self.group, "sibling": self.group.sibling}
-            paths[where].absorbed = self.group.lin(torch.eye(6)) * 2  # type: ignore[operator]
+            paths[where].absorbed = self.group.lin(torch.eye(6)) * 2
 
     serving = Serving(Absorbed, tmp_path)
     assert "absorbed" in serving.reasons()["group.lin.weight"]

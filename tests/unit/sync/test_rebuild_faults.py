@@ -211,16 +211,18 @@ class Drifting(Int8):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         super().process_weights_after_loading(layer)
-        if type(self).drift is not None:
-            type(self).drift(layer)
+        drift = type(self).drift
+        if drift is not None:
+            drift(layer)
 
 
 class DriftingHandle(Packed):
     drift: ClassVar[Callable[[Any], None] | None] = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if type(self).drift is not None:
-            type(self).drift(layer)
+        drift = type(self).drift
+        if drift is not None:
+            drift(layer)
         super().process_weights_after_loading(layer)
 
 

@@ -37,7 +37,7 @@ def assert_exact_or_refused(serving: Serving, *refused: str) -> None:
     }
     serving.stage(serving.body(target))
     assert serving.served() == before
-    serving.engine.call("drop")
+    serving.engine.call("abort")
     errors_of(serving.sync(target), none=True)
     serving.assert_fresh()
 

@@ -56,6 +56,7 @@ def test_everything_is_updatable(tmp_path: Path, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_syncs_rollbacks_and_full_syncs(tmp_path: Path, ranks: int) -> None:
     serving = Serving(Everything, tmp_path, ranks=ranks)
+    before = serving.base
     for seed in range(3):
         before = dict(serving.current)
         errors_of(serving.sync(target_of(serving, seed=seed)), none=True)
@@ -94,8 +95,9 @@ class OnDemand(Int8):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         super().process_weights_after_loading(layer)
-        if type(self).behaviour is not None:
-            type(self).behaviour(layer)
+        behaviour = type(self).behaviour
+        if behaviour is not None:
+            behaviour(layer)
 
 
 def fail(layer: Any) -> None:
@@ -239,11 +241,11 @@ def test_a_sync_that_is_dropped_before_it_is_prepared(tmp_path: Path, ranks: int
     engine = serving.engine
     engine.begin(part, engine.spool(body))
     errors_of(engine.poll(part), none=True)
-    base = {"complete": True, "folder": None, "files": []}
+    base: dict[str, Any] = {"complete": True, "folder": None, "files": []}
     settled = [a["ok"] for a in engine.settle(part, staged=True)]
-    assert settled == [{"complete": True, "prepared": False, "base": base}] * ranks
+    assert settled == [{"complete": True, "done": False, "rebuilt": 0, "base": base}] * ranks
     assert {e["type"] for e in errors_of(engine.commit(part))} == {"Conflict"}
-    engine.call("drop")
+    engine.call("abort")
     assert {e["type"] for e in errors_of(engine.prepare(part))} == {"Conflict"}
     assert serving.served() == before
     errors_of(serving.sync(target_of(serving)), none=True)
@@ -256,7 +258,7 @@ def test_a_prepared_sync_that_is_dropped_changes_nothing(tmp_path: Path) -> None
     before = serving.served()
     errors_of(serving.stage(serving.body(target_of(serving))), none=True)
     assert serving.served() == before
-    serving.engine.call("drop")
+    serving.engine.call("abort")
     errors_of(serving.sync(target_of(serving, seed=30)), none=True)
     serving.assert_fresh()
 

@@ -63,8 +63,8 @@ def test_another_part_after_preparing_is_prepared_again(
     assert {answer["ok"]["admission"] for answer in begun} == {"new"}
     errors_of(engine.poll(taken[0]), none=True)
     settled = errors_free(engine.settle(taken[0], staged=True))
-    base = {"complete": True, "folder": None, "files": []}
-    assert settled == [{"complete": True, "prepared": False, "base": base}] * ranks
+    base: dict[str, Any] = {"complete": True, "folder": None, "files": []}
+    assert settled == [{"complete": True, "done": False, "rebuilt": 0, "base": base}] * ranks
     assert "not prepared" in refusal(engine.commit(taken[0]))
     while not all(answer["ok"]["done"] for answer in engine.prepare(taken[0])):
         pass
@@ -92,10 +92,15 @@ def alive(serving: Serving) -> list[weakref.ref[Any]]:
     return [weakref.ref(one) for one in found]
 
 
+def on_ranks(serving: Serving, method: str, *arguments: str) -> None:
+    for receiver in serving.engine.receivers:
+        getattr(receiver, method)(*arguments)
+
+
 ENDS: dict[str, Callable[[Serving], object]] = {
-    "dropped": lambda serving: serving.engine.call("drop"),
-    "put to sleep": lambda serving: [r.weights_released() for r in serving.engine.receivers],
-    "reloaded": lambda serving: [r.weights_replaced("it") for r in serving.engine.receivers],
+    "dropped": lambda serving: serving.engine.call("abort"),
+    "put to sleep": lambda serving: on_ranks(serving, "weights_released"),
+    "reloaded": lambda serving: on_ranks(serving, "weights_replaced", "it"),
     "rolled back": lambda serving: serving.engine.call("rollback"),
 }
 
@@ -142,10 +147,10 @@ def test_of_a_committed_sync_only_what_undoes_it_is_kept(tmp_path: Path) -> None
     body = serving.body(target_of(serving))
     errors_of(serving.stage(body), none=True)
     kept = alive(serving)
-    first = [weakref.ref(model.lin.handle) for model in serving.models]  # type: ignore[arg-type]
+    first = [weakref.ref(model.lin.handle) for model in serving.models]
     errors_of(serving.engine.commit(part_id(body)), none=True)
     gc.collect()
-    served = [weakref.ref(model.lin.handle) for model in serving.models]  # type: ignore[arg-type]
+    served = [weakref.ref(model.lin.handle) for model in serving.models]
     assert [one for one in kept if one() is not None] == served
     assert all(one() is not None for one in first)  # a rollback takes it
     serving.version, serving.current = 1, serving.current | target_of(serving)

@@ -26,9 +26,9 @@ from tests.unit.sync.recorded_ranks import (
 def test_a_sync_is_staged_and_committed_on_every_rank(ranks: Ranks) -> None:
     data = body(sync_id="a")
     one = part_id(data)
-    base = {"complete": True, "folder": None, "files": []}
+    base: dict[str, Any] = {"complete": True, "folder": None, "files": []}
     staged = [a["ok"] for a in ranks.engine.stage(one, data)]
-    assert staged == [{"complete": True, "prepared": True, "base": base}] * 3
+    assert staged == [{"complete": True, "done": True, "rebuilt": 0, "base": base}] * 3
     assert ranks.written == [0, 0, 0]
     answers = [a["ok"] for a in ranks.engine.commit(one)]
     assert ranks.written == [1, 1, 1]
@@ -56,9 +56,8 @@ def test_a_sync_is_staged_and_committed_on_every_rank(ranks: Ranks) -> None:
 
 def test_several_parts_are_written_as_one(ranks: Ranks) -> None:
     parts = [body(name=name, part=n, num_parts=3) for n, name in enumerate("abc")]
-    for data in (parts[2], parts[0], parts[1]):
-        answers = ranks.engine.stage(part_id(data), data)
-    assert answers[0]["ok"]["complete"]
+    answers = [ranks.engine.stage(part_id(parts[n]), parts[n]) for n in (2, 0, 1)]
+    assert answers[-1][0]["ok"]["complete"]
     [answer, *_] = ranks.engine.commit(part_id(parts[0]))
     assert (answer["ok"]["parts"], answer["ok"]["nnz"], answer["ok"]["tensors"]) == (3, 18, 3)
     assert [applier.committed for applier in ranks.appliers] == [[["a", "b", "c"]]] * 3
@@ -71,8 +70,10 @@ def test_a_repeat_writes_nothing(ranks: Ranks) -> None:
     for answer in ranks.engine.stage(one, data):
         assert answer["ok"] == {"admission": "already_applied"}
     assert ranks.written == [1, 1, 1]
-    seen = ranks.engine.call("unseen", version=1, identities=[one.identity, "other"])
-    assert seen == [{"ok": {"unseen": ["other"]}}] * 3
+    asked = {"version": 1, "identities": [one.identity, "other"]}
+    reports = ranks.engine.call("status", details=False, parts=asked)
+    assert [report["ok"]["unseen"] for report in reports] == [["other"]] * 3
+    assert [report["ok"]["status"] for report in reports] == [None] * 3
 
 
 def test_status_is_json(ranks: Ranks) -> None:
@@ -126,7 +127,7 @@ def test_a_dropped_sync_is_forgotten(ranks: Ranks) -> None:
     data = body()
     one = part_id(data)
     ranks.engine.stage(one, data)
-    errors_of(ranks.engine.call("drop"), none=True)
+    errors_of(ranks.engine.call("abort"), none=True)
     assert [e["type"] for e in errors_of(ranks.engine.poll(one))] == ["Conflict"] * 3
     assert [e["type"] for e in errors_of(ranks.engine.commit(one))] == ["Conflict"] * 3
     ranks.engine.apply(one, data)

@@ -30,10 +30,10 @@ from tests.unit.sync.recorded_ranks import Ranks, body
         ("begin", {"part": {"version": "1"}, "path": "x", "now": 0.0}),
         ("poll", {"part": 0}),
         ("poll", {"part": []}),
-        ("settle", {}),
+        ("prepare", {}),
         ("commit", {}),
         ("commit", {"version": 1, "sync_id": None}),
-        ("unseen", {"version": 1, "identities": None}),
+        ("status", {"parts": {"version": 1, "identities": None}}),
         ("status", {"extra": 1}),
         ("status", None),
         ("status", []),
@@ -55,10 +55,12 @@ def test_handle_never_raises(tmp_path: Path, operation: Any, arguments: Any) -> 
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["begin", "poll", "settle", "commit", "drop", "unseen", "status"]),
+            st.sampled_from(
+                ["begin", "poll", "prepare", "commit", "abort", "put", "lease", "status"]
+            ),
             st.dictionaries(
                 st.sampled_from(
-                    ["part", "path", "now", "staged", "version", "sync_id", "identities"]
+                    ["part", "path", "now", "keep", "version", "sync_id", "parts", "key", "holder"]
                 ),
                 st.none()
                 | st.booleans()

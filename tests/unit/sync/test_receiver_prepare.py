@@ -39,7 +39,7 @@ def staged_but_not_prepared(ranks: Ranks, left: list[int], monkeypatch: pytest.M
     errors_of(ranks.engine.begin(one, ranks.engine.spool(data)), none=True)
     errors_of(ranks.engine.poll(one), none=True)
     answers = ranks.engine.settle(one, staged=True)
-    assert [a["ok"]["prepared"] for a in answers] == [count <= 0 for count in left]
+    assert [a["ok"]["done"] for a in answers] == [count <= 0 for count in left]
     return one
 
 
@@ -72,7 +72,7 @@ def test_a_rank_that_has_lost_the_sync_is_not_waited_for(
     """No rank begins to rebuild, in which they communicate."""
     left = [1, 1, 1]
     one = staged_but_not_prepared(ranks, left, monkeypatch)
-    assert "ok" in ranks.engine.receivers[1].handle("drop", {})
+    assert "ok" in ranks.engine.receivers[1].handle("abort", {})
     errors = errors_of(ranks.engine.prepare(one))
     assert {e["type"] for e in errors} == {"Conflict"}
     assert len(errors) == 3
@@ -98,5 +98,5 @@ def test_a_rank_that_cannot_prepare_leaves_the_sync_staged(
     assert ["error" in answer for answer in answers] == [False, True, False]
     assert answers[1]["error"]["module"] == "lin"
     assert ranks.written == [0, 0, 0]
-    errors_of(ranks.engine.call("drop"), none=True)
+    errors_of(ranks.engine.call("abort"), none=True)
     assert [status["staged"] for status in ranks.engine.status()] == [None] * 3

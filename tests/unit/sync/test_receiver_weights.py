@@ -44,16 +44,16 @@ def test_memory_is_released_when_nothing_reads_it_any_more(ranks: Ranks) -> None
         goes_on.wait(10)
         ended.set()
 
-    ranks.appliers[0].before_check = slow  # type: ignore[method-assign]
+    ranks.appliers[0].before_check = slow
     data = body()
     ranks.engine.begin(part_id(data), ranks.engine.spool(data))
     assert began.wait(10)
     receiver = ranks.engine.receivers[0]
-    receiver.handle("drop", {})
+    receiver.handle("abort", {})
     threading.Timer(0.2, goes_on.set).start()
     receiver.weights_released()
     assert ended.is_set()
-    assert receiver.handle("status", {})["ok"]["asleep"]
+    assert receiver.handle("status", {})["ok"]["status"]["asleep"]
     # One replica can sleep before the others, which would wait for it in the scan.
     for error in errors_of(ranks.engine.call("digest", scan=True)):
         assert error["type"] == "WeightsAsleep"

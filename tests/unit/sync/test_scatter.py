@@ -43,7 +43,7 @@ from tests.support.served_models import (
 )
 from tests.support.thread_ranks import Shard, shards
 from tests.support.toy_models import CastBefore, PlainCopy, Replicated, ToyModel, Windows
-from tests.unit.sync.test_appliers import DENSE
+from tests.unit.sync.applier_cases import DENSE
 
 
 @PROPERTY

@@ -396,7 +396,7 @@ def test_nothing_of_the_part_is_kept() -> None:
     part = part_between(base, {name: changed(base[name], 7) for name in base})
     for piece in (5, 1 << 16):
         with small_pieces(piece):
-            writes = served.applier.stage(part).writes
+            writes: Any = served.applier.stage(part).writes
         old = {id(b): b for w in writes for b in (w.old.base, w.elements.offsets.base)}
         new = {id(b): b for w in writes for b in (w.new.base,)}
         assert len(old) == len(new) == 1

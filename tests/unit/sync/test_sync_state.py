@@ -17,11 +17,11 @@ from tests.unit.sync.sync_parts import commit, full, part, refused
 
 def test_a_sync_of_one_part(state: SyncState) -> None:
     assert state.admit(part(), 0) == "new"
-    assert state.sync is not None
-    assert not state.sync.complete  # it has arrived, but is not staged yet
+    sync = state.sync
+    assert sync is not None
+    assert not sync.complete  # it has arrived, but is not staged yet
     state.settle(0, staged=True)
-    assert state.sync.complete
-    assert state.version == 5  # staging is not committing
+    assert (sync.complete, state.version) == (True, 5)  # staging is not committing
     state.commit()
     assert (state.version, state.sync) == (6, None)
 

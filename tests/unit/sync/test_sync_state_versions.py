@@ -192,7 +192,7 @@ def test_describe(state: SyncState) -> None:
 
 def test_mismatch_refuses_deltas_until_a_full_sync(state: SyncState) -> None:
     commit(state, part(6, 5))
-    assert state.engine_state == "certain"
+    assert (state.engine_state, state.mismatched) == ("certain", frozenset())
     state.mismatched |= {"b", "a"}
     assert state.engine_state == "mismatched"
     error = refused(state, part(7, 6), BaseMismatch)
@@ -207,6 +207,6 @@ def test_mismatch_refuses_deltas_until_a_full_sync(state: SyncState) -> None:
 def test_failed_write_hides_a_mismatch(state: SyncState) -> None:
     state.mismatched |= {"a"}
     commit(state, full(6), uncertain=True)
-    assert state.engine_state == "uncertain"
+    assert (state.engine_state, state.version) == ("uncertain", 5)
     commit(state, full(6))
-    assert state.engine_state == "certain"
+    assert (state.engine_state, state.version) == ("certain", 6)

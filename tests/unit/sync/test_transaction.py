@@ -68,7 +68,7 @@ def lose_part(receiver: Receiver) -> None:
 
 
 def hold_another(receiver: Receiver) -> None:
-    receiver.handle("drop", {})
+    receiver.handle("abort", {})
     other = part_id(body(), part=0, num_parts=2, sync_id="other", identity="another")
     arguments = {"part": msgspec.to_builtins(other)}
     receiver.handle("begin", {**arguments, "path": "/nowhere", "now": 0.0})
@@ -147,7 +147,7 @@ def test_weights_lost_after_staging_take_only_full_sync(ranks: Ranks) -> None:
     answers = ranks.engine.commit(part_id(data))
     assert [e["type"] for e in errors_of(answers)] == ["EngineUncertain"] * 3
     assert ranks.written == [0, 0, 0]
-    ranks.engine.call("drop")
+    ranks.engine.call("abort")
     errors_of(ranks.engine.apply(part_id(all_of_it), all_of_it), none=True)
     assert ranks.states() == {(1, "certain")}
 
@@ -188,7 +188,7 @@ def test_a_vote_that_fails(
     assert (status["version"], status["engine_state"] == "uncertain") == (0, state == "uncertain")
 
 
-@pytest.mark.parametrize("at", ["settle", "commit"])
+@pytest.mark.parametrize("at", ["prepare", "commit"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_check_that_changes_the_model_makes_all_uncertain(
     ranks: Ranks, rank: int, at: str
@@ -236,9 +236,9 @@ def test_written_but_unrecorded_sync_is_uncertain(
     error = answers[rank]["error"]
     assert (error["type"], error["engine_state"]) == ("CommitFailed", "uncertain")
     assert "none left" in error["message"]
-    status = receiver.handle("status", {})
-    assert status["ok"]["engine_state"] == "uncertain"
-    assert (status["ok"]["version"], status["ok"]["can_roll_back"]) == (0, False)
+    status = receiver.handle("status", {})["ok"]["status"]
+    assert status["engine_state"] == "uncertain"
+    assert (status["version"], status["can_roll_back"]) == (0, False)
     full = body(2, full=True)
     errors_of(ranks.engine.apply(part_id(full), full), none=True)
     assert ranks.states() == {(2, "certain")}

@@ -173,9 +173,12 @@ def test_sampled_changed_weight_is_refused_before_writes(
     corrupt(scattered, 1, 0)
     puts = []
     put = Write.put
-    monkeypatch.setattr(
-        Write, "put", lambda self, compares: (puts.append(self), put(self, compares))
-    )
+
+    def noted(write: Write, compares: bool) -> None:
+        puts.append(write)
+        put(write, compares)
+
+    monkeypatch.setattr(Write, "put", noted)
     if not sampled:
         monkeypatch.setattr(HostElements, "seems_to_hold", lambda self, bits: True)
     assert {e["type"] for e in errors_of(scattered.engine.commit(part_id(data)))} == {
@@ -223,7 +226,7 @@ def test_a_full_sync_may_say_how_much_it_changes(sharded: Sharded) -> None:
     target = target_checkpoint(sharded.base, ["weight"])
     after = tensor_digest("weight", bits(target["weight"]))
     change = after - tensor_digest("weight", bits(sharded.base["weight"]))
-    before = sharded.memories()
+    before, data = sharded.memories(), b""
     for declared in (after, change):
         digests = {"digest_part": declared.hex(), "digest_after": after.hex()}
         data = one_part([dense_delta("weight", target["weight"])], full=True, **digests)
@@ -231,7 +234,7 @@ def test_a_full_sync_may_say_how_much_it_changes(sharded: Sharded) -> None:
             answers = sharded.engine.stage(part_id(data), data)
             assert {error["type"] for error in errors_of(answers)} == {"BaseMismatch"}
             assert sharded.memories() == before
-            errors_of(sharded.engine.call("drop"), none=True)
+            errors_of(sharded.engine.call("abort"), none=True)
     errors_of(sharded.engine.apply(part_id(data), data), none=True)
     assert sharded.memories() == sharded.fresh(target)
     errors_of(sharded.engine.call("rollback"), none=True)
@@ -254,6 +257,7 @@ def test_parts_of_one_tensor_reach_their_shards(sharded: Sharded) -> None:
     target = target_checkpoint(sharded.base, ["weight"])
     whole = delta_between("weight", sharded.base["weight"], target["weight"])
     assert whole.indices is not None
+    data = b""
     for number, piece in enumerate((whole.indices < 12, whole.indices >= 12)):
         delta = ParamDelta(
             "weight", whole.dtype, whole.shape, whole.indices[piece], whole.values[piece]

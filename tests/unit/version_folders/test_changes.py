@@ -66,13 +66,15 @@ def test_the_new_bytes_are_the_writers(
     sent = find_change("w", dtype, shape, encoding, frame, declared, Limits())
     body = encode_part([sent], encoding="gap8_xor", current_version=2)
     part = decode_part(body)
-    mapped = read_verified(*reversed(verified_file(body)))
+    identity, file = verified_file(body)
+    mapped = read_verified(file, identity)
     assert mapped is not None
     for delta in (part.deltas[0], mapped.deltas[0]):
         assert (delta.name, delta.dtype, delta.shape) == ("w", dtype, shape)
         assert delta.new_checksum == declared
         before = old.view(bits_dtype(dtype))
         after = before.copy()
+        assert delta.indices is not None
         after[delta.indices] = delta.new_bits(before[delta.indices], 0, delta.nnz, slice(None))
         assert after.tobytes() == new.tobytes()
         # No element that the writer leaves alone is written.
@@ -103,7 +105,9 @@ def test_an_overwritten_byte_leaves_the_elements_other_byte() -> None:
         ("overwrite", b"\xff\xff\xff\xff" + bytes(5), MalformedPart),
     ],
 )
-def test_what_is_no_change_of_the_tensor(encoding: str, content: bytes, error: type) -> None:
+def test_what_is_no_change_of_the_tensor(
+    encoding: str, content: bytes, error: type[DeltaError]
+) -> None:
     with pytest.raises(error) as caught:
         find(encoding, content)
     assert caught.value.operands["tensor"] == "w"

@@ -32,9 +32,7 @@ class Rendezvous:
 
     def __init__(self, address: str, backend: str, timeout: float) -> None:
         self._backend, self._limit = backend, timedelta(seconds=timeout)
-        self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            address, 0, 2, True, self._limit, wait_for_workers=False
-        )
+        self._store: Any = dist.TCPStore(address, 0, 2, True, self._limit, wait_for_workers=False)
         self.info = {
             "master_address": address,
             "master_port": self._store.port,
@@ -56,7 +54,7 @@ class Rendezvous:
             TimeoutError: No worker came, or no answer.
             RuntimeError: The two could not be connected.
         """
-        shared = dist.PrefixStore("delta-transfer", self._store)  # type: ignore[attr-defined]
+        shared = dist.PrefixStore("delta-transfer", self._store)
         while not shared.check([_ANNOUNCED]):
             if answer.done():
                 answer.result()

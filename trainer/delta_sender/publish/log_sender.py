@@ -9,8 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from delta_sender.arguments import Base
-from delta_sender.diff.snapshot import NamedTensors
+from delta_sender.arguments import Base, Tensors
 from delta_sender.locations import log_of
 from delta_sender.options import SenderOptions
 from delta_sender.publish.log_destination import LogDestination
@@ -98,7 +97,7 @@ class LogSender(SingleSender):
         """Let another sender write into the log; answers of engines are not waited for."""
         super().close()
 
-    def sync(self, tensors: NamedTensors) -> SyncReport:
+    def sync(self, tensors: Tensors) -> SyncReport:
         """Publish what changed since the last version; if nothing did, an empty version.
 
         Args:
@@ -113,7 +112,7 @@ class LogSender(SingleSender):
         """
         return self._publisher.sync_one(tensors, full=False)
 
-    def sync_full(self, tensors: NamedTensors) -> SyncReport:
+    def sync_full(self, tensors: Tensors) -> SyncReport:
         """Publish every tensor whole, from which an engine can start. Raises what `sync` raises."""
         return self._publisher.sync_one(tensors, full=True)
 

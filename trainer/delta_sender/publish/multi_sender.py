@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from delta_sender.arguments import Base, check_urls
-from delta_sender.diff.snapshot import NamedTensors, Snapshot
+from delta_sender.arguments import Base, Tensors, check_urls
+from delta_sender.diff.snapshot import Snapshot
 from delta_sender.locations import engine_root, names_log
 from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import EngineClient
@@ -159,7 +159,7 @@ class MultiSender(Sender):
         """
         super().close()
 
-    def sync(self, tensors: NamedTensors) -> dict[str, SyncReport]:
+    def sync(self, tensors: Tensors) -> dict[str, SyncReport]:
         """Send what changed since the last sync to every engine.
 
         Args:
@@ -177,7 +177,7 @@ class MultiSender(Sender):
         """
         return self._publisher.sync(tensors, full=False)
 
-    def sync_full(self, tensors: NamedTensors) -> dict[str, SyncReport]:
+    def sync_full(self, tensors: Tensors) -> dict[str, SyncReport]:
         """Send every tensor dense, whatever the engines hold; a warning says what that is.
 
         Raises what `sync` raises.

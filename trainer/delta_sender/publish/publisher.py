@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Condition
 
-from delta_sender.arguments import Base, named_pairs, tensors_of
+from delta_sender.arguments import Base, Tensors, named_pairs, tensors_of
 from delta_sender.diff.observations import Watch
 from delta_sender.diff.quantize import Quantizer
-from delta_sender.diff.snapshot import NamedTensors, Snapshot
+from delta_sender.diff.snapshot import Snapshot
 from delta_sender.encode.acked_state import without_old
 from delta_sender.encode.encoding_policy import EncodingPolicy, sparse_encoding
 from delta_sender.encode.sync_round import SyncRound
@@ -268,7 +268,7 @@ class Publisher:
         return self.sessions if self._log is None else [*self.sessions, self._log]
 
     @no_full_collections()
-    def sync(self, tensors: NamedTensors, *, full: bool) -> dict[str, SyncReport]:
+    def sync(self, tensors: Tensors, *, full: bool) -> dict[str, SyncReport]:
         """Bring every destination to the weights' next version; return the reports by url.
 
         Those that lag have no report.
@@ -285,9 +285,9 @@ class Publisher:
         meet_all([s for s in sessions if s is not self._log], self.options.lag_limit)
         version, count = self._next_version(full=full), len(sessions)
         writers = (self._log is not None) + (self._tracker.file is not None)
-        tensors = named_pairs(tensors)
+        pairs = named_pairs(tensors)
         if self._quantizer is not None:
-            tensors = self._quantizer(tensors)
+            pairs = self._quantizer(pairs)
         sync_round = SyncRound(
             version,
             self._run,
@@ -306,7 +306,7 @@ class Publisher:
             for thread in threads:
                 thread.thread.start()
             found = self.snapshot.read(
-                tensors,
+                pairs,
                 digests=self._digests,
                 changes_in_memory=self.options.changes_in_memory,
             )
@@ -321,7 +321,7 @@ class Publisher:
             raise
         return self._finish(sync_round, threads)
 
-    def sync_one(self, tensors: NamedTensors, *, full: bool) -> SyncReport:
+    def sync_one(self, tensors: Tensors, *, full: bool) -> SyncReport:
         """Bring the only destination to the next version; raises its error in place of several."""
         with raising_as_one(1):
             [report] = self.sync(tensors, full=full).values()

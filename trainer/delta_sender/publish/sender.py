@@ -7,8 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from delta_sender.arguments import Base
-from delta_sender.diff.snapshot import NamedTensors
+from delta_sender.arguments import Base, Tensors
 from delta_sender.locations import engine_root, log_location
 from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import EngineClient
@@ -158,7 +157,7 @@ class DeltaSender(SingleSender):
         """
         super().close()
 
-    def sync(self, tensors: NamedTensors) -> SyncReport:
+    def sync(self, tensors: Tensors) -> SyncReport:
         """Send what changed since the last sync; if nothing did, one empty part.
 
         Before the first one the engine is claimed for the sender's run. If its digest is the
@@ -187,7 +186,7 @@ class DeltaSender(SingleSender):
         """
         return self._publisher.sync_one(tensors, full=False)
 
-    def sync_full(self, tensors: NamedTensors) -> SyncReport:
+    def sync_full(self, tensors: Tensors) -> SyncReport:
         """Send every tensor dense, whatever the engine holds; a warning says what that is.
 
         Raises what `sync` raises.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,8 @@ def test_wrappers_are_looked_through() -> None:
     model = make_model("tied")
     wanted = saved(model)
     model.model.layers[0] = torch.compile(model.model.layers[0])
-    assert_same(named_tensors(torch.compile(model)), wanted)
+    compiled: Any = torch.compile(model)
+    assert_same(named_tensors(compiled), wanted)
     assert_same(named_tensors(nn.DataParallel(model)), wanted)
 
 
@@ -113,7 +115,7 @@ def test_what_cannot_be_read_is_refused() -> None:
     with pytest.raises(ValueError, match="quantised"):
         named_tensors(model)
     module = nn.Linear(2, 2)
-    module.weight.ds_id = 3
+    module.weight.ds_id = 3  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="weight: DeepSpeed ZeRO-3"):
         named_tensors(module)
     with pytest.raises(ValueError, match="weight: on the meta device"):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from delta_sender import checkpoint_names
-from delta_sender.models import Checkpoint, empty_model
+from delta_sender.models import empty_model
 from tests.support.trainer_models import KINDS, assert_same, change, make_model, save, saved
 
 
-def freeing(model: torch.nn.Module, read: list[str] | None = None) -> Iterator:
+def freeing(model: torch.nn.Module, read: list[str] | None = None) -> Iterator[Any]:
     """Yield each parameter in a buffer that is overwritten on the next step."""
     for name, parameter in model.named_parameters():
         if read is not None:
@@ -96,10 +97,10 @@ def test_all_is_read_however_it_ends() -> None:
 
 def test_what_is_left_out_is_refused_or_the_base_s() -> None:
     model = make_model("qwen3_moe")
-    base: Checkpoint = saved(model)
+    base = saved(model)
     change(model)
 
-    def some(left_out: str) -> Iterator:
+    def some(left_out: str) -> Iterator[Any]:
         return ((name, t) for name, t in freeing(model) if left_out not in name)
 
     with pytest.raises(ValueError, match=r"missing, but in the model: model.layers.0.mlp.experts"):

@@ -20,7 +20,7 @@ class Wrapped(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapped:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        return torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
         )
 
@@ -35,21 +35,21 @@ class Wrapped(torch.Tensor):
         return Wrapped(inner["_inner"])
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any, kwargs: Any = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> torch.Tensor:
         if func == torch.ops.aten.detach.default:
             return cls(args[0]._inner)
         args, kwargs = pytree.tree_map_only(Wrapped, lambda t: t._inner, (args, kwargs or {}))
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return func(*args, **kwargs)
 
 
 class Closed(Wrapped):
     """One that gives its values to nobody, as quantised ones do."""
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any, kwargs: Any = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> torch.Tensor:
         if func == torch.ops.aten.detach.default:
             return cls(args[0]._inner)
@@ -60,7 +60,7 @@ def wrap(model: nn.Module, kind: type[Wrapped]) -> Iterator[nn.Module]:
     """Wrap the query projections' weights; yield their modules."""
     for name, module in model.named_modules():
         if name.endswith("q_proj"):
-            module.weight = nn.Parameter(kind(module.weight.detach()))  # type: ignore[union-attr]
+            module.weight = nn.Parameter(kind(module.get_parameter("weight").detach()))
             yield module
 
 
@@ -82,7 +82,7 @@ def test_tensors_around_others_are_read(kind: str) -> None:
 
 def test_ties_of_tensors_around_others_are_found() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-    inner = module[0].weight.detach()
+    inner = module.get_parameter("0.weight").detach()
     module[0].weight, module[1].weight = (nn.Parameter(Wrapped(inner)) for _ in range(2))
     names = [name for name, _ in named_tensors(module)]
     assert names == ["0.weight", "0.bias", "1.bias", "2.weight", "2.bias"]

@@ -86,7 +86,7 @@ def test_syncs_of_sparse_dense_and_no_changes(encoding: str) -> None:
             assert report.digest == engine.digest().hex()
             assert engine.holds(model)
             assert snapshot_is(sender, engine)
-    assert report.parts == 1
+            assert report.parts == 1 or density
 
 
 def test_the_first_parts_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,9 +158,8 @@ def test_ignored_tensors_are_left_out() -> None:
     with sender_of(engine, model) as sender:
         for sync in (sender.sync, sender.sync_full):
             train(model)
-            report = sync(whole(model))
+            assert sync(whole(model)).numel == 2000
     assert engine.holds(model)
-    assert report.numel == 2000
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -184,7 +183,7 @@ def test_a_refusal_leaves_all_as_it_was(number: int) -> None:
 def test_an_unknown_outcome_is_found_out(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from delta_sender.publish.http_client import EngineClient
 
-    monkeypatch.setattr(EngineClient._request.retry, "stop", lambda state: True)  # type: ignore[attr-defined]
+    monkeypatch.setattr(EngineClient._request.retry, "stop", lambda state: True)
     model = model_of()
     engine = Engine.of(model)
     engine.faults[1] = fault  # of the last part
@@ -266,8 +265,9 @@ def test_the_base_may_be_a_checkpoint_of_other_values() -> None:
 
 
 def test_options_are_checked() -> None:
-    for options in ({"encoding": "other"}, {"posts_in_flight": 0}):
+    wrong: list[dict[str, Any]] = [{"encoding": "other"}, {"posts_in_flight": 0}]
+    for options in wrong:
         with pytest.raises(ValueError):
             ShardedSender("http://engine/", [], **options)
     with pytest.raises(TypeError, match="delta_log"):
-        ShardedSender("http://engine/", [], delta_log="folder")
+        ShardedSender("http://engine/", [], delta_log="folder")  # type: ignore[call-arg]

@@ -58,7 +58,7 @@ def run(rank: int, url: str, fault: str) -> Any:
             elif fault == "dies":
                 EngineClient.deliver = dies_after_one(deliver)  # type: ignore[method-assign]
             elif fault == "encoding":
-                EngineClient.deliver = raises  # type: ignore[method-assign]
+                EngineClient.deliver = raises  # type: ignore[method-assign, assignment]
         said = "nothing"
         try:
             sender.sync(given, step=step)

@@ -9,4 +9,4 @@ from tests.unit.startup.derived.latent_attention import Attention, InPlace, Swap
 
 @pytest.fixture(params=[Attention, InPlace, SwapsMemory])
 def attention(request: pytest.FixtureRequest) -> type[Attention]:
-    return request.param  # type: ignore[no-any-return]
+    return request.param

@@ -16,6 +16,7 @@ from engine_ext.settings import Settings
 from engine_ext.startup import LoadedModel
 from engine_ext.startup.derived.recompute import Recomputation
 from engine_ext.sync import make_receiver
+from tests.support.open_module import OpenModule
 from tests.support.rank_engine import Engine, part_id
 from tests.support.served_models import (
     base_checkpoint,
@@ -33,13 +34,13 @@ from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel, Weights, p
 KV = ("layers.0.kv_b_proj", "layers.1.kv_b_proj")
 
 
-class Projection(nn.Module):
+class Projection(OpenModule):
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.weight = parameter(*shape)
 
 
-class Attention(nn.Module):
+class Attention(OpenModule):
     """Latent attention: two halves of a projection are kept next to it, turned and padded."""
 
     W_UV: torch.Tensor
@@ -97,7 +98,7 @@ class SwapsMemory(Attention):
 class Across(Attention):
     """All that it keeps hangs on one projection, and is made of both."""
 
-    W_UK_T = W_UV = property(lambda self: self.kv_b_proj.mixed)  # type: ignore[assignment]
+    W_UK_T = W_UV = property(lambda self: self.kv_b_proj.mixed)
 
     def process(self) -> None:
         self.kv_b_proj.mixed = self.kv_b_proj.weight.data[:3] + self.q_proj.weight.data
@@ -136,7 +137,7 @@ class Latent(ToyModel):
             return
         if name.endswith("kv_b_proj"):
             weight = weight.narrow(0, 8 * self.rank, 8)
-        self.get_submodule(name).weight.data.copy_(weight)  # type: ignore[operator, union-attr]
+        self.get_parameter(f"{name}.weight").data.copy_(weight)
 
     def load_weights(self, weights: Weights) -> None:
         for name, weight in weights:
@@ -252,7 +253,7 @@ class Service:
         part = part_id(body)
         answers = self.engine.stage(part, body)
         if any("error" in answer for answer in answers):
-            self.engine.call("drop")
+            self.engine.call("abort")
             return answers
         return self.engine.commit(part)
 

@@ -18,17 +18,18 @@ from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.segments import Placement, Status
 from engine_ext.startup import LoaderDryRun
 from engine_ext.startup.derived.find import find_derived, refuse_derived
+from tests.support.open_module import OpenModule
 from tests.support.served_models import base_checkpoint, load
 from tests.support.toy_models import UNTOUCHED, ToyModel, Weights, parameter
 
 
-class Projection(nn.Module):
+class Projection(OpenModule):
     def __init__(self) -> None:
         super().__init__()
         self.weight = parameter(4, 6)
 
 
-class Attention(nn.Module):
+class Attention(OpenModule):
     """Holds the projection; its backend has no weights of its own."""
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class Latent(ToyModel):
     shapes: ClassVar = {"layers.0.kv_b_proj": (4, 6), "layers.1.kv_b_proj": (4, 6), "norm": (6,)}
 
     def build(self) -> None:
-        self.layers = nn.ModuleList([Attention(), Attention()])
+        self.layers: Any = nn.ModuleList([Attention(), Attention()])
         self.norm = parameter(6)
 
     def load_weights(self, weights: Weights) -> None:
@@ -83,7 +84,7 @@ def closure(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 def on_tensor(tensor: torch.Tensor) -> torch.Tensor:
     empty: Any = torch.empty(0)
     empty.kept = tensor
-    return empty  # type: ignore[no-any-return]
+    return empty
 
 
 HANGS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {

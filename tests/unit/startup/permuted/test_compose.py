@@ -46,7 +46,7 @@ def test_gathering_undoes_the_move(name: str, box: str) -> None:
         "one": loaded[2, 31, 5],
         "none": loaded[:0],
     }[box]
-    sizes, strides, offset = tuple(part.shape), part.stride(), part.storage_offset()
+    sizes, strides, offset = tuple(part.shape), part.stride(), int(part.storage_offset())
     segment = Segment(entry_of(live), offset, strides, sizes, offset, strides, True, repack)
     before = live.clone()
     gathered = gather_live(segment)

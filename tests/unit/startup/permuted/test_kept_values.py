@@ -26,7 +26,7 @@ def found(
         layer.shared, layer.options = shared, {}
         layer.weight = nn.Parameter(payload["weight"], requires_grad=False)
         keep(layer)
-        return layer  # type: ignore[no-any-return]
+        return layer
 
     return kept_values({"weight": weight}, process)
 

@@ -141,12 +141,12 @@ def test_an_equal_value_assigned_anew_is_no_change(before: Any, after: Callable[
         shared.size = layer.size = after()
         transpose(layer)
 
-    model = nn.Sequential(Layer(Method(assign)))
+    model: Any = nn.Sequential(Layer(Method(assign)))
     model[0].shared, model[0].size = shared, before
     owner = engine()
     with RepackLearner(owner, "process", walk) as learner:
         owner.process(model, "cpu")
-    assert (learner.repacks.keys(), learner.refusals) == ({"0.weight"}, {})
+    assert ([*learner.repacks], learner.refusals) == (["0.weight"], {})
 
 
 @pytest.mark.parametrize(("before", "after"), [(4096, 8192), (0.0, -0.0), (1, True)])
@@ -157,7 +157,7 @@ def test_another_value_in_what_layers_share_is_refused(before: Any, after: Any) 
         shared.size = after
         transpose(layer)
 
-    model = nn.Sequential(Layer(Method(assign)))
+    model: Any = nn.Sequential(Layer(Method(assign)))
     model[0].shared = shared
     owner = engine()
     with RepackLearner(owner, "process", walk) as learner:

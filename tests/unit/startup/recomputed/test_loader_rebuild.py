@@ -12,6 +12,7 @@ from torch import nn
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
+from tests.support.toy_models import Checkpoint
 from tests.support.toy_quantised import OUT, Int8, Layer, Mixer, Model, empty, linear_shapes
 
 
@@ -32,6 +33,7 @@ class Mamba(Model):
 def test_one_tensor_is_loaded_again(tmp_path: Path, name: str, ranks: int) -> None:
     serving = Serving(Mamba, tmp_path, ranks=ranks)
     assert serving.statuses()[name] == "rebuilt"
+    before: Checkpoint = {}
     for seed in range(2):
         before = dict(serving.current)
         target = {name: changed(serving.current[name], seed)}
@@ -73,7 +75,7 @@ class TwoSources(Model):
     renamed: ClassVar = {"one": "child.both", "two": "child.both"}
 
     def build(self, rank: int, ranks: int) -> None:
-        self.child = nn.Module()
+        self.child: Any = nn.Module()
         self.child.plain = empty(OUT)
         self.child.both = empty(OUT)
         self.child.both.weight_loader = self.load_both  # type: ignore[attr-defined]
@@ -126,7 +128,7 @@ class UnderTwoNames(Model):
     renamed: ClassVar = {"norm_a": "child.norm.weight"}
 
     def build(self, rank: int, ranks: int) -> None:
-        self.child = nn.Module()
+        self.child: Any = nn.Module()
         self.child.plain = empty(OUT)
         self.child.norm = nn.Module()
         self.child.norm.weight = empty(OUT)

@@ -129,7 +129,8 @@ def stage(
         lockstep = LockstepRunner(ThreadRanks(group, rank))
         try:
             if rank == without:
-                return "followed", lockstep.follow("it", model)
+                lockstep.follow("it", model)
+                return "followed", None
             return "result", lockstep.run("it", lambda: work(rank))
         except Exception as error:
             return type(error).__name__, str(error)

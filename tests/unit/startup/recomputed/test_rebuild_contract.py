@@ -49,7 +49,7 @@ def module_kind(method: type[Method]) -> Kind:
         layer: Layer = loaded(method)
         for name, tensor in weights.items():
             layer.get_parameter(name).data.copy_(tensor)
-        layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr]
+        layer.quant_method.process_weights_after_loading(layer)
         return layer
 
     layer = loaded(method)

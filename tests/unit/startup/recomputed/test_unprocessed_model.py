@@ -111,7 +111,7 @@ def test_live_view_of_loaded_weight_is_unprocessed_weight() -> None:
     states.keep(processing(layer), False)
     layer.quant_method.process_weights_after_loading(layer)
     share_views(root, states.states)
-    weight = make_unprocessed_model(root, states.states).layer.weight
+    weight = make_unprocessed_model(root, states.states).get_parameter("layer.weight")
     assert weight.dtype == torch.bfloat16
     assert weight.data_ptr() == root.plain.data_ptr()
 
@@ -125,6 +125,5 @@ def test_another_parameter_is_no_unprocessed_weight() -> None:
     states.keep(processing(layer), False)
     layer.quant_method.process_weights_after_loading(layer)
     share_views(root, states.states)
-    assert (
-        make_unprocessed_model(root, states.states).layer.weight.data_ptr() != root.tied.data_ptr()
-    )
+    weight = make_unprocessed_model(root, states.states).get_parameter("layer.weight")
+    assert weight.data_ptr() != root.tied.data_ptr()

@@ -28,7 +28,8 @@ def test_the_copy_shares_nothing_and_stays_as_it_was() -> None:
     layer.quant_method.process_weights_after_loading(layer)
     assert torch.equal(weights["weight"].cpu(), torch.full((OUT, IN), 7.0))
     assert weights["weight"].dtype == torch.bfloat16
-    assert state.before.quant_method is not layer.quant_method
+    before: Any = state.before
+    assert before.quant_method is not layer.quant_method
 
 
 def test_what_is_only_moved_has_no_data_and_costs_nothing() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -146,11 +147,12 @@ def test_layers_that_are_alike_are_replayed_once(monkeypatch: pytest.MonkeyPatch
 
     replays = []
     replayed = index_replay.Provenance.replay
-    monkeypatch.setattr(
-        index_replay.Provenance,
-        "replay",
-        lambda self: replays.append(self.sources) or replayed(self),
-    )
+
+    def counted(provenance: index_replay.Provenance) -> Any:
+        replays.append(provenance.sources)
+        return replayed(provenance)
+
+    monkeypatch.setattr(index_replay.Provenance, "replay", counted)
     placement = trace(load(Layers, base_checkpoint(Layers)))
     assert replays == [["layer0"]]
     assert [p.segments[0].live.name for p in placement.values()] == list(Layers.shapes)
@@ -298,12 +300,8 @@ def test_a_placement_is_what_loading_does(
 
 
 def trace_with(live: ToyModel, most: tuple[int, int]) -> Placement:
-    before = recorder._MANY_SEGMENTS, recorder._MOST_SEGMENTS
-    recorder._MANY_SEGMENTS, recorder._MOST_SEGMENTS = most
-    try:
+    with mock.patch.multiple(recorder, _MANY_SEGMENTS=most[0], _MOST_SEGMENTS=most[1]):
         return trace(live)
-    finally:
-        recorder._MANY_SEGMENTS, recorder._MOST_SEGMENTS = before
 
 
 # --- boxes of numbers ---
@@ -333,11 +331,8 @@ def test_boxes_are_the_array(chunk: int, numbers: ElementIds, permuted: bool) ->
         numbers = ElementIds(
             numbers.values.permute(list(range(numbers.values.dim()))[::-1]), STARTS
         )
-    before, strided_boxes._CHUNK = strided_boxes._CHUNK, chunk
-    try:
+    with mock.patch.object(strided_boxes, "_CHUNK", chunk):
         found = find_boxes(numbers, 2, numbers.values.stride(), 1000)
-    finally:
-        strided_boxes._CHUNK = before
     assert found is not None
     memory = torch.full((numbers.values.numel() + 2,), -1, dtype=torch.int32)
     for box in found:
