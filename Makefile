@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup .venv-sglang .venv-trainers demo soak test test-fast test-slow test-all programs test-gpu test-versions fuzz lint format docs package clean clean-all
+.PHONY: help setup .venv-sglang .venv-trainers demo soak test test-fast test-slow test-all programs test-gpu test-versions fuzz bench-gate lint format docs package clean clean-all
 
 ifneq ($(filter demo soak,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -116,6 +116,9 @@ fuzz: setup ## throw broken parts and requests at the receiver, for FUZZ_SECONDS
 	@echo "fuzz: $(FUZZ_SECONDS) s, beginning with seed $(FUZZ_SEED)"
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) \
 		$(BIN)/python -m pytest -s tests/fuzz $(PYTEST_ARGS)
+
+bench-gate: setup ## a short benchmark, and whether its ratios are as at the last release
+	@$(BIN)/python -m scripts.bench.gate
 
 lint: setup ## ruff, import contracts, private attributes in tests, words, mypy
 	@echo "lint: ruff check"

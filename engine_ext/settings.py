@@ -23,6 +23,7 @@ from engine_ext.store_urls import is_store_url, store_url
 
 ENVIRONMENT = "DELTA_UPDATES_SETTINGS"
 API_KEY_ENVIRONMENT = "DELTA_API_KEY"
+HMAC_KEY_ENVIRONMENT = "DELTA_HMAC_KEY"  # key that parts are signed with
 
 logger = logging.getLogger(__name__)
 

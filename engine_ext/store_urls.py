@@ -42,7 +42,10 @@ def store_url(text: str) -> str:
     if {".", ".."} & {*names, match[2]}:
         raise ValueError(f"{text!r} has a name that is . or ..")
     if importlib.util.find_spec("obstore") is None:
-        raise ValueError(f"{match[1]}:// needs obstore; pip install 'delta-updates[store]'")
+        raise ValueError(
+            f"{match[1]}:// needs obstore: pip install obstore, or this package with its extra "
+            "'store'"
+        )
     return f"{match[1]}://{'/'.join([match[2], *names])}"
 
 

@@ -14,10 +14,12 @@ from typing import Any
 
 from engine_ext import log as delta_log
 from engine_ext import settings
+from engine_ext.answers import answer_in_words, failure_in_words
+from engine_ext.commands import INTERRUPTED, CommandParser
 from engine_ext.errors import LogDamaged, PartUnavailable
 from engine_ext.log import CannotFold, DeltaLog, Entry, Listing, route
 
-OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, DAMAGED, USAGE = 0, 1, 2
 
 _EPILOG = """\
 examples:
@@ -40,12 +42,12 @@ All commands are safe while a sender and engines use the log.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit status."""
-    options = _parser().parse_args(arguments)
-    run: Callable[[argparse.Namespace], int] = options.run
     try:
+        options = _parser().parse_args(arguments)
+        run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
     except ModuleNotFoundError as error:
-        status, problem = USAGE, f"{error}; pip install 'delta-updates[sender]'"
+        status, problem = USAGE, f"{error}: install this package with its extra 'sender'"
     except (LogDamaged, PartUnavailable, CannotFold, FileExistsError) as error:
         status, problem = DAMAGED, str(error)
     except (OSError, ValueError) as error:
@@ -57,13 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="delta-log",
+    parser = CommandParser(
+        "delta-log",
         description="Maintain a delta log: the folder, or the prefix of an object store, that a "
         "sender writes\nits versions to, and that engines replay when they start (--delta-log of "
         "both).",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -343,13 +344,16 @@ def _engine_version(url: str, api_key: str | None) -> int:
 
     from engine_ext.ranks.status import EngineStatus
 
-    headers = settings.bearer_headers(api_key)
+    asked, headers = f"{url.rstrip('/')}/delta_status", settings.bearer_headers(api_key)
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/delta_status", headers=headers, timeout=60)
-        answer.raise_for_status()
-        return msgspec.json.decode(answer.content, type=EngineStatus).version.number
+        answer = httpx.get(asked, headers=headers, timeout=60)
+        if answer.status_code == httpx.codes.OK:
+            return msgspec.json.decode(answer.content, type=EngineStatus).version.number
+        who = answer.headers.get("Server")
+        why = answer_in_words(answer.status_code, answer.text, who, asked)
     except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError) as error:
-        raise OSError(f"{url} does not report its version: {error}") from error
+        raise OSError(f"{url} does not report its version: {failure_in_words(error)}") from error
+    raise OSError(f"{url} does not report its version: {why}")
 
 
 def _with_progress(entries: Sequence[Entry], what: str) -> Iterable[Entry]:

@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from engine_ext.answers import answer_in_words, failure_in_words
+from engine_ext.commands import CommandParser, without_traceback
 from engine_ext.settings import API_KEY_ENVIRONMENT, Settings, bearer_headers
 
 Row = dict[str, Any]
@@ -37,6 +39,10 @@ The bearer token for a server is read from {API_KEY_ENVIRONMENT}.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, and return the exit status."""
+    return without_traceback("delta-plan", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     options, engine_flags = parser.parse_known_args(argv)
     is_url = options.target.startswith(("http://", "https://"))
@@ -47,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         ranks = _ask(options.target) if is_url else _load(options, engine_flags)
     except Exception as error:
-        print(f"delta-plan: {type(error).__name__}: {error}", file=sys.stderr)
+        kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
+        print(f"delta-plan: {kind}{error}", file=sys.stderr)
         return 1
     rows = merge(ranks)
     shown = [row for row in rows if not options.uncertified or "uncertified" in row["status"]]
@@ -89,12 +96,11 @@ def summary(rows: Iterable[Row], ranks: int) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="delta-plan",
+    parser = CommandParser(
+        "delta-plan",
         description="Show for every tensor of a checkpoint whether delta updates reach it "
         "exactly.\nFlags that are not listed here are passed to the engine.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", help="a checkpoint's folder, or http://HOST:PORT of a server")
     help = "the engine that loads a folder (default: vllm)"
@@ -114,8 +120,13 @@ def _ask(url: str) -> list[list[Row]]:
     from engine_ext.ranks.status import EngineStatus
 
     asked, headers = f"{url.rstrip('/')}/delta_status", bearer_headers()
-    answer = httpx.get(asked, params={"plan": "true"}, headers=headers, timeout=60)
-    answer.raise_for_status()
+    try:
+        answer = httpx.get(asked, params={"plan": "true"}, headers=headers, timeout=60)
+    except httpx.HTTPError as error:
+        raise RuntimeError(f"{asked}: {failure_in_words(error)}") from error
+    if answer.status_code != httpx.codes.OK:
+        who = answer.headers.get("Server")
+        raise RuntimeError(answer_in_words(answer.status_code, answer.text, who, asked))
     plan = msgspec.json.decode(answer.content, type=EngineStatus).plan
     if not plan:
         raise RuntimeError("the engine waits for its weights; send a full sync first")

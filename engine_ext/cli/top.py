@@ -17,23 +17,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import httpx
-import msgspec
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from engine_ext.answers import answer_in_words, failure_in_words
+from engine_ext.commands import CommandParser, leaving_at_once, without_traceback
 
-from engine_ext.errors import DeltaError
-from engine_ext.ranks.status import EngineStatus
-from engine_ext.settings import API_KEY_ENVIRONMENT, bearer_headers
+with leaving_at_once("delta-top"):
+    import httpx
+    import msgspec
+    from rich import box
+    from rich.console import Console, Group, RenderableType
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+    from engine_ext.errors import DeltaError
+    from engine_ext.ranks.status import EngineStatus
+    from engine_ext.settings import API_KEY_ENVIRONMENT, bearer_headers
 
 if TYPE_CHECKING:
     from engine_ext.log import Lag
     from engine_ext.ranks.operations import RunOwner, SyncRecord
 
 _WIDE = 200  # columns if the output is not a terminal
+_NARROW = 120  # columns below which the tables have fewer of them
+_ENGINE = ("engine", "kind", "ranks", "version", "run", "state", "staged", "digest", "note")
+_IN_NOTE = ("kind", "ranks", "run", "staged", "digest")  # of a narrow table
+_PAUSE = "pause ms"
+_NAMES = 5  # of tensors that a note has
 _COLOURS = dict.fromkeys(("committed", "already_applied", "certain"), "green")
 _COLOURS |= dict.fromkeys(("rolled_back", "asleep", "refused"), "yellow")
 _RUN = 12  # characters of a run that are shown
@@ -63,18 +72,25 @@ class Answer:
     url: str  # the engine's root
     status: EngineStatus | None  # of ``GET /delta_status?history=true``
     error: str | None = None  # why there is no status
+    http_status: int | None = None  # of an answer that was refused, or that no engine gives
 
     @property
     def state(self) -> str:
-        """The state in one word."""
+        """The state in a word or two."""
         if self.status is None:
-            return "unreachable"
+            if self.http_status is None:
+                return "unreachable"
+            return "denied" if self.http_status in (401, 403) else "no engine"
         health = self.status.health
         return "asleep" if health.state == "certain" and health.asleep else health.state
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the engines until Ctrl-C, or once; return the exit status."""
+    return without_traceback("delta-top", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     options = parser.parse_intermixed_args(argv)
     if not options.urls and options.delta_log is None:
@@ -100,21 +116,30 @@ async def ask(client: httpx.AsyncClient, url: str) -> Answer:
     """Ask one engine; errors of the engine or the network are part of the answer."""
     try:
         response = await client.get(f"{url}/delta_status", params={"history": "true"})
-        if response.status_code == httpx.codes.OK:
-            return Answer(url, msgspec.json.decode(response.content, type=EngineStatus))
-        body = response.json() if response.content else {}
-        return Answer(url, None, f"{response.status_code}: {_why(response, body)}")
     except httpx.HTTPError as error:
-        return Answer(url, None, str(error) or type(error).__name__)
+        return Answer(url, None, failure_in_words(error))
+    if response.status_code != httpx.codes.OK:
+        who = response.headers.get("Server")
+        said = answer_in_words(response.status_code, response.text, who, f"{url}/delta_status")
+        return Answer(url, None, said, response.status_code)
+    try:
+        return Answer(url, msgspec.json.decode(response.content, type=EngineStatus))
     except (ValueError, msgspec.DecodeError):  # another kind of server
-        return Answer(url, None, "the server has no delta endpoints of this version")
+        said = "the server has no delta endpoints of this version"
+        return Answer(url, None, said, response.status_code)
 
 
-def table(answers: Sequence[Answer], syncs: int) -> RenderableType:
-    """Return a table of the engines, and below it their last syncs (so many each), newest first."""
-    engines = _table(
-        *("engine", "kind", "ranks", "version", "run", "state", "staged", "digest", "note")
-    )
+def table(answers: Sequence[Answer], syncs: int, columns: int = _WIDE) -> RenderableType:
+    """Return a table of the engines, and below it their last syncs (so many each), newest first.
+
+    Args:
+        answers: Of the engines.
+        syncs: How many of each engine.
+        columns: Of the terminal.
+    """
+    if columns < _NARROW:
+        return _narrow_tables(answers, syncs)
+    engines = _table(*_ENGINE)
     history = _table("engine", "at", "outcome", "version", "nnz", "density", "bytes", _TIMES, "why")
     for answer in answers:
         state = _text(answer.state, _COLOURS.get(answer.state, "red"))
@@ -125,6 +150,30 @@ def table(answers: Sequence[Answer], syncs: int) -> RenderableType:
         for record in (answer.status.history or [])[: -syncs - 1 : -1]:
             history.add_row(_host(answer), *_sync_cells(record))
     return Group(engines, history) if history.row_count else engines
+
+
+def _narrow_tables(answers: Sequence[Answer], syncs: int) -> RenderableType:
+    """Return what a terminal of 80 columns has room for: a table for the syncs of each engine."""
+    engines = _table("engine", "version", "state", "note")
+    shown: list[RenderableType] = [engines]
+    for answer in answers:
+        state = _text(answer.state, _COLOURS.get(answer.state, "red"))
+        if answer.status is None:
+            engines.add_row(_host(answer), "", state, _text(answer.error))
+            continue
+        cells = dict(zip(_ENGINE[1:], _engine_cells(answer.status, state), strict=True))
+        words = [f"{name} {cells[name].plain}" for name in _IN_NOTE if cells[name].plain]
+        note = "; ".join([*words, *filter(None, [cells["note"].plain])])
+        engines.add_row(_host(answer), cells["version"], state, _text(note))
+        history = _table("at", "outcome", "version", "bytes", _PAUSE, "why")
+        history.title, history.title_justify = _host(answer), "left"
+        for record in (answer.status.history or [])[: -syncs - 1 : -1]:
+            at, outcome, versions, _, _, size, _, why = _sync_cells(record)
+            pause = _text(_milliseconds(record.timings_ms.get("pause_ms")))
+            history.add_row(at, outcome, versions, size, pause, why)
+        if history.row_count:
+            shown.append(history)
+    return Group(*shown)
 
 
 def follower_table(lags: Sequence[Lag]) -> RenderableType:
@@ -167,9 +216,9 @@ def _engine_cells(status: EngineStatus, state: Text) -> list[Text]:
         since = paused.since and time.strftime("%d %b %H:%M", time.localtime(paused.since))
         notes.append(f"paused since {since or '?'} by {paused.by or 'an unknown client'}")
     if health.mismatched:
-        notes.append(f"other bits than written in {', '.join(health.mismatched)}; send a full sync")
+        notes.append(f"other bits than written in {_names(health.mismatched)}; send a full sync")
     if status.scrub is not None and status.scrub.mismatched:
-        notes.append(f"scrubbing found other bits in {', '.join(status.scrub.mismatched)}")
+        notes.append(f"scrubbing found other bits in {_names(status.scrub.mismatched)}")
     if status.scrub is not None and status.scrub.error:
         notes.append(f"scrubbing fails: {status.scrub.error}")
     if status.owner is not None:
@@ -211,6 +260,12 @@ def _text(value: Any, style: str = "") -> Text:
     return Text("".join(shown), style)
 
 
+def _names(names: Sequence[str]) -> str:
+    """Return names, of many the first five and how many there are besides."""
+    more = len(names) - _NAMES
+    return ", ".join(names[:_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
 def _milliseconds(value: float | None) -> str:
     if value is None:
         return "-"
@@ -223,12 +278,6 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} GB"
-
-
-def _why(response: httpx.Response, body: Any) -> str:
-    with contextlib.suppress(TypeError, KeyError):
-        return str(body["error"]["message"])
-    return response.reason_phrase
 
 
 async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
@@ -247,7 +296,7 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
 
         async def look() -> RenderableType:
             answers[:] = await asyncio.gather(*(ask(client, url) for url in urls))
-            shown = [table(answers, options.syncs)] if urls else []
+            shown = [table(answers, options.syncs, console.width)] if urls else []
             if options.delta_log is not None:
                 lags[:] = await asyncio.to_thread(follower_lags, log)
                 shown.append(follower_table(lags))
@@ -269,13 +318,13 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="delta-top",
+    parser = CommandParser(
+        "delta-top",
         description="Show the weight versions of running engines, and the outcomes of their last "
         "syncs,\nuntil Ctrl-C. The column 'ms r/s/p/c' has the milliseconds in which a sync was "
-        "received,\nwas staged, paused generation, and was committed.",
+        "received,\nwas staged, paused generation, and was committed. Below 120 columns the tables "
+        "are\nshorter.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("urls", nargs="*", type=_url, metavar="URL", help="http://HOST:PORT")

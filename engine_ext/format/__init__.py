@@ -53,7 +53,6 @@ from engine_ext.format.param_delta import ParamDelta
 from engine_ext.format.part import DecodedPart, decode_part, encode_part, warm_up_unpacking
 from engine_ext.format.positions import decode_positions, encode_positions, position_bytes
 from engine_ext.format.signature import (
-    HMAC_KEY_ENVIRONMENT,
     SIGNATURE_HEADER,
     SIGNATURE_SUFFIX,
     Verifier,
@@ -71,7 +70,6 @@ __all__ = [
     "DIFFERENCES",
     "DIGEST_ALGORITHM",
     "ENCODINGS",
-    "HMAC_KEY_ENVIRONMENT",
     "MAX_VERSION",
     "PACKED_ENCODINGS",
     "SIGNATURE_HEADER",

@@ -84,7 +84,7 @@ def parse_header(raw: bytes, limits: Limits) -> Header:
     try:
         header = msgspec.json.decode(raw[_LENGTH:], type=_HeaderJson)
     except (ValueError, RecursionError) as error:
-        raise MalformedPart(f"safetensors header: {error}") from None
+        raise MalformedPart(f"safetensors header: {error}{_other_file(raw)}") from None
 
     positions = _span("__positions__", header.positions, header_end)
     values = _span("__values__", header.values, header_end)
@@ -214,6 +214,17 @@ def _check_size(declared: int, unit: str, limits: Limits) -> None:
     limit = limits.max_part_bytes
     if declared > limit:
         raise TooLarge(f"the part declares {declared} {unit}; the limit is {limit}", limit=limit)
+
+
+def _other_file(raw: bytes) -> str:
+    """Return what a file is whose header is sound and not a part's; "" if it is not sound."""
+    try:
+        names = msgspec.json.decode(raw[_LENGTH:], type=dict[str, msgspec.Raw]).keys()
+    except (ValueError, RecursionError):
+        return ""
+    if "__positions__" in names or "__values__" in names:
+        return ""
+    return "; it is a checkpoint's file, or another one with tensors, and not a part of a sync"
 
 
 def _header_end(prefix: bytes, limits: Limits) -> int:

@@ -8,11 +8,11 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from engine_ext.errors import Unauthorized
+from engine_ext.settings import HMAC_KEY_ENVIRONMENT
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-HMAC_KEY_ENVIRONMENT: Final = "DELTA_HMAC_KEY"
 SIGNATURE_HEADER: Final = "X-Delta-Signature"
 SIGNATURE_SUFFIX: Final = ".sig"  # appended to the name of a part's file on disk
 

@@ -37,7 +37,7 @@ from rich.live import Live
 from rich.table import Table
 
 from delta_sender import DeltaSender, SyncError, SyncReport
-from delta_sender.encode.encoding_policy import CHOICES
+from delta_sender.options import CHOICES
 from scripts import command_line
 from scripts.demo.policy import Sample, Trainer, build_policy, reward
 from scripts.live_engine.fingerprint import fingerprint, verify

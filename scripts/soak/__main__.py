@@ -48,8 +48,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from delta_sender import SyncError
-from delta_sender.encode.encoding_policy import CHOICES
 from delta_sender.encode.warm_up import warm_up as compile_for
+from delta_sender.options import CHOICES
 from scripts import command_line
 from scripts.live_engine.fingerprint import fingerprint, verify
 from scripts.live_engine.process import EngineError, EngineProcess

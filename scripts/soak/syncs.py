@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from delta_sender import DeltaSender, SyncReport
-from delta_sender.encode.encoding_policy import CHOICES
+from delta_sender.options import CHOICES
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.format import Digest, tensor_digest
 from scripts.live_engine.process import EngineProcess

@@ -52,7 +52,11 @@ def check_token(authorization: str | None, token: str) -> None:
     same = hmac.compare_digest(_hash(given.strip()), _hash(token))
     # An empty token is a configuration mistake; nothing matches it.
     if scheme.lower() != "bearer" or not token or not same:
-        raise Unauthorized("this endpoint needs 'Authorization: Bearer <--delta-api-key>'")
+        raise Unauthorized(
+            "this endpoint needs the engine's --delta-api-key: give it to commands in "
+            f"{API_KEY_ENVIRONMENT} (delta-send --api-key), to a sender as api_key=, and with "
+            "other clients as 'Authorization: Bearer ...'"
+        )
 
 
 def check_client(

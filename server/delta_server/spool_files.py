@@ -120,7 +120,7 @@ class SpoolFile:
                 except OSError as error:
                     if is_full(error) and self._files.delete_unused():
                         continue
-                    raise spool_error(error) from error
+                    raise spool_error(error, self.path.parent) from error
                 self.size += written
                 while views and written >= len(views[0]):
                     written -= len(views.pop(0))
@@ -219,7 +219,7 @@ class SpoolFiles:
         try:
             made = _Unused(path, os.open(path, flags, 0o600))
         except OSError as error:
-            raise spool_error(error) from error
+            raise spool_error(error, path.parent) from error
         made.lock()
         return SpoolFile(self, made)
 
@@ -308,11 +308,13 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def spool_error(error: OSError) -> Exception:
-    """Return what to raise for an error of the spool's file system."""
+def spool_error(error: OSError, folder: Path) -> Exception:
+    """Return what to raise for an error of the file system that the spool's folder is on."""
     if is_full(error):
-        advice = "set --delta-tuning spool-dir=DIR to one with more room, or send smaller parts"
-        return SpoolFull(f"the spool folder is full; {advice}")
+        return SpoolFull(
+            f"the spool folder {folder} is full; set --delta-tuning spool-dir=DIR to one with more "
+            "room, or let the sender send smaller parts (bucket_bytes=, delta-send --bucket-bytes)"
+        )
     return error
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_sender.encode.encoding_policy import CHOICES
+from delta_sender.options import CHOICES
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.soak import __main__ as soak

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.format.signature import HMAC_KEY_ENVIRONMENT
-from engine_ext.settings import API_KEY_ENVIRONMENT
+from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT
 from tests.support.device import DEVICE
 from tests.support.endpoint_rig import Rig
 

@@ -54,7 +54,7 @@ def test_paths_are_no_urls(path: object) -> None:
 
 def test_the_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'delta-updates\[store\]'"):
+    with pytest.raises(ValueError, match=r"pip install obstore, or this package with its"):
         store_url("s3://bucket/x")
 
 

@@ -33,24 +33,25 @@ Rooms, in the order in which the data passes:
 - `publish`: deliver them to engines and logs; the senders.
 - `sharded`: send from all ranks of a trainer that holds shards.
 - `integrations`: put it into trainers.
-- `options`, `results`, `arguments`, `run`, `cli`: what the senders take, return and raise.
+- `options`, `results`, `arguments`, `locations`, `names`, `run`: what the senders take, return and
+  raise.
+- `cli`, `send_command`: the command.
 
 The package needs no engine. It can import `engine_ext.format`, `engine_ext.kernels`,
 `engine_ext.log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.files`,
-`engine_ext.store_urls` and `engine_ext.resources`.
+`engine_ext.store_urls`, `engine_ext.resources`, `engine_ext.settings`, `engine_ext.answers` and
+`engine_ext.commands`. To import it takes a moment: what needs torch is imported when it is used.
 """
 
 from __future__ import annotations
 
-from delta_sender.diff.quantize import Quantizer, quantize_weight
-from delta_sender.diff.snapshot import NamedTensors
-from delta_sender.models import ModelTensors, checkpoint_names, named_tensors
-from delta_sender.models.model_sync import sync_model
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
 from delta_sender.options import SenderOptions
-from delta_sender.publish.log_sender import LogSender
-from delta_sender.publish.multi_sender import MultiSender
-from delta_sender.publish.sender import DeltaSender
 from delta_sender.results import (
+    EngineBusy,
+    EngineUnreachable,
     FullSyncRefused,
     PartialSyncError,
     RankError,
@@ -60,11 +61,34 @@ from delta_sender.results import (
     SyncError,
     SyncReport,
 )
-from delta_sender.sharded import Shard, ShardedSender, model_shards
 from engine_ext.resources import RateLimit
+
+if TYPE_CHECKING:
+    from delta_sender.diff.quantize import Quantizer, quantize_weight
+    from delta_sender.diff.snapshot import NamedTensors
+    from delta_sender.models import ModelTensors, checkpoint_names, named_tensors
+    from delta_sender.models.model_sync import sync_model
+    from delta_sender.publish.log_sender import LogSender
+    from delta_sender.publish.multi_sender import MultiSender
+    from delta_sender.publish.sender import DeltaSender
+    from delta_sender.sharded import Shard, ShardedSender, model_shards
+
+# What imports torch, by module.
+_LATER: Final = {
+    "diff.quantize": ("Quantizer", "quantize_weight"),
+    "diff.snapshot": ("NamedTensors",),
+    "models": ("ModelTensors", "checkpoint_names", "named_tensors"),
+    "models.model_sync": ("sync_model",),
+    "publish.log_sender": ("LogSender",),
+    "publish.multi_sender": ("MultiSender",),
+    "publish.sender": ("DeltaSender",),
+    "sharded": ("Shard", "ShardedSender", "model_shards"),
+}
 
 __all__ = [
     "DeltaSender",
+    "EngineBusy",
+    "EngineUnreachable",
     "FullSyncRefused",
     "LogSender",
     "ModelTensors",
@@ -88,3 +112,14 @@ __all__ = [
     "quantize_weight",
     "sync_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

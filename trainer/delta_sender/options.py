@@ -8,14 +8,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import httpx
-
-from delta_sender.diff.quantize import FORMS
-from delta_sender.encode.encoding_policy import CHOICES
 from engine_ext.resources import RateLimit
 
+if TYPE_CHECKING:
+    import httpx
+
+# Those of `engine_ext.format` and `diff.quantize`, without importing torch for a command's help.
+CHOICES: Final = ("indices", "deltas", "deltas_zstd", "gap8_exp", "gap8_ulp", "auto")
+FORMS: Final = ("fp8_block", "fp8_channel", "int8_channel")
 FULL: Final = ("own", "allow")
 # Fields that only senders to engines have. A delta log has no owner and keeps what it was given.
 ENGINE_ONLY: Final = ("takeover", "full", "adapter", "delta_log", "state", "quantize", "lag_limit")
@@ -192,7 +194,7 @@ _KEYWORDS: Final[dict[str, dict[str, Any]]] = {
     "delta_log": {"metavar": "LOG"},
     "log_differences": {"action": "store_true"},
     "state": {"type": Path, "metavar": "FILE"},
-    "quantize": {"choices": tuple(FORMS)},
+    "quantize": {"choices": FORMS},
     "lag_limit": {
         "help": (
             "continue without engines that need SECONDS longer than the first; inf waits for all"

@@ -107,6 +107,14 @@ class SyncError(Exception):
         return answered and not self.unanswered
 
 
+class EngineUnreachable(SyncError):
+    """No answer came from the engine, or only a proxy's, though the request was repeated."""
+
+
+class EngineBusy(SyncError):
+    """Another sync has parts staged, or too many arrive; ``error["retry_after"]`` is in seconds."""
+
+
 class FullSyncRefused(SyncError):
     """Only the whole model would help, and it would replace weights that are not this sender's.
 

@@ -24,8 +24,7 @@ from delta_sender.options import SenderOptions
 from delta_sender.results import SyncError
 from engine_ext.adapters.vllm import transfer_frontend
 from engine_ext.errors import DeltaError
-from engine_ext.format.signature import HMAC_KEY_ENVIRONMENT
-from engine_ext.settings import API_KEY_ENVIRONMENT
+from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT
 from tests.support.delta_bodies import BASE, NEXT, OTHER_STEP, after, delta_part, same
 from tests.support.endpoint_rig import assert_error
 from tests.unit.adapters.transfer_api import START, Api, assert_ended, inline, parts

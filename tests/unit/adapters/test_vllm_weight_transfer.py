@@ -16,8 +16,7 @@ from fastapi import FastAPI
 from delta_server.sources.transfer import MAX_INLINE_BYTES
 from engine_ext.adapters.vllm import features, transfer_frontend
 from engine_ext.adapters.vllm.frontend import DeltaEndpoints
-from engine_ext.format.signature import HMAC_KEY_ENVIRONMENT
-from engine_ext.settings import API_KEY_ENVIRONMENT
+from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT
 from tests.support.delta_bodies import (
     BASE,
     NEXT,

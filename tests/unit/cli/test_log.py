@@ -14,7 +14,8 @@ import httpx
 import msgspec
 import pytest
 
-from engine_ext.cli.log import DAMAGED, INTERRUPTED, OK, USAGE, main
+from engine_ext.cli.log import DAMAGED, OK, USAGE, main
+from engine_ext.commands import INTERRUPTED
 from engine_ext.log import DeltaLog, Heartbeat, open_log, write_heartbeat
 from engine_ext.log.catalog import DONE, route
 from tests.support.statuses import engine_status

@@ -83,11 +83,24 @@ def engine(status: EngineStatus) -> Iterator[FakeEngine]:
         thread.join()
 
 
-def shown(answers: list[top.Answer], syncs: int = 10) -> str:
-    console = Console(width=250)
+def shown(answers: list[top.Answer], syncs: int = 10, columns: int = 250) -> str:
+    console = Console(width=columns)
     with console.capture() as capture:
-        console.print(top.table(answers, syncs))
+        console.print(top.table(answers, syncs, columns))
     return capture.get()
+
+
+def test_nothing_is_cut_at_80_columns(status: EngineStatus) -> None:
+    gone = top.Answer("http://10.20.30.41:8000", None, "nothing listens there")
+    printed = shown([top.Answer("http://10.20.30.40:8000", status), gone], columns=80)
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed
+    words = " ".join(printed.split())
+    for text in ("10.20.30.40:8000", "10.20.30.41:8000", "unreachable", "kind in-memory", "ranks"):
+        assert text in words
+    committed = (status.history or [])[0]
+    assert f"committed {committed.base_version} -> {committed.version} " in words
+    assert "VersionConflict:" in words
 
 
 def test_a_pause_that_lasts_is_shown(status: EngineStatus) -> None:
@@ -105,6 +118,8 @@ def test_mismatched_tensors_are_named(status: EngineStatus) -> None:
     found = changed(status, health={"state": "mismatched", "mismatched": ["a.weight", "b"]})
     text = shown([top.Answer("http://h:1", found)])
     assert "other bits than written in a.weight, b; send a full sync" in text
+    many = changed(status, health={"state": "mismatched", "mismatched": [*"abcdefgh"]})
+    assert "in a, b, c, d, e and 3 more; send" in shown([top.Answer("http://h:1", many)])
 
 
 def test_what_scrubbing_has_found(status: EngineStatus) -> None:
@@ -160,7 +175,9 @@ def test_json_for_scripts(
     dead = "http://127.0.0.1:9"
     assert top.main([engine.url + "/", dead, "--json"]) == 1
     one, other = json.loads(capsys.readouterr().out)
-    assert one == {"url": engine.url, "status": msgspec.to_builtins(status), "error": None}
+    shown_status = msgspec.to_builtins(status)
+    answered = {"url": engine.url, "status": shown_status, "error": None, "http_status": None}
+    assert one == answered
     assert (other["url"], other["status"]) == (dead, None)
     assert other["error"]
 
@@ -174,10 +191,15 @@ def test_the_token(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ((401, b'{"error": {"message": "it needs a token"}}'), "401: it needs a token"),
-        ((404, b'{"detail": "Not Found"}'), "404: Not Found"),
-        ((500, b"<html>"), "no delta endpoints"),
-        ((200, b'{"version": {"number": 1}}'), "no delta endpoints"),
+        (
+            (401, b'{"error": {"type": "Unauthorized", "message": "it needs a token"}}'),
+            "denied HTTP 401: Unauthorized: it needs a token",
+        ),
+        ((404, b'{"detail": "Not Found"}'), "no engine HTTP 404: no delta endpoint at"),
+        ((404, b'{"detail": "Not Found"}'), "--enable-delta-updates"),
+        ((500, b"<html><p>Oops</p></html>"), "no engine HTTP 500 from"),
+        ((500, b"<html><p>Oops</p></html>"), ": Oops"),
+        ((200, b'{"version": {"number": 1}}'), "no engine the server has no delta endpoints"),
         ((200, b"[]"), "no delta endpoints"),
     ],
 )
@@ -189,8 +211,8 @@ def test_what_is_no_engine(
 ) -> None:
     engine.answer = answer
     assert top.main([engine.url, "--once"]) == 1
-    printed = capsys.readouterr().out
-    assert "unreachable" in printed
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "unreachable" not in printed
     assert says in printed
 
 

@@ -18,6 +18,7 @@ from tests.support.fake_engine import Engine
 ROOT = DOCS.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md", "patches/README.md")),
+    *(ROOT / name for name in ("CONTRIBUTING.md", "changes/README.md")),
     *DOCS.rglob("*.md"),
 ]
 

@@ -115,6 +115,7 @@ BROKEN_HEADERS: list[tuple[str, Any, type[DeltaError], str]] = [
     ("no positions", changed(__positions__=None), MalformedPart, "__positions__"),
     ("no values", changed(__values__=None), MalformedPart, "__values__"),
     ("another tensor", changed(other=HEADER["__values__"]), MalformedPart, "unknown field"),
+    ("a checkpoint", {"lm_head.weight": HEADER["__values__"]}, MalformedPart, "checkpoint's file"),
     ("an unknown key", changed(__values__={"strides": [1]}), MalformedPart, "unknown field"),
     ("metadata no strings", changed(__metadata__={"part": 0}), MalformedPart, "Expected `str`"),
     ("metadata null", changed(__metadata__={"part": None}), MalformedPart, "Expected `str`"),

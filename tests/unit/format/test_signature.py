@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine_ext.errors import Unauthorized
-from engine_ext.format.signature import HMAC_KEY_ENVIRONMENT, Verifier, sign
+from engine_ext.format.signature import Verifier, sign
+from engine_ext.settings import HMAC_KEY_ENVIRONMENT
 
 # RFC 4231, test case 2.
 KEY, DATA = "Jefe", b"what do ya want for nothing?"

@@ -11,7 +11,7 @@ import pytest
 
 from engine_ext.errors import LogDamaged, PartUnavailable
 from engine_ext.files import INDEX
-from engine_ext.format import HMAC_KEY_ENVIRONMENT, SIGNATURE_SUFFIX, sign
+from engine_ext.format import SIGNATURE_SUFFIX, sign
 from engine_ext.log import (
     CannotFold,
     DeltaLog,
@@ -29,6 +29,7 @@ from engine_ext.log import (
 )
 from engine_ext.log.catalog import DONE, MAX_DONE_BYTES, REFUSED
 from engine_ext.log.heartbeats import FOLDER
+from engine_ext.settings import HMAC_KEY_ENVIRONMENT
 from tests.support.folder_writer import write_checkpoint, write_version
 from tests.unit.log.places import Place, part, versions, write
 from tests.unit.log.test_foreign import step

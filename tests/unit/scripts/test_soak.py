@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from delta_sender.encode.encoding_policy import CHOICES
+from delta_sender.options import CHOICES
 from scripts.soak import __main__ as soak
 from scripts.soak.load import AbortPolicy, Counts, Load, Tally, asks, read_stream
 from scripts.soak.memory import (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import hmac
 import json
 import os
+import pty
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -30,6 +33,7 @@ from engine_ext.format.digest import Digest, tensor_digest
 from engine_ext.format.part import DecodedPart, decode_part
 from engine_ext.format.zstd_frames import FrameReader
 from engine_ext.log import Draft
+from tests.support.statuses import engine_status
 
 URL = "http://engine:8000"
 CHANGES = {("a.weight", 3, 2.0), ("c.scale", 0, 5.0), ("c.scale", 6, 7.0)}
@@ -102,7 +106,9 @@ def plan(ignored: str = "") -> dict[str, object]:
         {"name": n, "status": "ignored" if n == ignored else "exact", "digested": n != ignored}
         for n in tensors()
     ]
-    return {"version": 0, "plan": [rows, rows]}
+    held = {"digest": digest_of(tensors(), ignored)}
+    status: dict[str, object] = msgspec.to_builtins(engine_status(version=held, plan=[rows, rows]))
+    return status
 
 
 def digest_of(model: dict[str, torch.Tensor], ignored: str = "") -> str:
@@ -635,3 +641,81 @@ def test_runs_as_a_program_and_imports_nothing_unasked(base: Path, target: Path)
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("version 0 -> 1: dry run; 3 of 56 elements")
+
+
+def test_a_server_that_is_no_engine_is_named(
+    base: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its page is not printed, and nothing is tried again."""
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        headers = {"Server": "SimpleHTTP/0.6"}
+        return httpx.Response(501, headers=headers, text="<!DOCTYPE HTML>\n<p>Unsupported")
+
+    client = functools.partial(httpx.Client, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "Client", client)
+    assert cli.main(["--base", str(base), "--target", str(target), "--url", URL]) == 1
+    [failed] = [line for line in capsys.readouterr().err.splitlines() if "failed" in line]
+    assert failed.startswith(f"failed: HTTP 501: no delta endpoint at {URL}/delta_run: the server")
+    assert "the server there (SimpleHTTP/0.6) is no engine with" in failed
+    assert "--enable-delta-updates" in failed
+    assert asked == ["/delta_run"] * 2  # claimed, and released
+
+
+@pytest.mark.parametrize("seconds", ["30", "0.1"])
+def test_wait_says_what_it_waits_for(
+    base: Path,
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: str,
+) -> None:
+    asked = 0
+
+    def start(request: httpx.Request) -> httpx.Response:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise httpx.ConnectError("all failed") from ConnectionRefusedError(111, "refused")
+        if request.url.path in ("/delta_run", "/delta_status"):
+            return httpx.Response(404)
+        return accept(request)
+
+    client = functools.partial(httpx.Client, transport=httpx.MockTransport(start))
+    monkeypatch.setattr(httpx, "Client", client)
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--wait", seconds]
+    waits = seconds == "30"
+    assert cli.main(arguments) == (0 if waits else 1)
+    printed = capsys.readouterr()
+    waiting = f"{URL}: nothing listens there (connection refused); waiting for {seconds[:2]} s at"
+    if waits:
+        assert printed.err.count(waiting) == 1
+        assert printed.out.startswith("version 0 -> 1: committed")
+    else:
+        assert "failed: http://engine:8000/delta_status: no answer in 0 s" in printed.err
+
+
+def test_a_bar_names_what_is_waited_for(
+    base: Path, target: Path, serve: Callable[..., list[httpx.Request]]
+) -> None:
+    """On a terminal, while another sync is in the way."""
+    busy = {"type": "SyncInProgress", "message": "busy", "engine_state": "unchanged"}
+    answers = iter([httpx.Response(409, json={"error": busy}, headers={"Retry-After": "1"})])
+    serve(lambda request: next(answers, None) or accept(request))
+    terminal, end = pty.openpty()
+    shown = os.fdopen(os.dup(end), "w")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "stderr", shown)
+        patched.setenv("TERM", "xterm")
+        patched.setenv("COLUMNS", "120")
+        assert cli.main(["--base", str(base), "--target", str(target), "--url", URL]) == 0
+    shown.close()
+    os.close(end)
+    printed = b""
+    with contextlib.suppress(OSError):  # EIO: all of it is read
+        while piece := os.read(terminal, 1 << 16):
+            printed += piece
+    os.close(terminal)
+    assert b"waiting for another sync to end" in printed

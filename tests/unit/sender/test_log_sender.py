@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, LogSender, MultiSender, SyncError
-from delta_sender.arguments import log_location, log_of
+from delta_sender.locations import log_location, log_of
 from delta_sender.publish import contact, log_destination, publisher
 from engine_ext.log import Draft
 from tests.support.fake_engine import Engine, Model, model_of, train

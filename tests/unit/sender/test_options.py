@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from delta_sender import DeltaSender, LogSender, MultiSender, SenderOptions, ShardedSender, cli
-from delta_sender.options import ENGINE_ONLY, FLAGS
+from delta_sender.diff import quantize
+from delta_sender.encode.encoding_policy import AUTO
+from delta_sender.options import CHOICES, ENGINE_ONLY, FLAGS, FORMS
+from engine_ext.format import ENCODINGS
 
 OPTIONS = {each.name: each for each in fields(SenderOptions)}
 WITHOUT_FLAG = {
@@ -54,6 +57,11 @@ def test_flags_have_the_defaults_of_the_options() -> None:
     assert OPTIONS.keys() - FLAGS.keys() == WITHOUT_FLAG | {"full"}  # which is --allow-full
     for name in arguments.keys() & OPTIONS.keys():
         assert arguments[name] == OPTIONS[name].default
+
+
+def test_choices_are_those_of_the_rooms_that_use_them() -> None:
+    assert (*ENCODINGS, AUTO) == CHOICES
+    assert tuple(quantize.FORMS) == FORMS
 
 
 @pytest.mark.parametrize(("given", "limit"), [("9", 9.0), ("0.5", 0.5), ("inf", None)])

@@ -232,6 +232,18 @@ def test_base_of_other_names_commits_nothing() -> None:
     assert engine.version == 0
 
 
+def test_long_lists_of_names_are_cut_with_a_count(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(tensors=9)
+    engine = Engine.of(model)
+    kept = dict(list(model.items())[:1])
+    sender = sender_of(engine, kept)
+    train(kept)
+    sender.sync(kept.items())
+    [warned] = [record.message for record in caplog.records if "no digests" in record.message]
+    assert "covers 8 tensors that are not in the base: layers.1.weight, " in warned
+    assert warned.endswith("layers.5.weight and 3 more")
+
+
 @pytest.mark.parametrize("answer", [{"version": 3}, {"engine": "vllm"}, {}])
 def test_status_of_another_form_is_refused(answer: dict[str, object]) -> None:
     model = model_of(tensors=2)

@@ -16,6 +16,18 @@ from tests.support.fake_engine import Engine, Model, model_of, sender_of, train
     [
         (lambda m: m.update({"layers.0.weight": torch.zeros(400)}), "layers.0.weight: float32"),
         (
+            lambda m: m.update({"layers.0.weight": m["layers.0.weight"].float()}),
+            r"float32 .* in the base; give it in that dtype, as named_tensors\(model, base\) does",
+        ),
+        (
+            lambda m: m.update({"module.layers.0.weight": m.pop("layers.0.weight")}),
+            r"module.layers.0.weight: not in the base; .* take the prefix 'module\.' off",
+        ),
+        (
+            lambda m: m.update({"0.weight": m.pop("layers.0.weight")}),
+            r"0.weight: not in the base; .* put the prefix 'layers\.' before the names",
+        ),
+        (
             lambda m: m.update({"layers.0.weight": m["layers.0.weight"].view(-1)}),
             r"layers.0.weight: bfloat16 \(400,\), but bfloat16 \(4, 100\)",
         ),

@@ -11,7 +11,7 @@ import torch
 
 from delta_sender import DeltaSender
 from delta_sender.diff import compare as diff_host
-from delta_sender.encode.encoding_policy import CHOICES
+from delta_sender.options import CHOICES
 from engine_ext.format import digest, exponent_planes, gap_streams, ulp_differences
 from engine_ext.kernels import gather_scatter
 

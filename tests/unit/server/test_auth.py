@@ -162,6 +162,8 @@ def test_other_tokens(authorization: str | None) -> None:
     with pytest.raises(Unauthorized) as caught:
         check_token(authorization, SECRET)
     assert SECRET not in caught.value.message
+    for client in ("DELTA_API_KEY", "delta-send --api-key", "api_key=", "Authorization: Bearer"):
+        assert client in caught.value.message
 
 
 @pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer ", "Bearer x"])

@@ -16,7 +16,7 @@ import zstandard
 from delta_server import spool as spool_module
 from delta_server.intake import Intake
 from engine_ext.format import FrameReader, Limits, PartGate, Verifier
-from engine_ext.format.signature import HMAC_KEY_ENVIRONMENT
+from engine_ext.settings import HMAC_KEY_ENVIRONMENT
 from tests.support.delta_bodies import NEXT, delta_part, pieces
 from tests.support.descriptors import open_descriptors
 from tests.support.endpoint_rig import DELTA, FROM_DISK, MAX_BODY_BYTES, STATUS, Rig, assert_error

@@ -326,7 +326,9 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 @pytest.mark.parametrize("full_disk", [errno.ENOSPC, errno.EDQUOT], indirect=True)
 @pytest.mark.usefixtures("full_disk")
 def test_a_full_spool_is_said_so(spool: Intake, tmp_path: Path) -> None:
-    with pytest.raises(SpoolFull, match="--delta-tuning spool-dir"):
+    with pytest.raises(
+        SpoolFull, match=r"folder /.* is full; set --delta-tuning spool-dir=.*--buck"
+    ):
         receive(spool, pieces(PLAIN, 1 << 20))
     source = tmp_path / "part.safetensors"
     source.write_bytes(PLAIN)

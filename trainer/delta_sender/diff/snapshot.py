@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from delta_sender.diff.compare import Bits, Change, Comparisons, Difference, compare
 from delta_sender.diff.device import DeviceSide, is_on_device
 from delta_sender.diff.refills import Stable, Unchanged, Yielded
+from delta_sender.names import prefix_hint, some_of
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.format import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes, tensor_digest
 from engine_ext.kernels import gather_scatter
@@ -302,16 +303,21 @@ class Snapshot:
         key = self.key(name if first is None or self._is_known(name) else first)
         old = self._dense.get(key)
         if old is None:
-            raise ValueError(f"{name}: not in the base")
+            raise ValueError(f"{name}: not in the base{prefix_hint(name, self._dense)}")
         dtype, shape = _dtype_name(name, tensor), tensor.shape
         if dtype != old.dtype or shape != old.shape:
             given = f"{dtype} {tuple(shape)}"
-            raise ValueError(f"{name}: {given}, but {old.dtype} {old.shape} in the base")
+            cure = (
+                ""
+                if shape != old.shape
+                else ("; give it in that dtype, as named_tensors(model, base) does")
+            )
+            raise ValueError(f"{name}: {given}, but {old.dtype} {old.shape} in the base{cure}")
         return key
 
     def _refuse_missing(self, seen: set[str]) -> None:
         if missing := self._dense.keys() - seen:
-            raise ValueError(f"missing, but in the base: {', '.join(sorted(missing))}")
+            raise ValueError(f"missing, but in the base: {some_of(missing)}")
 
     def image(self, key: str, change: Change | None = None) -> ParamDelta:
         """Return a tensor of the snapshot with a change made, dense; read-only, maybe no copy."""

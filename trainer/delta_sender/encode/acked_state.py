@@ -12,6 +12,7 @@ import numpy as np
 
 from delta_sender.diff.compare import Bits
 from delta_sender.diff.snapshot import Changes, Snapshot
+from delta_sender.names import prefix_hint, some_of
 from delta_sender.results import SyncError
 from engine_ext.format import Digest, tensor_digest
 from engine_ext.ranks.status import EngineStatus
@@ -71,10 +72,12 @@ class EnginePlan:
         held = {row["name"] for row in rows if row["status"] != "ignored"}
         known = {tensors.key(row["name"]) for row in rows if not row.get("tied_to")}
         if rows and known.isdisjoint(tensors):
+            hint = prefix_hint(next(iter(tensors), ""), known).replace("the base has", "it has", 1)
             raise SyncError(
                 "none of the tensors of the base has a name that the engine knows: the base has "
                 f"{next(iter(tensors), None)}, ...; the engine {rows[0]['name']}, ...; give the "
-                "names of the checkpoint that the engine was started with (named_tensors has them)"
+                "names of the checkpoint that the engine was started with (named_tensors has "
+                f"them){hint}"
             )
         every = [n for n in (*tensors, *tensors.tied) if answer is not None or n not in refused]
         names = tuple(n for n in every if n in held or (n in tensors and n not in known))
@@ -191,10 +194,13 @@ class AckedState:
         if plan.is_known and keep_digest and not plan.missing:
             self.digest = Digest.ZERO if full else self._held_digest()
         if first_time and plan.ignored:
-            logger.warning("left out, as the engine ignores them: %s", sorted(plan.ignored))
+            logger.warning("left out, as the engine ignores them: %s", some_of(plan.ignored))
         if first_time and plan.missing:
             logger.warning(
-                "no digests, as the engine's cover tensors not in base: %s", plan.missing
+                "no digests are sent: the engine's digest covers %d tensors that are not in the "
+                "base: %s",
+                len(plan.missing),
+                some_of(plan.missing),
             )
 
     def find_base(self, status: EngineStatus | None, run: str) -> bool:

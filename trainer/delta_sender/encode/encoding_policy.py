@@ -16,10 +16,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.format import DIFFERENCES, ENCODINGS, PACKED_ENCODINGS
+from engine_ext.format import DIFFERENCES, PACKED_ENCODINGS
 
 AUTO: Final = "auto"
-CHOICES: Final = (*ENCODINGS, AUTO)
 
 _SAMPLE: Final = 4096  # differences that are looked at
 _NIBBLES: Final = 15  # zigzagged differences below it take a nibble

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from delta_sender.arguments import log_location
+from delta_sender.locations import log_location
 from delta_sender.models import empty_model
 from delta_sender.models.model_sync import sync_stream
 from delta_sender.publish.sender import DeltaSender

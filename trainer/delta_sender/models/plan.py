@@ -24,6 +24,7 @@ from delta_sender.diff.quantize import Quantizer
 from delta_sender.models.adapters import AdaptedModule
 from delta_sender.models.checkpoint_class import class_hint, quantised_form
 from delta_sender.models.model_state import ModelState
+from delta_sender.names import prefix_hint
 
 State = dict[str, torch.Tensor]
 Convert = Callable[[State], State]
@@ -235,7 +236,8 @@ class Plan:
         made = {name: shape for group in self.groups for name, shape in group.outputs.items()}
         for name, shape in made.items():
             if name not in base:
-                raise ValueError(f"{name}: in the model, but not in the base{self._class_hint()}")
+                hint = self._class_hint() or prefix_hint(name, base)
+                raise ValueError(f"{name}: in the model, but not in the base{hint}")
             if base[name].shape != shape:
                 given, wanted = list(shape), list(base[name].shape)
                 hint = self._class_hint()

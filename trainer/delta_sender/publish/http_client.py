@@ -16,12 +16,13 @@ from tenacity import RetryCallState, retry, retry_if_exception_type
 from tenacity.stop import stop_after_attempt, stop_before_delay
 from tenacity.wait import wait_random_exponential
 
-from delta_sender.arguments import engine_root
+from delta_sender.locations import engine_root
 from delta_sender.options import SenderOptions
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
-from delta_sender.results import SyncError
+from delta_sender.results import EngineBusy, EngineUnreachable, SyncError
 from delta_sender.run import Run, clock, owner_in_words
+from engine_ext.answers import answer_in_words, failure_in_words
 from engine_ext.format import SIGNATURE_HEADER, sign
 from engine_ext.ranks.status import EngineStatus
 from engine_ext.resources import RateLimit
@@ -38,20 +39,13 @@ _PART: Final = "application/octet-stream"
 _CHUNK: Final = 1 << 18
 
 
-class _Unreachable(SyncError):
-    """No answer, or only a proxy's. Parts are idempotent, so the request can be repeated."""
-
-
-class _Busy(SyncError):
-    """Another sync has parts staged, or too many arrive; ``error["retry_after"]`` is in seconds."""
-
-
 def _log_retry(state: RetryCallState) -> None:
     """Say that a request is sent again, and why."""
     failed = state.outcome.exception() if state.outcome else None
     sleep = 0.0 if state.next_action is None else state.next_action.sleep
     message = "no answer (try %d of %d), again in %.1f s: %s"
-    logger.warning(message, state.attempt_number, _TRIES, sleep, failed)
+    waits = {"waits_for": "the engine to answer"}
+    logger.warning(message, state.attempt_number, _TRIES, sleep, failed, extra=waits)
 
 
 class EngineClient(Destination):
@@ -191,7 +185,7 @@ class EngineClient(Destination):
         return answer
 
     @retry(
-        retry=retry_if_exception_type(_Unreachable),
+        retry=retry_if_exception_type(EngineUnreachable),
         wait=wait_random_exponential(multiplier=0.5, max=4.0),
         stop=stop_after_attempt(_TRIES),
         before_sleep=_log_retry,
@@ -227,16 +221,16 @@ class EngineClient(Destination):
                     method, url, params=query, headers=headers, content=content
                 )
             except httpx.TransportError as error:
-                kind = SyncError if _stays(error) else _Unreachable
-                lost = kind(f"{url}: {type(error).__name__}: {error}")
-                if unanswered is not None and kind is _Unreachable:
+                kind = SyncError if is_lasting(error) else EngineUnreachable
+                lost = kind(f"{url}: {failure_in_words(error)}")
+                if unanswered is not None and kind is EngineUnreachable:
                     unanswered.append(lost)
                 raise lost from error
             if answer.status_code != 200:
                 refusal = _refusal(answer)
                 if refusal.error.get("type") == "TooManyUploads":
                     self.at_once = max(1, self.at_once - 1)
-                if unanswered is not None and isinstance(refusal, _Unreachable):
+                if unanswered is not None and isinstance(refusal, EngineUnreachable):
                     unanswered.append(refusal)
                 raise refusal
             said = _json_object(answer)
@@ -246,7 +240,7 @@ class EngineClient(Destination):
 
     def _patient(self) -> Callable[[_Send], _Send]:
         """Return what makes a function that sends wait while the engine is busy."""
-        is_busy, stop = retry_if_exception_type(_Busy), stop_before_delay(self._timeout)
+        is_busy, stop = retry_if_exception_type(EngineBusy), stop_before_delay(self._timeout)
         patient = retry(
             retry=is_busy, wait=_retry_after_s, stop=stop, before_sleep=self._waits, reraise=True
         )
@@ -255,7 +249,7 @@ class EngineClient(Destination):
     def _waits(self, state: RetryCallState) -> None:
         """Say what a post waits for, and until when."""
         failed = state.outcome.exception() if state.outcome else None
-        if isinstance(failed, _Busy):
+        if isinstance(failed, EngineBusy):
             left = self._timeout - (state.seconds_since_start or 0.0)
             self.log_wait(failed.error, failed.error["retry_after"], left)
 
@@ -269,14 +263,17 @@ class EngineClient(Destination):
         """
         if error.get("type") == "TooManyUploads":
             what = "takes no more uploads at once"
+            waits_for = "room for an upload"
         else:
+            waits_for = "another sync to end"
             version, until = error.get("staged_version"), error.get("until")
             of = owner_in_words(error.get("owner"))
             what = f"is busy with a sync to version {version} of {of}"
             if isinstance(until, (int, float)):
                 what += f", whose parts are dropped at {clock(until)} unless more of them come"
         message = "%s %s: trying again in %.0f s, for %.0f s at most"
-        logger.warning(message, self.name, what, seconds, max(0.0, left))
+        waits = {"waits_for": waits_for}  # for a progress bar
+        logger.warning(message, self.name, what, seconds, max(0.0, left), extra=waits)
 
 
 class _Chunks:
@@ -293,7 +290,7 @@ class _Chunks:
             yield chunk
 
 
-def _stays(error: httpx.TransportError) -> bool:
+def is_lasting(error: httpx.TransportError) -> bool:
     """Whether a request would fail again: https to a server that speaks http, or another's name."""
     cause: BaseException | None = error
     while cause is not None:
@@ -316,20 +313,21 @@ def _json_object(response: httpx.Response) -> dict[str, Any]:
 def _refusal(response: httpx.Response) -> SyncError:
     """Return the exception for a status other than 200; its class says whether a retry can help."""
     status, error = response.status_code, _json_object(response).get("error")
+    url = str(response.url.copy_with(query=None))
+    message = answer_in_words(status, response.text, response.headers.get("Server"), url)
     if not isinstance(error, dict):
-        kind = _Unreachable if status in (502, 503, 504) else SyncError
-        return kind(f"HTTP {status}: {response.text[:200]}", status)
-    message = f"HTTP {status}: {error.get('type')}: {error.get('message')}"
+        kind = EngineUnreachable if status in (502, 503, 504) else SyncError
+        return kind(message, status)
     if error.get("type") not in ("SyncInProgress", "TooManyUploads"):
         return SyncError.of(message, status, error)
     header = response.headers.get("Retry-After", "")
     seconds = max(0.1, float(header)) if header.isdecimal() else 1.0
-    return _Busy(message, status, {**error, "retry_after": seconds})
+    return EngineBusy(message, status, {**error, "retry_after": seconds})
 
 
 def _retry_after_s(state: RetryCallState) -> float:
     failed = state.outcome.exception() if state.outcome else None
-    return float(failed.error["retry_after"]) if isinstance(failed, _Busy) else 0.0
+    return float(failed.error["retry_after"]) if isinstance(failed, EngineBusy) else 0.0
 
 
 def _header_safe(reason: str) -> str:

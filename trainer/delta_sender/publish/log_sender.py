@@ -9,7 +9,8 @@ from pathlib import Path
 
 import httpx
 
-from delta_sender.arguments import Base, Tensors, log_of
+from delta_sender.arguments import Base, Tensors
+from delta_sender.locations import log_of
 from delta_sender.options import SenderOptions
 from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.notify import Notifier

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import httpx
 
-from delta_sender.arguments import Base, Tensors, check_urls, engine_root, names_log
+from delta_sender.arguments import Base, Tensors, check_urls
 from delta_sender.diff.snapshot import Snapshot
+from delta_sender.locations import engine_root, names_log
 from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.publisher import Connect, Publisher

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Condition
 
-from delta_sender.arguments import Base, Tensors, log_of, named_pairs, tensors_of
+from delta_sender.arguments import Base, Tensors, named_pairs, tensors_of
 from delta_sender.diff.observations import Watch
 from delta_sender.diff.quantize import Quantizer
 from delta_sender.diff.snapshot import Snapshot
@@ -21,6 +21,7 @@ from delta_sender.encode.acked_state import without_old
 from delta_sender.encode.encoding_policy import EncodingPolicy, sparse_encoding
 from delta_sender.encode.sync_round import SyncRound
 from delta_sender.encode.warm_up import warm_up
+from delta_sender.locations import log_of
 from delta_sender.options import SenderOptions
 from delta_sender.publish.contact import meet_all, release_all, release_at_exit
 from delta_sender.publish.destination import Destination

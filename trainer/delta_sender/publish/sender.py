@@ -7,7 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from delta_sender.arguments import Base, Tensors, engine_root, log_location
+from delta_sender.arguments import Base, Tensors
+from delta_sender.locations import engine_root, log_location
 from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.log_sender import log_publisher

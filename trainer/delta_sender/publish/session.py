@@ -18,6 +18,7 @@ from delta_sender.encode.acked_state import AckedState, PostedSync
 from delta_sender.encode.encoding_policy import AUTO, EncodingPolicy
 from delta_sender.encode.part_builder import ChangedTensors, PartBuilder
 from delta_sender.encode.sync_round import Attempt, SyncRound
+from delta_sender.names import some_of
 from delta_sender.options import SenderOptions
 from delta_sender.publish.destination import Destination
 from delta_sender.publish.full_sync import FullSyncGuard
@@ -289,7 +290,7 @@ class Session:
         self._unserved.update(names)
         if names and logs:
             message = "%s ignores tensors that have changed, as a fresh load of them would: %s"
-            logger.warning(message, self.destination.name, ", ".join(names))
+            logger.warning(message, self.destination.name, some_of(names))
 
     def _check_applied(self, answer: Mapping[str, Any]) -> None:
         """Check that a sync which the engine has had already is the one that was posted.

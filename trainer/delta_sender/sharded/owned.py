@@ -9,6 +9,7 @@ import torch
 from delta_sender.diff.observations import count as count_rounded
 from delta_sender.diff.snapshot import NamedTensors, Snapshot
 from delta_sender.encode.acked_state import AckedState
+from delta_sender.names import prefix_hint, some_of
 from delta_sender.sharded.box import Box, box_digest
 from delta_sender.sharded.copies import Copies
 from delta_sender.sharded.ownership import Held, Ownership
@@ -92,7 +93,7 @@ class OwnedShards:
                 count_rounded(held.name, shard.tensor, tensor.dtype)
                 yield held.name, tensor
         if missing:
-            raise ValueError(f"missing, but given before: {', '.join(sorted(missing)[:5])}")
+            raise ValueError(f"missing, but given before: {some_of(missing)}")
 
     def of_base(self, base: Mapping[str, torch.Tensor]) -> NamedTensors:
         """Yield (name, tensor) of those that this rank owns, as parts of whole tensors.
@@ -103,7 +104,7 @@ class OwnedShards:
         for name, box in self.boxes.items():
             tensor, wanted = base.get(name), self.ownership[name]
             if tensor is None:
-                raise ValueError(f"{name}: not in the base")
+                raise ValueError(f"{name}: not in the base{prefix_hint(name, base)}")
             found = NAME_OF_TORCH.get(tensor.dtype), tuple(tensor.shape)
             if found != (wanted.dtype, wanted.shape):
                 raise ValueError(

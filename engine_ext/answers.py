@@ -1,0 +1,58 @@
+"""Words for what a server has answered, and for why none has: for people at commands and senders.
+
+Imports nothing of `engine_ext`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+from typing import Any, Final
+
+_NO_ENDPOINT: Final = (404, 405, 501)  # what servers answer that do not know a path or a method
+_SHOWN: Final = 200  # characters of a foreign answer
+
+
+def answer_in_words(status: int, text: str, server: str | None, url: str) -> str:
+    """Return what a server has refused, in one line.
+
+    Args:
+        status: HTTP status, not 200.
+        text: The body.
+        server: The header ``Server``.
+        url: That was asked for.
+    """
+    error = _object(text).get("error")
+    if isinstance(error, dict):
+        return f"HTTP {status}: {error.get('type')}: {error.get('message')}"
+    who = f" ({server})" if server else ""
+    if status in _NO_ENDPOINT:
+        return (
+            f"HTTP {status}: no delta endpoint at {url}: the server there{who} is no engine with "
+            "--enable-delta-updates, or the address is not its root, http://HOST:PORT"
+        )
+    plain = " ".join(re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", text, flags=re.S).split())
+    return f"HTTP {status} from {url}{who}: {plain[:_SHOWN] or 'no text'}"
+
+
+def failure_in_words(error: BaseException) -> str:
+    """Return why no answer came, in one line; what to do about it if that is known."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
+            return "the server there does not speak https: give http://HOST:PORT"
+        if isinstance(cause, ConnectionRefusedError):
+            return "nothing listens there (connection refused)"
+        several = getattr(cause, "exceptions", ())  # of a host with several addresses
+        cause = several[0] if several else cause.__cause__ or cause.__context__
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,118 @@
+"""What all commands have in common: help at once, versions, usage errors, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine_ext import __version__
+
+MODULES = {
+    "delta-send": "delta_sender",
+    "delta-log": "engine_ext.cli.log",
+    "delta-plan": "engine_ext.cli.plan",
+    "delta-top": "engine_ext.cli.top",
+}
+
+# Runs a command in which the first import of a module is interrupted, as by Ctrl-C.
+INTERRUPTED = """
+import os, runpy, signal, sys
+command, module, *arguments = sys.argv[1:]
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv[1:] = arguments
+runpy.run_module(command, run_name="__main__", alter_sys=True)
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def processor_s(*arguments: str) -> float:
+    """Return the processor time of a Python program, in seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run(*arguments).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.slow
+def test_help_takes_fraction_of_importing_torch() -> None:
+    limit = processor_s("-c", "import torch") / 4
+    times = {name: processor_s("-m", module, "--help") for name, module in MODULES.items()}
+    assert {name: taken for name, taken in times.items() if taken > limit} == {}
+
+
+@pytest.mark.slow
+def test_small_send_takes_little_more_than_importing_torch(tmp_path: Path) -> None:
+    for number, name in enumerate(("base", "next")):
+        (tmp_path / name).mkdir()
+        model = {"a.weight": torch.full((64, 64), float(number)).bfloat16()}
+        save_file(model, tmp_path / name / "model.safetensors")
+    checkpoints = ["--base", str(tmp_path / "base"), "--target", str(tmp_path / "next")]
+    sent = processor_s("-m", "delta_sender", *checkpoints, "--dry-run")
+    assert sent < 2.5 * processor_s("-c", "import torch")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_version(name: str) -> None:
+    done = run("-m", MODULES[name], "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{name} {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "says"),
+    [
+        ("delta-send", ["--target", "t", "--full", "--url", "host:8000"], "neither an engine nor"),
+        ("delta-send", ["--target", "t", "--full", "--url", "http://h/v1"], "without the path of"),
+        ("delta-log", ["list"], "required: LOG"),
+        ("delta-plan", ["host:8000"], "neither a folder nor"),
+        ("delta-top", ["host:8000"], "http://host:8000"),
+    ],
+)
+def test_usage_errors_are_one_line(name: str, wrong: list[str], says: str) -> None:
+    done = run("-m", MODULES[name], *wrong)
+    assert done.returncode == 2
+    assert done.stderr.startswith(name)
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
+    assert "--help lists the options" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "arguments"),
+    [
+        ("delta-send", "torch", ["--target", "t", "--full", "--dry-run"]),
+        ("delta-log", "rich.table", ["list", "."]),
+        ("delta-plan", "httpx", ["http://127.0.0.1:9"]),
+        ("delta-top", "rich.console", ["http://127.0.0.1:9"]),
+    ],
+)
+def test_ctrl_c_while_importing_prints_one_line(
+    name: str, module: str, arguments: list[str]
+) -> None:
+    done = run("-c", INTERRUPTED, MODULES[name], module, *arguments)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.startswith(f"{name}: interrupted")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,281 @@
+"""Run ``delta-send`` with a command line that is parsed."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from delta_sender.diff.snapshot import MappedSnapshot, NamedTensors
+from delta_sender.options import DEFAULTS, SenderOptions
+from delta_sender.publish.bandwidth import LinkSpeed
+from delta_sender.publish.destination import Destination
+from delta_sender.publish.http_client import EngineClient, is_lasting
+from delta_sender.publish.log_destination import LogDestination
+from delta_sender.publish.notify import Notifier
+from delta_sender.publish.publisher import Publisher
+from delta_sender.results import EngineUnreachable, PartialSyncError, SyncError, SyncReport
+from engine_ext.answers import failure_in_words
+from engine_ext.files import checkpoint_entries, read_entries
+from engine_ext.log import open_log
+from engine_ext.ranks.status import EngineStatus
+from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT, bearer_headers
+
+logger = logging.getLogger(__name__)
+
+_ASK_S = 10.0  # for one answer of an engine that might start
+_POLL_S = 0.5
+
+
+class DryRunDestination(Destination):
+    """Count what an engine would be sent; ask it what it holds, and claim nothing."""
+
+    def __init__(self, engine: EngineClient | None) -> None:
+        self.name = "the engine" if engine is None else engine.name
+        self.speed = LinkSpeed()
+        self.highest_posted = 0  # nothing is posted
+        self._engine = engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def plan(self) -> Any:
+        return None if self._engine is None else self._engine.plan()
+
+    def status(self) -> EngineStatus | None:
+        return None if self._engine is None else self._engine.status()
+
+    def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
+        return {"status": "dry run"}
+
+
+def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> Publisher:
+    """Return the publisher of one sync of two mapped checkpoints, given the arguments.
+
+    The engines hold `base`.
+    """
+    options = options_of(arguments)
+
+    def connect(url: str, options: SenderOptions) -> Destination:
+        engine = EngineClient(url, options) if url else None
+        if arguments.dry_run:
+            return DryRunDestination(engine)
+        if arguments.log is not None:
+            asked = [] if engine is None else [engine]
+            asked += [EngineClient(one, options) for one in arguments.notify or ()]
+            log = LogDestination(open_log(arguments.log), asked, options.hmac_key)
+            log.take_turn()
+            return log
+        return EngineClient(url, options)
+
+    urls = arguments.url or [""]
+    return Publisher(urls, base, options, connect=connect, snapshot_type=MappedSnapshot)
+
+
+def options_of(arguments: argparse.Namespace) -> SenderOptions:
+    """Return the senders' options that the command line's arguments and the environment give."""
+    given = {name: getattr(arguments, name) for name in DEFAULTS if name in arguments}
+    given["api_key"] = arguments.api_key or os.environ.get(API_KEY_ENVIRONMENT)
+    given["hmac_key"] = os.environ.get(HMAC_KEY_ENVIRONMENT)
+    if arguments.dry_run:
+        given["delta_log"] = given["state"] = None
+    return SenderOptions(**given)
+
+
+def tell(arguments: argparse.Namespace, version: int, console: Console) -> None:
+    """Ask the engines of ``--notify`` to look at the log, and print what they answer."""
+    options = options_of(arguments)
+    notifier = Notifier(arguments.notify, options)
+    try:
+        notifier.poke(version)
+        told = notifier.wait(options.lag_limit)
+    finally:
+        notifier.close()
+    for url in arguments.notify:
+        answer = told.get(url)
+        if isinstance(answer, int):
+            console.print(f"{url}: at version {answer}")
+        else:
+            why = "no answer within the lag limit" if answer is None else answer
+            console.print(f"{url}: {why}; it finds the version at its next look")
+
+
+def read_checkpoint(folder: Path, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor), mapped from the files and not read; advance a progress bar."""
+    entries = progress.track(checkpoint_entries(folder), description=folder.name)
+    yield from read_entries(entries)
+
+
+class _Printer(logging.Handler):
+    """Prints what the senders warn of and wait for, above the progress bars.
+
+    The last bar says in a few words what is waited for now.
+    """
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+        self._progress: Progress | None = None
+        self._bar: TaskID | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(record.getMessage(), highlight=False)
+        if waits_for := getattr(record, "waits_for", None):
+            self.wait_for(waits_for)
+
+    def wait_for(self, what: str) -> None:
+        """Show what is waited for, if there is a bar."""
+        if self._progress is None:
+            return
+        if self._bar is None:
+            self._bar = self._progress.add_task("", total=None)
+        self._progress.update(self._bar, description=f"waiting for {what}")
+
+    @contextmanager
+    def bar(self, progress: Progress) -> Iterator[None]:
+        """Have a bar for what is waited for, inside the block."""
+        self._progress = progress
+        try:
+            yield
+        finally:
+            if self._bar is not None:
+                progress.remove_task(self._bar)
+            self._progress = self._bar = None
+
+    def then_wait(self, tensors: NamedTensors) -> NamedTensors:
+        """Yield what is sent; after the last one, the engines' answers are waited for."""
+        yield from tensors
+        self.wait_for("the engines to commit")
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: the sender is closed, as after Ctrl-C."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise _Terminated
+
+
+@contextmanager
+def _attended(console: Console) -> Iterator[_Printer]:
+    """Print the senders' warnings inside the block, and end it as Ctrl-C does on SIGTERM."""
+    logger, printer = logging.getLogger("delta_sender"), _Printer(console)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _terminate) if is_main else None
+    logger.addHandler(printer)
+    try:
+        yield printer
+    finally:
+        logger.removeHandler(printer)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command with its parsed arguments, and return the exit status."""
+    console = Console(stderr=True, markup=False, soft_wrap=True)
+    with _attended(console) as printer:
+        return _run(options, console, printer)
+
+
+def await_engine(url: str, options: SenderOptions, seconds: float) -> None:
+    """Wait until an engine's server answers, as it does once the engine has started.
+
+    Raises:
+        EngineUnreachable: It has not done so in time, or never will.
+    """
+    end, said = time.monotonic() + seconds, ""
+    asked = f"{url.rstrip('/')}/delta_status"
+    headers = bearer_headers(options.api_key)
+    with httpx.Client(timeout=_ASK_S) as client:
+        while True:
+            try:
+                status = client.get(asked, headers=headers).status_code
+                if status not in (502, 503, 504):
+                    return
+                why = f"HTTP {status}"
+            except httpx.TransportError as error:
+                why = failure_in_words(error)
+                if is_lasting(error):
+                    raise EngineUnreachable(f"{asked}: {why}") from error
+            left = end - time.monotonic()
+            if left <= 0:
+                raise EngineUnreachable(f"{asked}: no answer in {seconds:.0f} s: {why}")
+            if why != said:
+                waits = {"waits_for": f"{url} to answer"}
+                logger.warning("%s: %s; waiting for %.0f s at most", url, why, left, extra=waits)
+                said = why
+            time.sleep(min(_POLL_S, left))
+
+
+def _run(options: argparse.Namespace, console: Console, printer: _Printer) -> int:
+    several = len(options.url or []) > 1
+    reports: dict[str, SyncReport] = {}
+    failures: dict[str, Exception] = {}
+    try:
+        with Progress(console=console) as progress, printer.bar(progress):
+            for url in (options.url or ()) if options.wait is not None else ():
+                await_engine(url, options_of(options), options.wait)
+            with closing(open_sender(options, read_checkpoint(options.base, progress))) as sender:
+                target = printer.then_wait(read_checkpoint(options.target, progress))
+                try:
+                    reports = sender.sync(target, full=options.sends_all)
+                except PartialSyncError as some:
+                    reports, failures = some.reports, {**some.failures}
+        late = sender.late_outcomes  # closing has waited for engines that lagged
+    except EngineUnreachable as error:  # before the sender was there
+        console.print(f"failed: {error}")
+        return 1
+    except (ValueError, KeyError, OSError, httpx.InvalidURL) as error:
+        console.print(f"{type(error).__name__}: {error}")
+        return 2
+    except _Terminated:
+        console.print("terminated; what was staged in engines is dropped")
+        return 143
+    except KeyboardInterrupt:
+        console.print(
+            "interrupted; what was staged in engines is dropped. GET /delta_status returns the "
+            "version that an engine is at"
+        )
+        return 130
+    for url, report in reports.items():
+        print((f"{url}: " if several else "") + describe(report))
+    for url in set(options.url or ()) - reports.keys() - failures.keys():
+        outcome = late.get(url) or SyncError(
+            "not done within the lag limit; it might have committed"
+        )
+        if isinstance(outcome, SyncReport):
+            console.print(f"{url}: version {outcome.version}: committed late")
+        else:
+            failures[url] = outcome
+    if options.notify is not None and reports and not options.dry_run:
+        tell(options, max(report.version for report in reports.values()), console)
+    for url, failed in failures.items():
+        console.print(f"{url}: failed: {failed}" if several else f"failed: {failed}")
+    return 1 if failures else 0
+
+
+def describe(report: SyncReport) -> str:
+    """Return one line about one sync."""
+    counts = ", ".join(f"{count} {how}" for how, count in sorted(report.picked.items()))
+    parts = f"{report.parts} part(s)" + (f" ({counts})" if counts else "")
+    why = f" (full; {report.reason})" if report.full else ""
+    return (
+        f"version {report.base_version} -> {report.version}: {report.status}{why}; "
+        f"{report.nnz:,} of {report.numel:,} elements "
+        f"({report.density:.3%}), {report.wire_bytes:,} of {report.full_bytes:,} bytes, "
+        f"{parts}, encode {report.encode_ms:.0f} ms, post {report.post_ms:.0f} ms"
+    )
