@@ -43,7 +43,6 @@ class ToyEngine:
     """Constructs, loads and processes a model; an `EngineLoad` as well.
 
     Attributes:
-        role: of the model.
         happened: in order.
         checkpoint: None if there is none.
         refuses: why the loader would not simply load.
