@@ -25,6 +25,8 @@ MODULES = {
 INTERRUPTED = """
 import os, runpy, signal, sys
 command, module, *arguments = sys.argv[1:]
+# A process that a shell has started in the background ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class Interrupt:
     def find_spec(self, name, path=None, target=None):

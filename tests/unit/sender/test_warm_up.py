@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from delta_sender.diff import compare as diff_host
 from delta_sender.options import CHOICES
 from engine_ext.format import digest, exponent_planes, gap_streams, ulp_differences
 from engine_ext.kernels import gather_scatter
+from tests.support.statuses import engine_status
 
 LOOPS: dict[Any, list[Any]] = {
     diff_host: [diff_host.batch_loop_of, diff_host.loop_of],
@@ -28,7 +30,8 @@ LOOPS: dict[Any, list[Any]] = {
 def engine(request: httpx.Request) -> httpx.Response:
     """It has no plan, takes whatever comes, and has nothing compiled for itself."""
     if request.method == "GET":
-        return httpx.Response(200, json={"version": 0, "digest": None})
+        status = engine_status()
+        return httpx.Response(200, content=msgspec.json.encode(status))
     return httpx.Response(200, json={"status": "committed", "version": 1, "digest": None})
 
 
