@@ -84,8 +84,10 @@ class Scene:
         version, health = self.status().version, self.status().health
         return {
             "digest": self._digest(),
-            "version": (version.run, version.number),
-            "health": (health.state, health.changed_externally),
+            "run": version.run,
+            "version": version.number,
+            "state": health.state,
+            "changed_externally": health.changed_externally,
         }
 
     def holds(self, model: Any) -> bool:
