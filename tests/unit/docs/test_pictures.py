@@ -1,0 +1,69 @@
+"""Pictures are files of this project, say what they show, and render without internet."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from scripts import draw_pictures
+from scripts.doc_tables.__main__ import DOCS, README
+
+SVG = "{http://www.w3.org/2000/svg}"
+PICTURES = draw_pictures.PICTURES
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_the_file_is_current(picture: draw_pictures.Picture) -> None:
+    """Run ``python -m scripts.draw_pictures`` if this fails."""
+    file = DOCS / "pictures" / f"{picture.name}.svg"
+    assert file.read_text() == draw_pictures.svg(picture)
+
+
+@pytest.mark.parametrize("file", sorted((DOCS / "pictures").iterdir()), ids=lambda file: file.name)
+def test_a_picture_has_text_and_both_schemes(file: Path) -> None:
+    drawing = ElementTree.parse(file).getroot()
+    named = {one.get("id"): one.text for one in drawing if one.tag in (f"{SVG}title", f"{SVG}desc")}
+    assert list(named) == (drawing.get("aria-labelledby") or "").split()
+    assert all(named.values())
+    assert len(list(drawing.iter(f"{SVG}text"))) >= 8
+    [style] = [one.text or "" for one in drawing.iter(f"{SVG}style")]
+    for scheme in ("prefers-color-scheme:dark", "scheme=default", "scheme=slate"):
+        assert scheme in style
+    assert "url(" not in style
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_boxes_are_inside_and_do_not_overlap(picture: draw_pictures.Picture) -> None:
+    edges = [
+        (box.x - box.width // 2, box.y, box.x + box.width // 2, box.y + box.height)
+        for box in picture.boxes
+    ]
+    for left, top, right, bottom in edges:
+        assert left >= 0
+        assert top >= 0
+        assert right <= picture.width
+        assert bottom <= picture.height
+    for number, (left, top, right, bottom) in enumerate(edges):
+        for other in edges[:number]:
+            apart = left >= other[2] or right <= other[0] or top >= other[3] or bottom <= other[1]
+            assert apart, picture.boxes[number].name
+
+
+def test_the_site_has_the_drawing_in_the_page() -> None:
+    page = '<p><img alt="One sync" src="pictures/sync.svg" /></p>'
+    html = draw_pictures.on_page_content(page)
+    assert "<img" not in html
+    assert ">commit</text>" in html
+    assert draw_pictures.on_page_content('<img src="dashboard.png" />') == (
+        '<img src="dashboard.png" />'
+    )
+
+
+def test_no_page_needs_a_program_to_draw() -> None:
+    for page in (README, *DOCS.rglob("*.md")):
+        assert not re.search(
+            r"^```mermaid|<script|\]\(https?://\S+\.(?:svg|png)\)", page.read_text(), re.M
+        )
