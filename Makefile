@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup .venv-sglang .venv-trainers demo soak test test-fast test-slow test-all programs test-gpu test-versions fuzz bench-gate lint format docs package clean clean-all
+.PHONY: help setup .venv-sglang .venv-trainers demo soak test test-fast test-slow test-all programs test-gpu test-versions fuzz bench-gate lint format docs tables package clean clean-all
 
 ifneq ($(filter demo soak,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -38,7 +38,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.11   the interpreter of the environments"
-	@echo "  NAME=sglang         the environment of make setup: vllm, sglang, trainers or an older engine's"
+	@echo "  NAME=sglang         the environment of make setup: vllm, sglang, trainers, docs or an older engine's"
 	@echo "  ENGINE=vllm         the engine of make demo and make soak, vllm or sglang"
 	@echo "  DEMO_ARGS=...       goes to scripts.demo, SOAK_ARGS=... (--syncs 1000) to scripts.soak"
 	@echo "  PYTEST_ARGS=...     goes to pytest"
@@ -138,10 +138,13 @@ format: setup ## let ruff format and fix the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-docs: setup ## write the reference tables and build the documentation into site/
-	@$(BIN)/python -m scripts.doc_tables --fast
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+docs: ## build the documentation into site/; needs no engine's environment
+	@PYTHON="$(PYTHON)" scripts/setup_env.sh docs
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 	@echo "docs: site/index.html"
+
+tables: setup ## write the tables of the documentation that are generated from the code
+	@$(BIN)/python -m scripts.doc_tables --fast
 
 package: setup ## build wheel and sdist, and try the wheel in an empty environment
 	@PYTHON="$(PYTHON)" BUILD_PYTHON=$(BIN)/python scripts/try_package.sh

@@ -347,6 +347,8 @@ def _text(x: float, y: float, text: str, kind: str = "", *, middle: bool = False
 
 def _arrow(picture: str, arrow: Arrow, start: Box, end: Box) -> list[str]:
     """Return a line from edge to edge, and its label next to its middle."""
+    y1: float
+    y2: float
     left = max(box.x - box.width // 2 for box in (start, end))
     right = min(box.x + box.width // 2 for box in (start, end))
     top = max(start.y, end.y)

