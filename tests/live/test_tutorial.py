@@ -21,7 +21,8 @@ from tests.unit.docs.test_tutorial import PAGE, files
 pytestmark = pytest.mark.full
 
 _COMMANDS = re.compile(
-    r"(?:<!-- (?P<kind>server|fails) -->\n)?```bash\n(?P<text>.*?)```\n(?:\n```text\n(?P<shown>.*?)```)?",
+    r"(?:<!-- (?P<kind>server|fails) -->\n)?```bash\n(?P<text>.*?)```\n"
+    r"(?:\n```text\n(?P<shown>.*?)```)?",
     re.S,
 )
 

@@ -27,7 +27,7 @@ from tests.live.conftest import fingerprint
 from tests.support.plain_trainer import Trainer, container, split
 from tests.support.trainer_models import change, saved
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainer-vllm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "trainer-frameworks.md"
 BACKEND = ("--weight-transfer-config", json.dumps({"backend": "delta_updates"}))
 
 

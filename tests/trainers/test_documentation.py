@@ -1,4 +1,4 @@
-"""The examples of the trainers' pages run; those of TRL with stand-ins for its trainers."""
+"""The examples of the trainers' page run; those of TRL with stand-ins for its trainers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ from trl.generation import vllm_client, vllm_generation
 from tests.support.fake_engine import Engine
 from tests.support.trainer_models import change, make_model, save, saved
 
-PAGES = [
-    Path(__file__).parents[2] / "docs" / f"{name}.md"
-    for name in ("trainers", "trainer-transformers", "trainer-trl")
-]
-TEXT = "".join(page.read_text() for page in PAGES)
+TEXT = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", TEXT, re.S))
 
 
@@ -130,4 +126,5 @@ def test_the_examples_of_trl_run(
 
 def test_every_example_is_run() -> None:
     assert len(EXAMPLES) == TEXT.count("```python")
-    assert EXAMPLES.keys() == {"loop", "stream", "fsdp", "transformers", "grpo", "async_grpo"}
+    here = {"loop", "stream", "fsdp", "transformers", "grpo", "async_grpo"}
+    assert EXAMPLES.keys() == here | {"sharded", "megatron"}  # by tests/unit/sender/sharded

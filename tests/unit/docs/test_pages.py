@@ -60,6 +60,15 @@ def test_the_send_block_runs_as_pasted(
     assert all(part.deltas for part in engine.log)
 
 
+def test_recipes_compile() -> None:
+    """Their imports are not installed here."""
+    page = DOCS / "trainer-frameworks.md"
+    recipes = re.findall(r"<!-- recipe -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(recipes) == 5
+    for recipe in recipes:
+        compile(recipe, page.name, "exec")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):

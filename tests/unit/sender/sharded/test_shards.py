@@ -26,7 +26,7 @@ from delta_sender.sharded.shards import checked
 from tests.support.fake_engine import Engine
 from tests.support.trainer_models import assert_same, change, make_model, saved
 
-PAGE = Path(__file__).parents[4] / "docs" / "trainer-sharded.md"
+PAGE = Path(__file__).parents[4] / "docs" / "trainers.md"
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGE.read_text(), re.S))
 
 
