@@ -310,7 +310,7 @@ async def _apply_files(
     service.inlet.refuse_pushes()
     options = disk_request.options(request.query_params)
     found = service.inlet.store_files.resolved(disk_request)
-    # What fails is reported there, also after the caller has left.
+    # It reports what fails, also after the caller has left.
     return await asyncio.shield(deliver_files(service.inlet, found, options, record))
 
 
