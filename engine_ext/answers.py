@@ -36,6 +36,11 @@ def answer_in_words(status: int, text: str, server: str | None, url: str) -> str
     return f"HTTP {status} from {url}{who}: {plain[:_SHOWN] or 'no text'}"
 
 
+def is_own_error(text: str) -> bool:
+    """Return whether a body is an error of a delta endpoint."""
+    return isinstance(_object(text).get("error"), dict)
+
+
 def failure_in_words(error: BaseException) -> str:
     """Return why no answer came, in one line; what to do about it if that is known."""
     cause: BaseException | None = error

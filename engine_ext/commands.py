@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NoReturn
 
 from engine_ext import __version__
@@ -48,11 +48,22 @@ def leaving_at_once(prog: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    if signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN):  # as in a shell's background
+        yield
+        return
     before = signal.signal(signal.SIGINT, leave)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def positive_seconds(text: str) -> float:
+    """Return an argument's number of seconds; argparse prints why it is none."""
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"not a number of seconds above 0: {text!r}")
 
 
 def without_traceback(prog: str, run: Callable[[], int]) -> int:

@@ -340,18 +340,19 @@ def _oldest_base(listing: Listing) -> int | None:
 
 def _engine_version(url: str, api_key: str | None) -> int:
     import httpx
-    import msgspec
 
-    from engine_ext.ranks.status import EngineStatus
+    from engine_ext.ranks.status import decode_status
 
     asked, headers = f"{url.rstrip('/')}/delta_status", settings.bearer_headers(api_key)
     try:
         answer = httpx.get(asked, headers=headers, timeout=60)
         if answer.status_code == httpx.codes.OK:
-            return msgspec.json.decode(answer.content, type=EngineStatus).version.number
+            return decode_status(answer.content).version.number
         who = answer.headers.get("Server")
         why = answer_in_words(answer.status_code, answer.text, who, asked)
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError) as error:
+    except ValueError as error:
+        raise OSError(f"{url} does not report its version: {error}") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise OSError(f"{url} does not report its version: {failure_in_words(error)}") from error
     raise OSError(f"{url} does not report its version: {why}")
 

@@ -115,9 +115,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _ask(url: str) -> list[list[Row]]:
     import httpx
-    import msgspec
 
-    from engine_ext.ranks.status import EngineStatus
+    from engine_ext.ranks.status import decode_status
 
     asked, headers = f"{url.rstrip('/')}/delta_status", bearer_headers()
     try:
@@ -127,7 +126,10 @@ def _ask(url: str) -> list[list[Row]]:
     if answer.status_code != httpx.codes.OK:
         who = answer.headers.get("Server")
         raise RuntimeError(answer_in_words(answer.status_code, answer.text, who, asked))
-    plan = msgspec.json.decode(answer.content, type=EngineStatus).plan
+    try:
+        plan = decode_status(answer.content).plan
+    except ValueError as error:
+        raise RuntimeError(f"{asked}: {error}") from error
     if not plan:
         raise RuntimeError("the engine waits for its weights; send a full sync first")
     return plan

@@ -17,8 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine_ext.answers import answer_in_words, failure_in_words
-from engine_ext.commands import CommandParser, leaving_at_once, without_traceback
+from engine_ext.answers import answer_in_words, failure_in_words, is_own_error
+from engine_ext.commands import (
+    CommandParser,
+    leaving_at_once,
+    positive_seconds,
+    without_traceback,
+)
 
 with leaving_at_once("delta-top"):
     import httpx
@@ -30,7 +35,7 @@ with leaving_at_once("delta-top"):
     from rich.text import Text
 
     from engine_ext.errors import DeltaError
-    from engine_ext.ranks.status import EngineStatus
+    from engine_ext.ranks.status import EngineStatus, decode_status
     from engine_ext.settings import API_KEY_ENVIRONMENT, bearer_headers
 
 if TYPE_CHECKING:
@@ -73,6 +78,7 @@ class Answer:
     status: EngineStatus | None  # of ``GET /delta_status?history=true``
     error: str | None = None  # why there is no status
     http_status: int | None = None  # of an answer that was refused, or that no engine gives
+    has_failed: bool = False  # the delta endpoint has answered with an error
 
     @property
     def state(self) -> str:
@@ -80,7 +86,9 @@ class Answer:
         if self.status is None:
             if self.http_status is None:
                 return "unreachable"
-            return "denied" if self.http_status in (401, 403) else "no engine"
+            if self.http_status in (401, 403):
+                return "denied"
+            return "failing" if self.has_failed else "no engine"
         health = self.status.health
         return "asleep" if health.state == "certain" and health.asleep else health.state
 
@@ -121,12 +129,12 @@ async def ask(client: httpx.AsyncClient, url: str) -> Answer:
     if response.status_code != httpx.codes.OK:
         who = response.headers.get("Server")
         said = answer_in_words(response.status_code, response.text, who, f"{url}/delta_status")
-        return Answer(url, None, said, response.status_code)
+        failed = is_own_error(response.text)
+        return Answer(url, None, said, response.status_code, has_failed=failed)
     try:
-        return Answer(url, msgspec.json.decode(response.content, type=EngineStatus))
-    except (ValueError, msgspec.DecodeError):  # another kind of server
-        said = "the server has no delta endpoints of this version"
-        return Answer(url, None, said, response.status_code)
+        return Answer(url, decode_status(response.content))
+    except ValueError as error:  # another kind of server
+        return Answer(url, None, str(error), response.status_code)
 
 
 def table(answers: Sequence[Answer], syncs: int, columns: int = _WIDE) -> RenderableType:
@@ -334,9 +342,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--once", action="store_true", help=help)
     add("--json", action="store_true", help="print the engines' status as JSON and exit")
     help = "between two requests (default: %(default)g)"
-    add("--interval", type=_positive, default=2.0, metavar="SECONDS", help=help)
+    add("--interval", type=positive_seconds, default=2.0, metavar="SECONDS", help=help)
     help = "how long to wait for an engine's answer (default: %(default)g)"
-    add("--timeout", type=_positive, default=5.0, metavar="SECONDS", help=help)
+    add("--timeout", type=positive_seconds, default=5.0, metavar="SECONDS", help=help)
     help = "syncs to show of each engine (default: 10)"
     add("--syncs", type=_count, default=10, metavar="N", help=help)
     return parser
@@ -352,13 +360,6 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"not a number: {text!r}")
     return int(text)
-
-
-def _positive(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"not a number of seconds above 0: {text!r}")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ class Board:
             append: becomes the newest entry then; None adds none.
             most: the number of entries that are kept then.
         """
+        assert append is None or most > 0
         item = self._items.setdefault(key, _Item())
         if item.revision != expected:
             return _shown(item)

@@ -5,7 +5,7 @@ Times are Unix times in seconds, digests and hashes hex. Readers ignore keys tha
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -18,6 +18,9 @@ from engine_ext.ranks.replies import (
     SyncRecord,
 )
 
+OTHER_FORM: Final = (
+    "no status of this version of delta-updates; engine and client must be of one version"
+)
 HealthState = Literal["certain", "uncertain", "mismatched", "waiting_for_log"]
 
 
@@ -96,3 +99,15 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     adapters: list[LoadedAdapter] | None  # None if the engine takes none
     plan: list[list[dict[str, Any]]] | msgspec.UnsetType | None = msgspec.UNSET  # on request
     history: list[SyncRecord] | msgspec.UnsetType = msgspec.UNSET  # on request
+
+
+def decode_status(content: bytes) -> EngineStatus:
+    """Return the status in the body of an answer.
+
+    Raises:
+        ValueError: it is none, or that of a version with another form.
+    """
+    try:
+        return msgspec.json.decode(content, type=EngineStatus)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{OTHER_FORM}: {error}") from error

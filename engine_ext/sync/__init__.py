@@ -4,41 +4,33 @@
 planned. The receiver carries out the operations of `engine_ext.ranks.operations`: `sync_state`
 decides which parts are admitted, `background_staging` stages them in threads, `delta_applier` turns
 them into staged writes (`stager`, `staged`) and `transaction` commits them with a vote of all ranks
-(`consensus`), or undoes them. `initial_sync` serves an engine without a checkpoint, `scrubber`
-compares live memory with the digest, and `adapter_receivers` serve LoRA adapters.
+(`consensus`), or undoes them. `post_load` follows what the engine computes from loaded weights;
+`masked` writes through the engine's own loader. `initial_sync` serves an engine without a
+checkpoint, `scrubber` compares live memory with the digest, and `adapter_receivers` serve LoRA
+adapters.
 
 Imports: every room of `engine_ext` below the adapters. Never an engine, never the HTTP side.
 """
 
 from engine_ext.sync.adapter_receivers import AdapterReceivers, AdapterStore, AdapterStores
-from engine_ext.sync.applier import Applier
 from engine_ext.sync.assemble import make_receiver
 from engine_ext.sync.background_staging import BackgroundStaging
 from engine_ext.sync.delta_applier import DeltaApplier
-from engine_ext.sync.initial_sync import InitialSyncApplier
 from engine_ext.sync.masked import MaskedApplier, apply_masked
-from engine_ext.sync.moved_tensors import TraceAgain
-from engine_ext.sync.post_load import PostLoad
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.scrubber import Scrubber
 from engine_ext.sync.staged import StagedPart, UndoLog
-from engine_ext.sync.transaction import Transaction
 
 __all__ = [
     "AdapterReceivers",
     "AdapterStore",
     "AdapterStores",
-    "Applier",
     "BackgroundStaging",
     "DeltaApplier",
-    "InitialSyncApplier",
     "MaskedApplier",
-    "PostLoad",
     "Receiver",
     "Scrubber",
     "StagedPart",
-    "TraceAgain",
-    "Transaction",
     "UndoLog",
     "apply_masked",
     "make_receiver",

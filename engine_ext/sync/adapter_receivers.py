@@ -28,7 +28,7 @@ from engine_ext.settings import Settings
 from engine_ext.startup import Recomputed
 from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.post_load import PostLoad
-from engine_ext.sync.receiver import Receiver
+from engine_ext.sync.receiver import Receiver, keeps_part
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class AdapterReceivers:
         receiver = self._model
         if request.adapter is not None:
             receiver = self._receiver(request.adapter)
-        if isinstance(request, _WRITES) and not _keeps_part(request):
+        if isinstance(request, _WRITES) and not keeps_part(request):
             run_on_all_or_none(self._ranks, lambda: self._check_others(receiver))
         reply = receiver.execute(msgspec.structs.replace(request, adapter=None))
         return self._completed(request, reply)
@@ -187,11 +187,6 @@ class AdapterReceivers:
             store.synced = True
             store.receiver.set_asleep(self._asleep)
         return store.receiver
-
-
-def _keeps_part(request: ops.Operation[Any]) -> bool:
-    """Return whether a request comes before anything that can change the engine."""
-    return isinstance(request, ops.PrepareSync) and request.keep
 
 
 def make_adapter_receiver(store: AdapterStore, ranks: RankGroup, settings: Settings) -> Receiver:

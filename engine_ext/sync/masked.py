@@ -61,7 +61,7 @@ class MaskedApplier(DeltaApplier):
     def stage(self, part: DecodedPart) -> StagedPart:
         """Stage a part, and keep it: the loader gets its params as they were sent."""
         staged = super().stage(part)
-        sent = [delta for delta in part.deltas if self.plan.ignores(delta.name) is None]
+        sent = [delta for delta in part.deltas if delta.name not in staged.skipped]
         for param, delta in zip(staged.params, sent, strict=True):
             param.delta = delta
         return staged

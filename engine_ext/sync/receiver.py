@@ -32,6 +32,11 @@ logger = logging.getLogger(__name__)
 _WRITES = (ops.PrepareSync, ops.CommitSync, ops.RollBack)
 
 
+def keeps_part(request: ops.Operation[Any]) -> bool:
+    """Return whether a request keeps a part of a sync that is not complete; it writes nothing."""
+    return isinstance(request, ops.PrepareSync) and request.keep
+
+
 class Receiver(SyncOperations):
     """One rank's receiver. Every operation has a method with the name of its tag.
 
@@ -123,7 +128,7 @@ class Receiver(SyncOperations):
             # Not before: an engine must take no other work on its device while it captures graphs.
             self._scrubber.start(self._scrub_interval)
         rebuilds = isinstance(request, ops.GetDigest) and request.scan
-        writes = rebuilds or isinstance(request, _WRITES)
+        writes = rebuilds or (isinstance(request, _WRITES) and not keeps_part(request))
         scrubbing = self._scrubber.interrupted() if writes else contextlib.nullcontext()
         with scrubbing, no_full_collections():
             # In the context: what is found later is judged after the write.

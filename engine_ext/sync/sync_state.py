@@ -100,7 +100,8 @@ class SyncState:
             back.
         loaded: nothing was written since the engine has started.
         runs: who owns the weights, and the numbers of each run.
-        writes: how often the version, or what is known of it, has changed.
+        writes: how often the version, or what is known of it, has changed. After an error on one
+            rank alone, ranks can differ: the first rank's counts.
     """
 
     def __init__(self, version: int, stage_timeout: float) -> None:

@@ -274,11 +274,15 @@ class EngineCommitter:
     async def _lease(self, *, pauses: bool) -> AsyncIterator[_HeldLease]:
         """Hold the lease of the engine: no other process pauses or resumes it meanwhile."""
         async with self._lock:
-            lease = await self._acquire(pauses)
+            lease: _HeldLease | None = None
             try:
+                lease = await self._acquire(pauses)
                 yield lease
             finally:
-                use = EngineUse(resume_owed=lease.resume_owed, pause=lease.pause)
+                # Also if the answer to the last request for it was lost.
+                use = None
+                if lease is not None:
+                    use = EngineUse(resume_owed=lease.resume_owed, pause=lease.pause)
                 try:
                     await self._use.release(self._name, use)
                 except Exception:

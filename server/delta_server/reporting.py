@@ -30,7 +30,6 @@ from engine_ext.ranks.operations import CommittedSync, SyncRecord
 logger = logging.getLogger(__name__)
 
 _PROGRESS_EVERY_S = 5.0
-_MOST_HISTORIES = 16
 _PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)
 _LEVELS = {
     "staged": logging.DEBUG,  # the line of its sync includes it
@@ -44,7 +43,7 @@ class SyncReporter:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._histories: dict[str | None, SyncHistory] = {}  # of the model, and of adapters
+        self._history_of_model = SyncHistory(engine)
         self._tasks: set[asyncio.Task[None]] = set()
         # The sync of the last staged part, and when a line about a staged part was last logged.
         self._sync: tuple[int | None, str | None] | None = None
@@ -122,15 +121,10 @@ class SyncReporter:
         self._log(sync)
 
     def _history(self, adapter: str | None) -> SyncHistory:
-        """Return the history of the model or an adapter; the oldest of many adapters gives way."""
-        known = self._histories.pop(adapter, None)
-        if known is None:
-            whose = self._engine if adapter is None else AdapterEngine(self._engine, adapter)
-            known = SyncHistory(whose)
-        self._histories[adapter] = known
-        if len(self._histories) > _MOST_HISTORIES:
-            del self._histories[next(iter(self._histories))]
-        return known
+        """Return the history of the model or an adapter; one that is loaded again has a new one."""
+        if adapter is None:
+            return self._history_of_model
+        return SyncHistory(AdapterEngine(self._engine, adapter))
 
     def _log(self, sync: SyncRecord) -> None:
         facts = msgspec.structs.asdict(sync)

@@ -34,7 +34,7 @@ from delta_server.request_options import (
 from delta_server.request_record import RequestRecord
 from delta_server.service import DeltaService
 from delta_server.sources import deliver
-from delta_server.sources.files import Files
+from delta_server.sources.files import deliver_files
 from delta_server.sources.pulls import commit_pulled, is_pulled, pull
 from delta_server.sources.push import SinglePart, advance, received
 from delta_server.upload_limits import receive_body
@@ -310,8 +310,8 @@ async def _apply_files(
     service.inlet.refuse_pushes()
     options = disk_request.options(request.query_params)
     found = service.inlet.store_files.resolved(disk_request)
-    source = Files(service.inlet, found, options, record)
-    return await asyncio.shield(deliver(source, service.coordinator, options, record))
+    # It reports what fails, also after the caller has left.
+    return await asyncio.shield(deliver_files(service.inlet, found, options, record))
 
 
 def _service(request: Request) -> DeltaService:

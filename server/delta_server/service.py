@@ -192,7 +192,7 @@ class DeltaService:
             asleep=asleep,
             changed_externally=next((reply.foreign for reply in replies if reply.foreign), None),
             paused=await self.committer.describe_pause(whole, asleep=asleep),
-            resume_owed=first.resume_owed,
+            resume_owed=whole.resume_owed,
             awaits_full_sync=first.awaits is not msgspec.UNSET,
             certification=[reply.certification for reply in replies],
             uncertified={k: v for reply in replies for k, v in reply.uncertified.items()},

@@ -9,7 +9,7 @@ from typing import Any
 
 from delta_sender.locations import engine_root, log_location, log_of
 from delta_sender.options import DEFAULTS, FLAGS
-from engine_ext.commands import CommandParser, leaving_at_once, without_traceback
+from engine_ext.commands import CommandParser, leaving_at_once, positive_seconds, without_traceback
 from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT
 
 PROG = "delta-send"
@@ -66,7 +66,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--notify", action="append", metavar="URL", help=notify_help)
     add("--dry-run", action="store_true", help="print what would be sent; post and write nothing")
     wait_help = "wait until each --url answers, for SECONDS at most (default: 600), as at its start"
-    wait: dict[str, Any] = {"nargs": "?", "const": 600.0, "type": float, "metavar": "SECONDS"}
+    wait: dict[str, Any] = {
+        "nargs": "?",
+        "const": 600.0,
+        "type": positive_seconds,
+        "metavar": "SECONDS",
+    }
     add("--wait", **wait, help=wait_help)
     group = parser.add_argument_group("sync options")
     for name, default in DEFAULTS.items():
@@ -102,6 +107,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--url or --log is needed, except with --dry-run")
     if options.log is not None and (options.delta_log or options.state) is not None:
         parser.error("--log cannot be combined with --delta-log or --state: it posts nothing")
+    if options.wait is not None and options.url is None:
+        parser.error("--wait is for engines: give --url")
     if options.log is not None and options.url is not None and len(options.url) > 1:
         parser.error("--log writes for one engine: give one --url at most")
     try:
@@ -130,7 +137,7 @@ def _take_log(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    options = parse_arguments(arguments)
     with leaving_at_once(PROG):
+        options = parse_arguments(arguments)
         from delta_sender import send_command
     return without_traceback(PROG, lambda: send_command.run(options))

@@ -128,6 +128,7 @@ class _Printer(logging.Handler):
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
         self._console = console
+        self._bars = threading.Lock()  # engines that lag are waited for in threads
         self._progress: Progress | None = None
         self._bar: TaskID | None = None
 
@@ -138,11 +139,19 @@ class _Printer(logging.Handler):
 
     def wait_for(self, what: str) -> None:
         """Show what is waited for, if there is a bar."""
-        if self._progress is None:
-            return
-        if self._bar is None:
-            self._bar = self._progress.add_task("", total=None)
-        self._progress.update(self._bar, description=f"waiting for {what}")
+        with self._bars:
+            if self._progress is None:
+                return
+            if self._bar is None:
+                self._bar = self._progress.add_task("", total=None)
+            self._progress.update(self._bar, description=f"waiting for {what}")
+
+    def end_wait(self) -> None:
+        """Remove the bar of what is waited for."""
+        with self._bars:
+            if self._progress is not None and self._bar is not None:
+                self._progress.remove_task(self._bar)
+            self._bar = None
 
     @contextmanager
     def bar(self, progress: Progress) -> Iterator[None]:
@@ -151,14 +160,14 @@ class _Printer(logging.Handler):
         try:
             yield
         finally:
-            if self._bar is not None:
-                progress.remove_task(self._bar)
-            self._progress = self._bar = None
+            self.end_wait()
+            with self._bars:
+                self._progress = None
 
-    def then_wait(self, tensors: NamedTensors) -> NamedTensors:
-        """Yield what is sent; after the last one, the engines' answers are waited for."""
+    def then_wait(self, tensors: NamedTensors, what: str) -> NamedTensors:
+        """Yield what is sent; after the last one, something is waited for."""
         yield from tensors
-        self.wait_for("the engines to commit")
+        self.wait_for(what)
 
 
 class _Terminated(KeyboardInterrupt):
@@ -188,7 +197,10 @@ def run(options: argparse.Namespace) -> int:
     """Run the command with its parsed arguments, and return the exit status."""
     console = Console(stderr=True, markup=False, soft_wrap=True)
     with _attended(console) as printer:
-        return _run(options, console, printer)
+        try:
+            return _run(options, console, printer)
+        except _Terminated:  # after the sync
+            return 143
 
 
 def await_engine(url: str, options: SenderOptions, seconds: float) -> None:
@@ -229,8 +241,12 @@ def _run(options: argparse.Namespace, console: Console, printer: _Printer) -> in
         with Progress(console=console) as progress, printer.bar(progress):
             for url in (options.url or ()) if options.wait is not None else ():
                 await_engine(url, options_of(options), options.wait)
+                printer.end_wait()
             with closing(open_sender(options, read_checkpoint(options.base, progress))) as sender:
-                target = printer.then_wait(read_checkpoint(options.target, progress))
+                target: NamedTensors = read_checkpoint(options.target, progress)
+                if not options.dry_run:
+                    last = "the log to be written" if options.log else "the engines to commit"
+                    target = printer.then_wait(target, last)
                 try:
                     reports = sender.sync(target, full=options.sends_all)
                 except PartialSyncError as some:

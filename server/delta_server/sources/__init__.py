@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -35,6 +36,8 @@ from delta_server.staging import NumberedPart
 from delta_server.upload_limits import MinimumRate, UploadSlots
 from engine_ext.errors import Conflict, as_delta_error
 from engine_ext.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 Outcome = Literal[
     "committed", "already_applied", "staged",
@@ -161,9 +164,13 @@ async def _submit(
 async def _settle(
     source: Source, verified: Sequence[VerifiedPart], version: int | None, outcome: Outcome
 ) -> None:
-    for one in verified:
-        one.remove()
-    await source.settled(version, outcome)
+    with contextlib.ExitStack() as removed:
+        for one in verified:
+            removed.callback(one.remove)
+    try:
+        await source.settled(version, outcome)
+    except Exception:  # the answer is what has happened to the weights
+        logger.exception("a source could not give up what it holds")
 
 
 def _outcome(error: BaseException) -> Any:

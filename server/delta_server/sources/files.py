@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,7 +18,7 @@ from delta_server.coordinator import Coordinator
 from delta_server.intake import VerifiedPart
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
-from delta_server.sources import Inlet, Outcome
+from delta_server.sources import Inlet, Outcome, deliver
 from delta_server.sources.folders import gap_is_empty, spool_request, version_of
 from delta_server.sources.numbering import as_one_sync, part_id
 from delta_server.sources.store_files import ResolvedFiles
@@ -91,6 +92,22 @@ class Files:
     async def settled(self, version: int | None, outcome: Outcome) -> None:
         """Delete what was fetched."""
         await self._fetched.aclose()
+
+
+async def deliver_files(
+    inlet: Inlet,
+    found: AbstractAsyncContextManager[ResolvedFiles],
+    options: Options,
+    record: RequestRecord,
+) -> dict[str, Any]:
+    """Bring files to the coordinator, and report what fails on the way; return the answer.
+
+    Raises:
+        DeltaError: each class fixes the state that the engine is in then.
+    """
+    source = Files(inlet, found, options, record)
+    async with inlet.coordinator.reporter.follow(record):
+        return await deliver(source, inlet.coordinator, options, record)
 
 
 def located(parts: Sequence[PartId], paths: Sequence[Path], url: str | None = None) -> list[PartId]:

@@ -93,18 +93,20 @@ class LogVersion(Files):
     ) -> None:
         super().__init__(inlet, contextlib.nullcontext(files), options, record)
         self._records = dict(records)
+        self._numbered: list[NumberedPart] = []
 
     async def complete(self, verified: Sequence[VerifiedPart]) -> list[NumberedPart]:
         """Return the parts with their ids and the records; raises what `Files.complete` raises."""
-        return [
+        self._numbered = [
             (msgspec.structs.replace(part, log_records=self._records), one)
             for part, one in await super().complete(verified)
         ]
+        return self._numbered
 
     async def settled(self, version: int | None, outcome: Outcome) -> None:
         """Drop what stays staged of the version: it would keep out what leads around it."""
         if outcome not in ("committed", "already_applied"):
-            for part in self._record.parts[:1]:
+            for part, _ in self._numbered[:1]:
                 with contextlib.suppress(Exception):
                     await self._inlet.coordinator.drop_staged(part)
         await super().settled(version, outcome)
@@ -431,12 +433,12 @@ class LogReplay:
     @contextlib.asynccontextmanager
     async def _lease(self) -> AsyncIterator[None]:
         """Hold the lease of the delta log: no other process of this engine replays it."""
-        while not await self._turn.acquire(self._name):
-            await asyncio.sleep(_POLL_S)
         try:
+            while not await self._turn.acquire(self._name):
+                await asyncio.sleep(_POLL_S)
             yield
         finally:
-            try:
+            try:  # also if the answer to the last request for it was lost
                 await self._turn.release(self._name)
             except Exception:
                 # This process can acquire it again, and others can if this one is dead.

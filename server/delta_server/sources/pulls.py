@@ -21,9 +21,9 @@ from delta_server.board import PULLS, Item
 from delta_server.coordinator import Held
 from delta_server.request_options import DiskRequest, Options, PullRequest
 from delta_server.request_record import RequestRecord
-from delta_server.sources import Inlet, deliver
+from delta_server.sources import Inlet
 from delta_server.sources.disk_files import list_names, marks
-from delta_server.sources.files import Files
+from delta_server.sources.files import deliver_files
 from delta_server.sources.folders import folder_of, holds_nothing, spool_request
 from delta_server.sources.push import advance
 from delta_server.sources.store_files import ResolvedFiles, StoreFiles
@@ -101,7 +101,8 @@ async def pull(inlet: Inlet, wanted: PullRequest, record: RequestRecord) -> str:
         options = Options(weight_version=following[0])
         record.commits = False
         marks = await asyncio.to_thread(source.marks, following[0])  # before the files are read
-        answer = await _deliver(inlet, source, following[0], options, record)
+        files = source.resolved(following[0])
+        answer = await deliver_files(inlet, files, options, record)
         identities = sorted(record.identities)
         folder = PulledFolder(version=following[0], identities=identities, marks=marks)
         sync_id = record.parts[0].sync_id
@@ -161,7 +162,7 @@ async def commit_pulled(
             answer = await inlet.coordinator.commit_staged(staged, options, own_record)
         else:  # not staged, or dropped since, or not known to be this one
             own = msgspec.structs.replace(options, weight_version=version)
-            answer = await _deliver(inlet, source, version, own, own_record)
+            answer = await deliver_files(inlet, source.resolved(version), own, own_record)
         if answer["status"] == "staged":
             await _refuse_incomplete(inlet, own_record)
         if version == target:
@@ -243,14 +244,6 @@ async def _refuse_incomplete(inlet: Inlet, record: RequestRecord) -> NoReturn:
     await inlet.coordinator.drop_staged(record.parts[0])
     version = record.parts[0].version
     raise MalformedPart(f"the folder of version {version} lacks parts of it")
-
-
-async def _deliver(
-    inlet: Inlet, source: PullSource, version: int, options: Options, record: RequestRecord
-) -> dict[str, Any]:
-    files = Files(inlet, source.resolved(version), options, record)
-    async with inlet.coordinator.reporter.follow(record):
-        return await deliver(files, inlet.coordinator, options, record)
 
 
 async def _staged(inlet: Inlet, version: int, sync_id: str | None) -> PartId | None:

@@ -106,6 +106,7 @@ def test_usage_errors_are_one_line(name: str, wrong: list[str], says: str) -> No
     ("name", "module", "arguments"),
     [
         ("delta-send", "torch", ["--target", "t", "--full", "--dry-run"]),
+        ("delta-send", "httpx", ["--target", "t", "--full", "--url", "http://127.0.0.1:9"]),
         ("delta-log", "rich.table", ["list", "."]),
         ("delta-plan", "httpx", ["http://127.0.0.1:9"]),
         ("delta-top", "rich.console", ["http://127.0.0.1:9"]),

@@ -176,7 +176,8 @@ def test_json_for_scripts(
     assert top.main([engine.url + "/", dead, "--json"]) == 1
     one, other = json.loads(capsys.readouterr().out)
     shown_status = msgspec.to_builtins(status)
-    answered = {"url": engine.url, "status": shown_status, "error": None, "http_status": None}
+    no_error = {"error": None, "http_status": None, "has_failed": False}
+    answered = {"url": engine.url, "status": shown_status, **no_error}
     assert one == answered
     assert (other["url"], other["status"]) == (dead, None)
     assert other["error"]
@@ -197,10 +198,14 @@ def test_the_token(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ((404, b'{"detail": "Not Found"}'), "no engine HTTP 404: no delta endpoint at"),
         ((404, b'{"detail": "Not Found"}'), "--enable-delta-updates"),
+        (
+            (500, b'{"error": {"type": "DeltaError", "message": "the ranks are gone"}}'),
+            "failing HTTP 500: DeltaError: the ranks are gone",
+        ),
         ((500, b"<html><p>Oops</p></html>"), "no engine HTTP 500 from"),
         ((500, b"<html><p>Oops</p></html>"), ": Oops"),
-        ((200, b'{"version": {"number": 1}}'), "no engine the server has no delta endpoints"),
-        ((200, b"[]"), "no delta endpoints"),
+        ((200, b'{"version": {"number": 1}}'), "no engine no status of this version"),
+        ((200, b"[]"), "no engine no status of this version"),
     ],
 )
 def test_what_is_no_engine(

@@ -251,6 +251,6 @@ def test_status_of_another_form_is_refused(answer: dict[str, object]) -> None:
     engine.status = lambda: httpx.Response(200, json=answer)  # type: ignore[method-assign]
     with sender_of(engine, model) as sender:
         train(model)
-        with pytest.raises(SyncError, match="has a status of another form"):
+        with pytest.raises(SyncError, match="no status of this version"):
             sender.sync(model.items())
     assert engine.requests == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from delta_server import board
-from delta_server.follow_state import FollowState
+from delta_server.follow_state import FollowState, LogLook
 from engine_ext.log import Entry, Listing
 from tests.support.endpoint_rig import Rig
 
@@ -51,3 +51,17 @@ def test_ranks_that_do_not_answer(rig: Rig) -> None:
     with pytest.raises(ConnectionError):
         rig.run(state.lead())
     assert rig.run(state.lead())
+
+
+def look(error: dict[str, str] | None = None) -> LogLook:
+    return LogLook(at=0.0, newest=9, behind=0, problem=None, error=error, asleep=False)
+
+
+def test_looks_of_all_processes_count(rig: Rig) -> None:
+    one, other = FollowState(rig.engine, 0), FollowState(rig.engine, 0)
+    rig.run(other.pin(5))
+    for count, state in ((1, one), (2, other), (3, one)):
+        known = rig.run(state.record(look({"type": "LogDamaged"})))
+        assert (known.failures, known.in_a_row, known.pin) == (count, count, 5)
+    known = rig.run(other.record(look()))
+    assert (known.failures, known.in_a_row) == (3, 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+from delta_server.intake import Intake
 from tests.support.delta_bodies import NEXT, bare, delta_part
 from tests.support.endpoint_rig import DELTA, FROM_DISK, MAX_BODY_BYTES, Rig, assert_error
+from tests.support.present import present
 
 GOOD = delta_part()
 
@@ -144,4 +148,34 @@ def test_the_query_of_a_disk_request_counts(
     (root / "a.safetensors").write_bytes(GOOD)
     body = {"model_path": str(root), "load_format": "delta"}
     assert disk_rig.post(path, json=body, params=query).status_code == status
+    disk_rig.assert_untouched()
+
+
+def test_a_failure_after_the_caller_has_left_is_reported(
+    disk_rig: Rig, root: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "a.safetensors").write_bytes(b"damaged")
+    reads, goes_on, read = threading.Event(), threading.Event(), Intake.read
+
+    def slowly(intake: Intake, *arguments: Any) -> Any:
+        reads.set()
+        assert goes_on.wait(30)
+        return read(intake, *arguments)
+
+    monkeypatch.setattr(Intake, "read", slowly)
+
+    async def leave() -> None:
+        body = {"model_path": str(root), "load_format": "delta", "weight_version": "8"}
+        request = asyncio.ensure_future(disk_rig.request("POST", path, json=body))
+        while not reads.is_set():
+            await asyncio.sleep(0.001)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        goes_on.set()
+        while not await disk_rig.service.reporter.history():
+            await asyncio.sleep(0.001)
+
+    disk_rig.run(leave())
+    history = present(disk_rig.status(history="true").history)
+    assert [(one.outcome, one.error) for one in history] == [("refused", "MalformedPart")]
     disk_rig.assert_untouched()

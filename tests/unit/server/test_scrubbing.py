@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,15 +26,28 @@ def scrubber(one: ScrubState | None = None, *found: str) -> Any:
     def take_found() -> set[str]:
         return left.pop() if left else set()
 
-    steps = {"take_found": take_found, "interrupted": contextlib.nullcontext}
-    return SimpleNamespace(state=one, findings=len(found), **steps)
+    one_rank = SimpleNamespace(state=one, findings=len(found), take_found=take_found, writes=0)
+
+    @contextlib.contextmanager
+    def interrupted() -> Iterator[None]:
+        one_rank.writes += 1
+        yield
+
+    one_rank.interrupted = interrupted
+    return one_rank
+
+
+def put(rig: Rig, *scrubbers: Any) -> None:
+    """Let these be the scrubbers of the ranks."""
+    for receiver, one in zip(rig.engine.receivers, scrubbers, strict=True):
+        receiver._scrubber = one
 
 
 def test_a_mismatch_on_one_rank_is_the_engines_state(rig: Rig) -> None:
     """Every HTTP process sees it; whatever is no full sync is refused, and a full one ends it."""
     rig.send(delta_part())
     weights = rig.engine.weights
-    rig.engine.receivers[1]._scrubber = scrubber(None, "w")
+    put(rig, scrubber(), scrubber(None, "w"))
     assert (rig.status().health.state, rig.status().health.mismatched) == ("mismatched", ["w"])
     other = DeltaService(rig.engine, rig.settings)
     assert rig.run(other.status()).health.state == "mismatched"
@@ -54,23 +68,20 @@ def test_a_mismatch_on_one_rank_is_the_engines_state(rig: Rig) -> None:
 def test_the_status_is_of_all_ranks(rig: Rig) -> None:
     assert rig.status().scrub is None
     states = [state(passes=3, mismatched=["b"]), state(passed_at=4.0, mismatched=["a", "b"])]
-    for receiver, one in zip(rig.engine.receivers, states, strict=True):
-        receiver._scrubber = scrubber(one)
+    put(rig, *map(scrubber, states))
     found = ScrubState(passes=1, passed_at=4.0, mismatched=["a", "b"], error=None)
     assert rig.status().scrub == found
 
 
 def test_a_rank_that_has_not_passed_or_fails_shows(rig: Rig) -> None:
     states = [state(), state(passes=0, passed_at=None, error="OSError: no")]
-    for receiver, one in zip(rig.engine.receivers, states, strict=True):
-        receiver._scrubber = scrubber(one)
+    put(rig, *map(scrubber, states))
     found = ScrubState(passes=0, passed_at=None, mismatched=[], error="OSError: no")
     assert rig.status().scrub == found
 
 
 def test_findings_are_counted_and_a_failure_ends_nothing(rig: Rig) -> None:
-    for receiver in rig.engine.receivers:
-        receiver._scrubber = scrubber()
+    put(rig, scrubber(), scrubber())
     before = metrics.SCRUB_MISMATCHES._value.get()
 
     def counted() -> float:
@@ -89,8 +100,7 @@ def test_findings_are_counted_and_a_failure_ends_nothing(rig: Rig) -> None:
             asyncio.ensure_future(scrubbing.count_findings(rig.engine, 1e-4)) for _ in range(2)
         ]
         for found, total in (((1, 2), 3), ((1, 3), 4)):
-            for receiver, findings in zip(rig.engine.receivers, found, strict=True):
-                receiver._scrubber = scrubber(None, *map(str, range(findings)))
+            put(rig, *(scrubber(None, *map(str, range(findings))) for findings in found))
             await until(total)
             rig.engine.fails["status"] = RuntimeError("the engine is gone")
             await asked()
@@ -100,3 +110,13 @@ def test_findings_are_counted_and_a_failure_ends_nothing(rig: Rig) -> None:
             process.cancel()
 
     rig.run(scenario())
+
+
+def test_a_part_that_is_kept_does_not_disturb_scrubbing(rig: Rig) -> None:
+    scrubbers = scrubber(), scrubber()
+    put(rig, *scrubbers)
+    part: dict[str, Any] = {"sync_id": "a", "num_parts": 2}
+    assert rig.send(delta_part(part=0, **part)).json()["status"] == "staged"
+    assert [one.writes for one in scrubbers] == [0, 0]
+    rig.send(delta_part(OTHER_STEP, part=1, **part))
+    assert all(one.writes for one in scrubbers)

@@ -24,7 +24,7 @@ from delta_sender.results import EngineBusy, EngineUnreachable, SyncError
 from delta_sender.run import Run, clock, owner_in_words
 from engine_ext.answers import answer_in_words, failure_in_words
 from engine_ext.format import SIGNATURE_HEADER, sign
-from engine_ext.ranks.status import EngineStatus
+from engine_ext.ranks.status import OTHER_FORM, EngineStatus
 from engine_ext.resources import RateLimit
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class EngineClient(Destination):
             if failed.status != 404:
                 raise
         except msgspec.ValidationError as error:
-            raise SyncError(f"{self._url} has a status of another form: {error}", 200) from error
+            raise SyncError(f"{self._url}: {OTHER_FORM}: {error}", 200) from error
         if self._adapter is not None and (status is None or status.adapter != self._adapter):
             raise SyncError(f"{self._url} takes no updates of adapters", 200)
         return status
