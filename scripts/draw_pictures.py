@@ -21,7 +21,7 @@ LINE: Final = 18  # height of a line of text, in the picture's units
 _LIGHT: Final = "--line:#5c6670;--text:#1b1f24;--box:#eef2fb;--group:#fafbfc;--page:#ffffff"
 _DARK: Final = "--line:#9aa5b1;--text:#e8ebef;--box:#2b3347;--group:#22262e;--page:#1a1d23"
 _STYLE: Final = (
-    f".picture{{{_LIGHT};font:14px sans-serif;max-width:100%;height:auto}}"
+    f".picture{{{_LIGHT};font:14px sans-serif;max-width:100%;min-width:560px;height:auto}}"
     f"@media(prefers-color-scheme:dark){{.picture{{{_DARK}}}}}"
     f"[data-md-color-scheme=default] .picture{{{_LIGHT}}}"
     f"[data-md-color-scheme=slate] .picture{{{_DARK}}}"

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PYTHON = """#!/usr/bin/env bash
 case $* in
-    "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp "$0" .venv/bin/uv ;;
+    "-m venv .venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/uv" ;;
     *version*) echo 3.11 ;;
 esac
 """
@@ -31,16 +31,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def set_up(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [str(folder / "scripts/setup_env.sh")]
+def set_up(folder: Path, *name: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [str(folder / "scripts/setup_env.sh"), *name]
     known = {**os.environ, "PYTHON": str(folder / "python"), **environment}
     return subprocess.run(
         command, env=known, capture_output=True, text=True, timeout=60, check=False
     )
 
 
-def makes_anew(folder: Path) -> bool:
-    done = set_up(folder)
+def makes_anew(folder: Path, *name: str) -> bool:
+    done = set_up(folder, *name)
     assert done.returncode == 0, done.stderr
     return "making .venv" in done.stdout
 
@@ -102,3 +102,12 @@ def test_environment_half_deleted_is_made_anew(folder: Path) -> None:
     lock.write_text(before)
     (folder / "rm").unlink()
     assert makes_anew(folder)
+
+
+def test_docs_need_no_engine_environment(folder: Path) -> None:
+    shutil.rmtree(folder / ".venv")
+    assert makes_anew(folder, "docs")
+    assert not (folder / ".venv").exists()
+    assert not makes_anew(folder, "docs")
+    edit(folder / "pyproject.toml", "mkdocs>=1.6", "mkdocs>=1.6.1")
+    assert makes_anew(folder, "docs")
