@@ -56,7 +56,7 @@ def main(model: str, out: str) -> None:
     llm: Any = LLM(model, dtype="bfloat16", enforce_eager=True, max_model_len=256)
     worker = llm.llm_engine.model_executor.driver_worker.worker
     llm.generate(["the quick brown fox"], use_tqdm=False)
-    found = {"generated": worker.delta_updates("status", {})["ok"]}
+    found = {"generated": worker.delta_updates("status", {})["ok"]["status"]}
 
     [(path, norm)] = [
         (path, module)
@@ -70,7 +70,8 @@ def main(model: str, out: str) -> None:
     spooled.write_bytes(encode_part([], encoding="indices", current_version=1, base_version=0))
     begun = worker.delta_updates("begin", {"part": part, "path": str(spooled), "now": 0.0})
     assert begun["ok"]["admission"] == "new", begun
-    found |= {"later": worker.delta_updates("status", {})["ok"], "copied": path}
+    later = worker.delta_updates("status", {})["ok"]["status"]
+    found |= {"later": later, "copied": path}
     Path(out).write_text(json.dumps(found))
 
 

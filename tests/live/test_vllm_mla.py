@@ -126,7 +126,7 @@ def main(model: str, out: str, kept: str, *parts: str) -> None:
         states.append(_state(llm, worker))
     rows = _ok(worker, "plan")["tensors"]
     found = {
-        "uncertified": _ok(worker, "status")["uncertified"],
+        "uncertified": _ok(worker, "status")["status"]["uncertified"],
         "recomputed": sorted({path for row in rows for path in row["recomputed"]}),
         "rebuilt": [r["name"] for r in rows if r["status"] == "rebuilt" and "kv_b" in r["name"]],
         "states": states,
