@@ -115,7 +115,7 @@ def the_other_is_late(harness: FollowHarness) -> Iterator[None]:
         what, version = slow.outcome()
         assert (what, version) == ("written", harness.newest + 1)
         quick_halt.release()
-        assert quick.outcome() == ("ValueError", 0)  # its base is not the newest version
+        assert quick.outcome() == ("BlockingIOError", 0)  # the newest version is not its base
         harness.wrote(version, slow.number)
         yield
     harness.take_over()
