@@ -57,7 +57,7 @@ demo: setup $(if $(filter sglang,$(ENGINE)),.venv-sglang) ## update a live engin
 soak: setup $(if $(filter sglang,$(ENGINE)),.venv-sglang) ## 1000 syncs of a live engine under load: figures, and whether all is well
 	@$(BIN)/python -m scripts.soak --engine $(ENGINE) $(SOAK_ARGS)
 
-test: setup .venv-sglang .venv-trainers lint test-fast test-slow ## lint, and every test but those marked full (this is what CI runs)
+test: setup .venv-sglang .venv-trainers lint test-fast test-slow ## lint, and every test but those marked full (a workflow runs it daily)
 	@echo "test: the tests that start engines, but for the full ones"
 	@$(BIN)/python -m pytest -m "engine and not full" $(PYTEST_ARGS)
 	@$(TRAINERS)/python -m pytest tests/trainers -m "engine and not full" $(PYTEST_ARGS)

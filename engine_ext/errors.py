@@ -232,19 +232,11 @@ _BY_STATE: dict[str, type[DeltaError]] = {
 }
 
 
-# Names that engines of earlier versions answer with.
-_FORMER_NAMES: dict[str, type[DeltaError]] = {
-    "LoopbackOnly": AccessDenied,
-    "PublishFailed": CommittedNotResumed,
-}
-
-
 def from_wire(error: dict[str, Any]) -> DeltaError:
     """Return the error that `DeltaError.to_wire` has encoded, in a rank's or an HTTP answer."""
     operands = {k: v for k, v in error.items() if k not in ("type", "message", "engine_state")}
     unknown = _BY_STATE.get(str(error.get("engine_state")), DeltaError)
-    name = str(error.get("type"))
-    known = BY_NAME.get(name) or _FORMER_NAMES.get(name, unknown)
+    known = BY_NAME.get(str(error.get("type")), unknown)
     return known(str(error.get("message")), **operands)
 
 

@@ -79,7 +79,10 @@ def _options(actions: Iterable[argparse.Action]) -> str:
             continue
         text = (action.help or "").replace("%(default)s", str(action.default))
         choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
-        flag = f"{action.option_strings[0]} {action.metavar or choices}".strip()
+        value = str(action.metavar or choices)
+        flag = (
+            f"{action.option_strings[0]} {f'[{value}]' if action.nargs == '?' else value}".strip()
+        )
         rows.append([f"`{flag}`", *_default_and_meaning(text)])
     return table(["flag", "default", "meaning"], rows)
 

@@ -17,7 +17,7 @@ from tests.support.plain_trainer import Trainer, container
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Tensors = dict[str, torch.Tensor]
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # an engine starts up to three times
 
 
 def step(tensors: Tensors, *, ties: bool) -> tuple[Tensors, Tensors]:

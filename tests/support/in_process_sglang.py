@@ -218,7 +218,7 @@ class _Served:
         dtypes = sorted({delta.dtype for delta in deltas})
         base, sync_id = None if full else self.version, uuid.uuid4().hex
         self.version += 1
-        part, settled = {}, {"prepared": False}
+        part, settled = {}, {"done": True}
         for number, dtype in enumerate(dtypes):
             body = encode_part(
                 [delta for delta in deltas if delta.dtype == dtype],

@@ -81,7 +81,8 @@ class Scene:
 
     def held(self) -> dict[str, Any]:
         """Return the state that a refusal must not change."""
-        version, health = self.status().version, self.status().health
+        status = self.status()
+        version, health = status.version, status.health
         return {
             "digest": self._digest(),
             "run": version.run,

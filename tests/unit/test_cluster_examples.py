@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,9 +152,3 @@ def test_job_ends_if_the_engine_does_not_start(job: dict[str, str], tmp_path: Pa
     )
     assert done.returncode != 0
     assert not Path(job["SEEN"]).exists()
-
-
-def test_guides_are_short() -> None:
-    for page in ("kubernetes", "slurm"):
-        text = (ROOT / "docs" / f"{page}.md").read_text()
-        assert len(re.findall(r"\S+", text)) <= 300

@@ -6,7 +6,6 @@ import pytest
 
 from engine_ext import errors
 from engine_ext.errors import (
-    AccessDenied,
     CommitFailed,
     CommittedNotResumed,
     DeltaError,
@@ -107,10 +106,3 @@ def test_uncertain_is_caught_as_a_failed_commit() -> None:
 
 def test_every_error_is_named_in_the_module() -> None:
     assert all(getattr(errors, name) for name in STATUS)
-
-
-@pytest.mark.parametrize(
-    ("name", "known"), [("LoopbackOnly", AccessDenied), ("PublishFailed", CommittedNotResumed)]
-)
-def test_former_names_are_understood(name: str, known: type[DeltaError]) -> None:
-    assert type(from_wire({"type": name, "message": "m"})) is known

@@ -65,7 +65,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--notify", action="append", metavar="URL", help=notify_help)
     add("--dry-run", action="store_true", help="print what would be sent; post and write nothing")
-    wait_help = "wait until each --url answers, for SECONDS at most (default: 600), as at its start"
+    wait_help = (
+        "wait until each --url answers, as an engine that starts does not yet; for SECONDS at "
+        "most, 600 if none are given"
+    )
     wait: dict[str, Any] = {
         "nargs": "?",
         "const": 600.0,

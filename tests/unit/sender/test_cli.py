@@ -12,10 +12,8 @@ import pty
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
@@ -24,7 +22,6 @@ import torch
 from safetensors.torch import save_file
 
 from delta_sender import SyncError, cli
-from delta_sender.publish import contact, publisher
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.publisher import Publisher
@@ -32,8 +29,8 @@ from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, tensor_digest
 from engine_ext.format.part import DecodedPart, decode_part
 from engine_ext.format.zstd_frames import FrameReader
-from engine_ext.log import Draft
 from tests.support.statuses import engine_status
+from tests.unit.sender.test_log_sender import interrupt_while_writing
 
 URL = "http://engine:8000"
 CHANGES = {("a.weight", 3, 2.0), ("c.scale", 0, 5.0), ("c.scale", 6, 7.0)}
@@ -554,27 +551,14 @@ def test_interrupted_while_the_log_is_written(
     base: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No draft is deleted under the thread that writes it."""
-    add, close = Draft.add, LogDestination.close
-    writing, done = threading.Event(), list[str]()
-
-    def slow(draft: Draft, *arguments: Any) -> None:
-        writing.set()
-        time.sleep(0.3)
-        add(draft, *arguments)
-        done.append("added")
+    close, done = LogDestination.close, list[str]()
 
     def closed(log: LogDestination) -> None:
         done.append("closed")
         close(log)
 
-    def interrupts(*arguments: object) -> None:
-        assert writing.wait(10)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Draft, "add", slow)
     monkeypatch.setattr(LogDestination, "close", closed)
-    monkeypatch.setattr(publisher, "wait_for", interrupts)
-    monkeypatch.setattr(contact, "_RELEASE_S", 0.0)
+    interrupt_while_writing(monkeypatch, done)
     arguments = ["--base", str(base), "--target", str(target), "--log", str(tmp_path / "log")]
     assert cli.main(arguments) == 130
     assert done == ["added", "closed"]

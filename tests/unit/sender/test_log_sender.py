@@ -163,12 +163,9 @@ def test_nobody_waits_for_a_plan_at_the_end(tmp_path: Path, ends: str) -> None:
     assert chain(tmp_path) == []
 
 
-def test_close_waits_for_a_part_that_is_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No draft is deleted under the thread that writes it."""
-    model, add, drop = model_of(), Draft.add, Draft.drop
-    writing, done = threading.Event(), list[str]()
+def interrupt_while_writing(monkeypatch: pytest.MonkeyPatch, done: list[str]) -> None:
+    """Let Ctrl-C come while a thread writes a part, which takes longer than a close waits."""
+    add, writing = Draft.add, threading.Event()
 
     def slow(draft: Draft, *arguments: Any) -> None:
         writing.set()
@@ -176,18 +173,27 @@ def test_close_waits_for_a_part_that_is_being_written(
         add(draft, *arguments)
         done.append("added")
 
-    def dropped(draft: Draft) -> None:
-        done.append("dropped")
-        drop(draft)
-
     def interrupts(*arguments: object) -> None:
         assert writing.wait(10)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Draft, "add", slow)
-    monkeypatch.setattr(Draft, "drop", dropped)
     monkeypatch.setattr(publisher, "wait_for", interrupts)
     monkeypatch.setattr(contact, "_RELEASE_S", 0.0)
+
+
+def test_close_waits_for_a_part_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No draft is deleted under the thread that writes it."""
+    model, drop, done = model_of(), Draft.drop, list[str]()
+
+    def dropped(draft: Draft) -> None:
+        done.append("dropped")
+        drop(draft)
+
+    monkeypatch.setattr(Draft, "drop", dropped)
+    interrupt_while_writing(monkeypatch, done)
     sender = sender_of(tmp_path, model, bucket_bytes=1)
     train(model)
     with pytest.raises(KeyboardInterrupt):

@@ -19,24 +19,18 @@ from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
 from tests.support.toy_quantised import (
     OUT,
-    Attribute,
     Everything,
     Int8,
     Layer,
     Method,
     Model,
-    Packed,
-    PackedAway,
     SecondCopy,
-    Transpose,
-    ZeroPoints,
     empty,
     linear_shapes,
     one_layer,
     parameter,
 )
-
-METHODS = [Method, Int8, Transpose, Packed, PackedAway, SecondCopy, Attribute, ZeroPoints]
+from tests.unit.sync.test_post_load import METHODS
 
 
 class Repacked(Method):

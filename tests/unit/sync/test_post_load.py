@@ -88,16 +88,16 @@ def test_each_tensor_alone(tmp_path: Path, method: type[Method]) -> None:
 # --- refused with the engine unchanged, or undone ---
 
 
-class OnDemand(Int8):
-    """Does something else than at the start if the test sets `behaviour`."""
+class Drifting(Int8):
+    """Gives something else than at start-up if the test sets `drift`."""
 
-    behaviour: ClassVar[Callable[[Any], None] | None] = None
+    drift: ClassVar[Callable[[Any], None] | None] = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
         super().process_weights_after_loading(layer)
-        behaviour = type(self).behaviour
-        if behaviour is not None:
-            behaviour(layer)
+        drift = type(self).drift
+        if drift is not None:
+            drift(layer)
 
 
 def fail(layer: Any) -> None:
@@ -139,10 +139,10 @@ def test_a_rebuild_that_goes_wrong_is_refused(
     behaviour: Callable[[Any], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    serving = Serving(one_layer(OnDemand), tmp_path, ranks=ranks)
+    serving = Serving(one_layer(Drifting), tmp_path, ranks=ranks)
     before = serving.served()
     with monkeypatch.context() as patch:
-        patch.setattr(OnDemand, "behaviour", staticmethod(behaviour))
+        patch.setattr(Drifting, "drift", staticmethod(behaviour))
         answers = serving.sync(target_of(serving))
         assert "lin cannot be rebuilt with the new weights" in refusal(answers)
         assert {a["error"]["type"] for a in answers} == {"NotUpdatable"}

@@ -30,7 +30,7 @@ from tests.support.toy_quantised import (
     one_layer,
     parameter,
 )
-from tests.unit.sync.test_post_load import target_of
+from tests.unit.sync.test_post_load import Drifting, target_of
 
 
 def corrupted(serving: Serving) -> list[str]:
@@ -202,18 +202,6 @@ def test_derived_tensor_follows_module_changed_by_other_rank(tmp_path: Path) -> 
 
 
 # --- processing that is not what it was at start-up ---
-
-
-class Drifting(Int8):
-    """Gives something else than at start-up if the test sets `drift`."""
-
-    drift: ClassVar[Callable[[Any], None] | None] = None
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        super().process_weights_after_loading(layer)
-        drift = type(self).drift
-        if drift is not None:
-            drift(layer)
 
 
 class DriftingHandle(Packed):

@@ -23,8 +23,7 @@ from tests.support.toy_quantised import (
     linear_shapes,
     one_layer,
 )
-from tests.unit.sync.test_post_load import target_of
-from tests.unit.sync.test_rebuild_faults import Drifting
+from tests.unit.sync.test_post_load import Drifting, target_of
 
 
 class TwoLayers(Model):
