@@ -60,8 +60,8 @@ class LogWriter(AbstractContextManager["LogWriter"]):
             OSError: it cannot be written.
         """
         name = folder_name(version)
+        self._turn.claim(version)  # first: whoever has lost the turn does not look at numbers
         _require_unused(self._store, name)
-        self._turn.claim(version)
         return Draft(self._store, name)
 
     def refuse(self, version: int) -> None:

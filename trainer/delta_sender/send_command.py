@@ -28,6 +28,7 @@ from delta_sender.publish.notify import Notifier
 from delta_sender.publish.publisher import Publisher
 from delta_sender.results import EngineUnreachable, PartialSyncError, SyncError, SyncReport
 from engine_ext.answers import failure_in_words
+from engine_ext.errors import LogDamaged
 from engine_ext.files import checkpoint_entries, read_entries
 from engine_ext.log import open_log
 from engine_ext.ranks.status import EngineStatus
@@ -77,12 +78,34 @@ def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> Publisher:
             asked = [] if engine is None else [engine]
             asked += [EngineClient(one, options) for one in arguments.notify or ()]
             log = LogDestination(open_log(arguments.log), asked, options.hmac_key)
+            _check_continues(log, options.base_version, sends_all=arguments.sends_all)
             log.take_turn()
             return log
         return EngineClient(url, options)
 
     urls = arguments.url or [""]
     return Publisher(urls, base, options, connect=connect, snapshot_type=MappedSnapshot)
+
+
+def _check_continues(log: LogDestination, base_version: int, *, sends_all: bool) -> None:
+    """Check that the next version continues a log; in a store, its writer would be out else.
+
+    Raises:
+        FileExistsError: The log has it, or a later one.
+        ValueError: It is a delta, and the log does not lead to its base.
+        LogDamaged: The log cannot be read.
+    """
+    newest = log.listing().newest
+    if newest is not None and newest > base_version:
+        raise FileExistsError(
+            f"version {newest} exists in the log {log.log.location}: the next one has "
+            f"--base-version {newest}"
+        )
+    if not sends_all and not log.continues_from(base_version):
+        raise ValueError(
+            f"the log {log.log.location} does not lead to version {base_version}, which a delta "
+            f"would start from: its newest version is {newest}"
+        )
 
 
 def options_of(arguments: argparse.Namespace) -> SenderOptions:
@@ -109,7 +132,9 @@ def tell(arguments: argparse.Namespace, version: int, console: Console) -> None:
         if isinstance(answer, int):
             console.print(f"{url}: at version {answer}")
         else:
-            why = "no answer within the lag limit" if answer is None else answer
+            why = answer or "an answer without a version"
+            if url not in told:
+                why = "no answer within the lag limit"
             console.print(f"{url}: {why}; it finds the version at its next look")
 
 
@@ -255,7 +280,7 @@ def _run(options: argparse.Namespace, console: Console, printer: _Printer) -> in
     except EngineUnreachable as error:  # before the sender was there
         console.print(f"failed: {error}")
         return 1
-    except (ValueError, KeyError, OSError, httpx.InvalidURL) as error:
+    except (ValueError, KeyError, OSError, LogDamaged, httpx.InvalidURL) as error:
         console.print(f"{type(error).__name__}: {error}")
         return 2
     except _Terminated:

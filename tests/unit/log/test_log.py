@@ -115,6 +115,11 @@ def test_second_writer_never_writes_at_the_same_time(log: DeltaLog, place: Place
             use()
     assert (new.last_number, versions(log)) == (1, [])
     assert [folder.name for folder in log.listing().refused] == [FIRST]
+    draft = new.begin(2)
+    draft.add(part(2, 0))
+    draft.finish()
+    with pytest.raises(BlockingIOError, match="another sender"):
+        old.begin(2)  # its number is used, but not by this one
 
 
 def test_finished_version_stays_for_the_next_writer(log: DeltaLog, place: Place) -> None:

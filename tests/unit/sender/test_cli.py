@@ -274,6 +274,29 @@ def test_save_writes_all_parts_at_once(
     assert "exists" in capsys.readouterr().err
 
 
+def test_a_log_that_has_other_versions_is_left_to_its_sender(
+    base: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--base", str(base), "--target", str(target), "--log", str(tmp_path / "log")]
+    assert cli.main(arguments) == 0
+    assert cli.main([*arguments, "--base-version", "9"]) == 2
+    assert "does not lead to version 9" in capsys.readouterr().err
+    assert cli.main(arguments) == 2
+    assert "version 1 exists" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "log").iterdir()] == ["weight_v000001"]
+    back = ["--base", str(target), "--target", str(base), "--base-version", "1"]
+    assert cli.main([*back, "--log", str(tmp_path / "log")]) == 0
+
+
+def test_a_damaged_log_is_said_in_a_line(
+    base: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log").write_text("no folder")
+    arguments = ["--base", str(base), "--target", str(target), "--log", str(tmp_path / "log")]
+    assert cli.main(arguments) == 2
+    assert "cannot read the delta log" in capsys.readouterr().err
+
+
 def test_the_state_and_the_log_go_on_with_the_next_run(
     base: Path,
     target: Path,

@@ -20,8 +20,10 @@ from delta_sender import (
     SyncError,
     SyncReport,
 )
+from delta_sender.publish import log_sender
 from delta_sender.publish.log_destination import LogDestination
-from engine_ext.log import open_log, route
+from engine_ext.errors import LogDamaged
+from engine_ext.log import Entry, open_log, route
 from tests.support.fake_engine import Engine, Model, error, loses, model_of, sends, train
 
 URLS = ["http://one", "http://two"]
@@ -284,6 +286,56 @@ def test_a_wrong_base_leaves_the_log_to_its_sender(
         train(model, 1)
         rig.sync(first, model)
     assert follows(rig, model)
+
+
+@pytest.mark.parametrize("rig", ["folder", "store"], indirect=True)
+def test_a_log_that_grows_while_it_is_opened_keeps_its_sender(
+    rig: Log, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who opens it has compared its base with a version that is not the newest any more."""
+    with rig.open(model) as first:
+        train(model)
+        rig.sync(first, model)
+        held, plan = dict(model), LogDestination.plan
+
+        def meanwhile(log: LogDestination) -> Any:
+            monkeypatch.setattr(LogDestination, "plan", plan)
+            train(model, 1)
+            rig.sync(first, model)
+            return log.plan()
+
+        monkeypatch.setattr(LogDestination, "plan", meanwhile)
+        with pytest.raises(BlockingIOError, match="another sender writes into the log"):
+            rig.open(held)
+        train(model, 2)
+        rig.sync(first, model)
+    assert follows(rig, model)
+
+
+@pytest.mark.parametrize("rig", ["store"], indirect=True)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_version_that_is_listed_before_it_is_found(
+    rig: Log, model: Model, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    with rig.open(model) as first:
+        train(model)
+        rig.sync(first, model)
+    failures = [LogDamaged("weight_v000001 is not in the store")] * times
+    read = log_sender.read_manifests
+
+    def late(entry: Entry) -> Any:
+        if failures:
+            raise failures.pop()
+        return read(entry)
+
+    monkeypatch.setattr(log_sender, "read_manifests", late)
+    monkeypatch.setattr(log_sender, "_AGAIN_S", 0.0)
+    if times == 1:
+        with rig.open(model) as second:
+            assert second.version == 1
+    else:
+        with pytest.raises(LogDamaged, match="not in the store"):
+            rig.open(model)
 
 
 def test_close_withdraws_what_is_staged(rig: Rig, model: Model) -> None:

@@ -13,8 +13,9 @@ from typing import Any, Final
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
 from delta_sender.results import SyncError
+from engine_ext.errors import LogDamaged
 from engine_ext.format import sign
-from engine_ext.log import DeltaLog, Draft, LogWriter
+from engine_ext.log import DeltaLog, Draft, Listing, LogWriter
 
 _PLAN_S: Final = 30.0  # to wait for a plan
 _NEXT_S: Final = 2.0  # until one more engine is asked for it
@@ -73,8 +74,31 @@ class LogDestination(Destination):
 
     def continues_from(self, version: int) -> bool:
         """Return whether a delta from a version continues the log, or begins it."""
-        entries = self.log.listing().entries
+        entries = self.listing().entries
         return not entries or any(version in (e.version, e.base_version) for e in entries)
+
+    def listing(self) -> Listing:
+        """Return the content of the log, which is empty if its folder is missing.
+
+        Raises:
+            LogDamaged: It cannot be read.
+        """
+        try:
+            return self.log.listing()
+        except LogDamaged as error:
+            if self.log.store.drafts_are_hidden and isinstance(error.__cause__, FileNotFoundError):
+                return Listing()
+            raise
+
+    def require_newest(self, version: int | None) -> None:
+        """Check which version is the log's newest; None if it has none.
+
+        Raises:
+            BlockingIOError: It is another one: another sender writes into the log.
+            LogDamaged: The log cannot be read.
+        """
+        if self.listing().newest != version:
+            raise BlockingIOError(f"another sender writes into the log {self.log.location}")
 
     def close(self) -> None:
         """Drop what is not complete, and let another sender write."""

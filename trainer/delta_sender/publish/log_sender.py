@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import httpx
 
@@ -18,10 +20,12 @@ from delta_sender.publish.publisher import Publisher
 from delta_sender.publish.senders import SingleSender
 from delta_sender.results import SyncReport
 from engine_ext.errors import LogDamaged
-from engine_ext.log import DeltaLog, Entry, Listing, declared_digests, open_log, read_manifests
+from engine_ext.log import Entry, declared_digests, open_log, read_manifests
 from engine_ext.resources import RateLimit
 
 logger = logging.getLogger(__name__)
+
+_AGAIN_S: Final = 1.0
 
 
 class LogSender(SingleSender):
@@ -143,29 +147,31 @@ def log_publisher(
 def _resume(publisher: Publisher, destination: LogDestination) -> None:
     """Check that the base is what the log's newest version leads to, and take the turn to write.
 
-    The check comes first: in a store, the turn is taken from a sender that is at work.
+    The checks come first: in a store, the turn is taken from a sender that is at work.
     """
-    log = destination.log
-    listing = _listing(log)
+    try:
+        newest = _check_newest(publisher, destination)
+    except LogDamaged:
+        if destination.log.store.drafts_are_hidden:
+            raise
+        # Of a version that another sender writes, a store can list what it does not find yet.
+        time.sleep(_AGAIN_S)
+        newest = _check_newest(publisher, destination)
+    destination.require_newest(newest)
+    destination.take_turn()
+    destination.require_newest(newest)
+
+
+def _check_newest(publisher: Publisher, destination: LogDestination) -> int | None:
+    """Return the log's newest version, which the base is; None if the log has none."""
+    listing = destination.listing()
     newest = listing.newest
     if newest is not None:
         last = [entry for entry in listing.entries if entry.version == newest]
         if not last:
-            raise LogDamaged(f"version {newest} in {log.location} cannot be read")
+            raise LogDamaged(f"version {newest} in {destination.log.location} cannot be read")
         _check_base(publisher, destination, last[0])
-    destination.take_turn()
-    if log.listing().newest != newest:
-        raise BlockingIOError(f"another sender has written into the log {log.location} meanwhile")
-
-
-def _listing(log: DeltaLog) -> Listing:
-    """Return the content of a log, which is empty if its folder is missing."""
-    try:
-        return log.listing()
-    except LogDamaged as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return Listing()
-        raise
+    return newest
 
 
 def _check_base(publisher: Publisher, destination: LogDestination, last: Entry) -> None:
@@ -191,3 +197,5 @@ def _check_base(publisher: Publisher, destination: LogDestination, last: Entry) 
         )
     elif run is not None:  # the same weights: the versions that follow are of their run
         publisher.open_run(run, epoch)
+    if not publisher.options.digest:
+        state.digest = None

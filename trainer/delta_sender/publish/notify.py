@@ -31,13 +31,18 @@ class Notifier:
         self._busy: set[str] = set()
         self._queue: deque[str] = deque()
         self._threads = 0
-        # By url the version that an engine was at after its last look, or why there was none.
-        self.told: dict[str, Told] = {}
+        self._told: dict[str, Told] = {}
 
     @property
     def clients(self) -> list[EngineClient]:
         """The engines' clients."""
         return [*self._clients.values()]
+
+    @property
+    def told(self) -> Mapping[str, Told]:
+        """By url: the version that the engine was at after its last look, or why there was none."""
+        with self._lock:
+            return dict(self._told)
 
     def poke(self, version: int) -> None:
         """Ask every engine to look at the log, which has a version now."""
@@ -61,7 +66,7 @@ class Notifier:
                 if left is not None and left <= 0:
                     break
                 self._lock.wait(left)
-            return dict(self.told)
+            return dict(self._told)
 
     def close(self) -> None:
         """Close the clients; requests that have begun end on their own."""
@@ -93,7 +98,7 @@ class Notifier:
             except Exception as error:  # a closed client
                 told = SyncError(f"{type(error).__name__}: {error}")
             with self._lock:
-                self.told[url] = told
+                self._told[url] = told
                 if self._wanted[url] == version:
                     self._busy.discard(url)
                     self._lock.notify_all()
