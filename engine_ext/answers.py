@@ -1,4 +1,4 @@
-"""Words for what a server has answered, and for why none has: for people at commands and senders.
+"""Words for messages of commands and senders: a server's answer, why there is none, tensors' names.
 
 Imports nothing of `engine_ext`.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 import ssl
+from collections.abc import Collection, Iterable
 from typing import Any, Final
 
 _NO_ENDPOINT: Final = (404, 405, 501)  # what servers answer that do not know a path or a method
 _SHOWN: Final = 200  # characters of a foreign answer
+_NAMES: Final = 5  # of tensors, in a list
 
 
 def answer_in_words(status: int, text: str, server: str | None, url: str) -> str:
@@ -23,7 +25,7 @@ def answer_in_words(status: int, text: str, server: str | None, url: str) -> str
         server: The header ``Server``.
         url: That was asked for.
     """
-    error = _object(text).get("error")
+    error = json_object(text).get("error")
     if isinstance(error, dict):
         return f"HTTP {status}: {error.get('type')}: {error.get('message')}"
     who = f" ({server})" if server else ""
@@ -38,7 +40,7 @@ def answer_in_words(status: int, text: str, server: str | None, url: str) -> str
 
 def is_own_error(text: str) -> bool:
     """Return whether a body is an error of a delta endpoint."""
-    return isinstance(_object(text).get("error"), dict)
+    return isinstance(json_object(text).get("error"), dict)
 
 
 def failure_in_words(error: BaseException) -> str:
@@ -55,9 +57,33 @@ def failure_in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """Return the JSON object in a body; an empty one if there is none."""
     try:
         found = json.loads(text)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def some_of(names: Iterable[str]) -> str:
+    """Return names in order, of many the first five and how many there are besides."""
+    ordered = sorted(names)
+    more = len(ordered) - _NAMES
+    return ", ".join(ordered[:_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def prefix_hint(name: str, known: Collection[str], whose: str = "the base") -> str:
+    """Return a hint that a name is known with or without a prefix; "" if it is not.
+
+    It begins with "; ", as it is appended to what is wrong with the name.
+    """
+    parts = name.split(".")
+    for start in range(1, len(parts)):
+        if (rest := ".".join(parts[start:])) in known:
+            prefix = ".".join(parts[:start])
+            return f"; {whose} has {rest}: take the prefix '{prefix}.' off the names"
+    longer = next((one for one in known if one.endswith(f".{name}")), None)
+    if longer is None:
+        return ""
+    return f"; {whose} has {longer}: put the prefix '{longer[: -len(name)]}' before the names"

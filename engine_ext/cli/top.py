@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine_ext.answers import answer_in_words, failure_in_words, is_own_error
+from engine_ext.answers import answer_in_words, failure_in_words, is_own_error, some_of
 from engine_ext.commands import (
     CommandParser,
     leaving_at_once,
@@ -47,7 +47,6 @@ _NARROW = 120  # columns below which the tables have fewer of them
 _ENGINE = ("engine", "kind", "ranks", "version", "run", "state", "staged", "digest", "note")
 _IN_NOTE = ("kind", "ranks", "run", "staged", "digest")  # of a narrow table
 _PAUSE = "pause ms"
-_NAMES = 5  # of tensors that a note has
 _COLOURS = dict.fromkeys(("committed", "already_applied", "certain"), "green")
 _COLOURS |= dict.fromkeys(("rolled_back", "asleep", "refused"), "yellow")
 _RUN = 12  # characters of a run that are shown
@@ -108,7 +107,8 @@ def _run(argv: Sequence[str] | None) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_show(options, answers))
     except (DeltaError, OSError, ValueError) as error:
-        print(f"delta-top: {options.delta_log}: {error}", file=sys.stderr)
+        where = "" if options.delta_log is None else f"{options.delta_log}: "
+        print(f"delta-top: {where}{error}", file=sys.stderr)
         return 1
     return exit_status(answers) if options.urls else 0
 
@@ -224,9 +224,9 @@ def _engine_cells(status: EngineStatus, state: Text) -> list[Text]:
         since = paused.since and time.strftime("%d %b %H:%M", time.localtime(paused.since))
         notes.append(f"paused since {since or '?'} by {paused.by or 'an unknown client'}")
     if health.mismatched:
-        notes.append(f"other bits than written in {_names(health.mismatched)}; send a full sync")
+        notes.append(f"other bits than written in {some_of(health.mismatched)}; send a full sync")
     if status.scrub is not None and status.scrub.mismatched:
-        notes.append(f"scrubbing found other bits in {_names(status.scrub.mismatched)}")
+        notes.append(f"scrubbing found other bits in {some_of(status.scrub.mismatched)}")
     if status.scrub is not None and status.scrub.error:
         notes.append(f"scrubbing fails: {status.scrub.error}")
     if status.owner is not None:
@@ -266,12 +266,6 @@ def _text(value: Any, style: str = "") -> Text:
     text = "" if value is None else str(value)
     shown = (c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return Text("".join(shown), style)
-
-
-def _names(names: Sequence[str]) -> str:
-    """Return names, of many the first five and how many there are besides."""
-    more = len(names) - _NAMES
-    return ", ".join(names[:_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _milliseconds(value: float | None) -> str:

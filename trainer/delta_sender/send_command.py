@@ -22,7 +22,7 @@ from delta_sender.diff.snapshot import MappedSnapshot, NamedTensors
 from delta_sender.options import DEFAULTS, SenderOptions
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
-from delta_sender.publish.http_client import EngineClient, is_lasting
+from delta_sender.publish.http_client import STARTING, EngineClient, is_lasting
 from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.notify import Notifier
 from delta_sender.publish.publisher import Publisher
@@ -241,7 +241,7 @@ def await_engine(url: str, options: SenderOptions, seconds: float) -> None:
         while True:
             try:
                 status = client.get(asked, headers=headers).status_code
-                if status not in (502, 503, 504):
+                if status not in STARTING:
                     return
                 why = f"HTTP {status}"
             except httpx.TransportError as error:

@@ -23,7 +23,7 @@ from delta_sender import (
 from delta_sender.publish import log_sender
 from delta_sender.publish.log_destination import LogDestination
 from engine_ext.errors import LogDamaged
-from engine_ext.log import Entry, open_log, route
+from engine_ext.log import Entry, open_log, read_manifests, route
 from tests.support.fake_engine import Engine, Model, error, loses, model_of, sends, train
 
 URLS = ["http://one", "http://two"]
@@ -321,7 +321,7 @@ def test_a_version_that_is_listed_before_it_is_found(
         train(model)
         rig.sync(first, model)
     failures = [LogDamaged("weight_v000001 is not in the store")] * times
-    read = log_sender.read_manifests
+    read = read_manifests
 
     def late(entry: Entry) -> Any:
         if failures:

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from delta_sender.diff.compare import Bits, Change, Comparisons, Difference, compare
 from delta_sender.diff.device import DeviceSide, is_on_device
 from delta_sender.diff.refills import Stable, Unchanged, Yielded
-from delta_sender.names import prefix_hint, some_of
+from engine_ext.answers import prefix_hint, some_of
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.format import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes, tensor_digest
 from engine_ext.kernels import gather_scatter

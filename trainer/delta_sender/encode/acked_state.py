@@ -12,8 +12,8 @@ import numpy as np
 
 from delta_sender.diff.compare import Bits
 from delta_sender.diff.snapshot import Changes, Snapshot
-from delta_sender.names import prefix_hint, some_of
 from delta_sender.results import SyncError
+from engine_ext.answers import prefix_hint, some_of
 from engine_ext.format import Digest, tensor_digest
 from engine_ext.ranks.status import EngineStatus
 from engine_ext.resources import usable_cores
@@ -72,7 +72,7 @@ class EnginePlan:
         held = {row["name"] for row in rows if row["status"] != "ignored"}
         known = {tensors.key(row["name"]) for row in rows if not row.get("tied_to")}
         if rows and known.isdisjoint(tensors):
-            hint = prefix_hint(next(iter(tensors), ""), known).replace("the base has", "it has", 1)
+            hint = prefix_hint(next(iter(tensors), ""), known, whose="it")
             raise SyncError(
                 "none of the tensors of the base has a name that the engine knows: the base has "
                 f"{next(iter(tensors), None)}, ...; the engine {rows[0]['name']}, ...; give the "

@@ -24,7 +24,7 @@ from delta_sender.diff.quantize import Quantizer
 from delta_sender.models.adapters import AdaptedModule
 from delta_sender.models.checkpoint_class import class_hint, quantised_form
 from delta_sender.models.model_state import ModelState
-from delta_sender.names import prefix_hint
+from engine_ext.answers import prefix_hint, some_of
 
 State = dict[str, torch.Tensor]
 Convert = Callable[[State], State]
@@ -139,7 +139,7 @@ def groups_of(state: ModelState, convert: Convert) -> list[Group]:
             else:
                 left += keys
     if left or (made and not _of_aliases(made, state, convert, meta)):
-        names = ", ".join(sorted(left or made)[:5])
+        names = some_of(left or made)
         raise ValueError(f"transformers' weight conversion cannot be done by parts: {names}")
     return groups
 

@@ -22,7 +22,7 @@ from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
 from delta_sender.results import EngineBusy, EngineUnreachable, SyncError
 from delta_sender.run import Run, clock, owner_in_words
-from engine_ext.answers import answer_in_words, failure_in_words
+from engine_ext.answers import answer_in_words, failure_in_words, json_object
 from engine_ext.format import SIGNATURE_HEADER, sign
 from engine_ext.ranks.status import OTHER_FORM, EngineStatus
 from engine_ext.resources import RateLimit
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _Send = TypeVar("_Send", bound=Callable[..., Any])
 
+STARTING: Final = (502, 503, 504)  # statuses of a server, or a proxy, whose engine starts
 _CONNECT_S: Final = 10.0
 _RELEASE_S: Final = 2.0
 _TRIES: Final = 8
@@ -233,7 +234,7 @@ class EngineClient(Destination):
                 if unanswered is not None and isinstance(refusal, EngineUnreachable):
                     unanswered.append(refusal)
                 raise refusal
-            said = _json_object(answer)
+            said = json_object(answer.text)
             ended = time.perf_counter()
             self.speed.note(len(body or b""), ended - start, said, ended)
         return said
@@ -302,21 +303,13 @@ def is_lasting(error: httpx.TransportError) -> bool:
     return isinstance(error, (httpx.LocalProtocolError, httpx.UnsupportedProtocol))
 
 
-def _json_object(response: httpx.Response) -> dict[str, Any]:
-    try:
-        answer = response.json()
-    except ValueError:
-        return {}
-    return answer if isinstance(answer, dict) else {}
-
-
 def _refusal(response: httpx.Response) -> SyncError:
     """Return the exception for a status other than 200; its class says whether a retry can help."""
-    status, error = response.status_code, _json_object(response).get("error")
+    status, error = response.status_code, json_object(response.text).get("error")
     url = str(response.url.copy_with(query=None))
     message = answer_in_words(status, response.text, response.headers.get("Server"), url)
     if not isinstance(error, dict):
-        kind = EngineUnreachable if status in (502, 503, 504) else SyncError
+        kind = EngineUnreachable if status in STARTING else SyncError
         return kind(message, status)
     if error.get("type") not in ("SyncInProgress", "TooManyUploads"):
         return SyncError.of(message, status, error)

@@ -125,7 +125,8 @@ class LogDestination(Destination):
     def plan(self) -> Any:
         """Return the plan of an engine: the first one's, or another's if it does not answer soon.
 
-        If none does, it is the plan that an engine had before: the log needs none of them.
+        If none does, it is the plan that an engine had before: the log can be written without
+        asking an engine again.
 
         Raises:
             SyncError: None does, and none has before; or it is stopped or interrupted.

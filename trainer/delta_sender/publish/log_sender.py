@@ -154,7 +154,7 @@ def _resume(publisher: Publisher, destination: LogDestination) -> None:
     except LogDamaged:
         if destination.log.store.drafts_are_hidden:
             raise
-        # Of a version that another sender writes, a store can list what it does not find yet.
+        # A store can list what it does not find yet, of a version that another sender writes.
         time.sleep(_AGAIN_S)
         newest = _check_newest(publisher, destination)
     destination.require_newest(newest)

@@ -18,7 +18,6 @@ from delta_sender.encode.acked_state import AckedState, PostedSync
 from delta_sender.encode.encoding_policy import AUTO, EncodingPolicy
 from delta_sender.encode.part_builder import ChangedTensors, PartBuilder
 from delta_sender.encode.sync_round import Attempt, SyncRound
-from delta_sender.names import some_of
 from delta_sender.options import SenderOptions
 from delta_sender.publish.destination import Destination
 from delta_sender.publish.full_sync import FullSyncGuard
@@ -26,6 +25,7 @@ from delta_sender.publish.post_queue import PostQueue
 from delta_sender.publish.recovery import Recovery
 from delta_sender.results import SyncError, SyncReport
 from delta_sender.run import Run
+from engine_ext.answers import some_of
 from engine_ext.format import Digest
 from engine_ext.ranks.status import EngineStatus
 

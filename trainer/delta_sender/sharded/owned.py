@@ -9,12 +9,12 @@ import torch
 from delta_sender.diff.observations import count as count_rounded
 from delta_sender.diff.snapshot import NamedTensors, Snapshot
 from delta_sender.encode.acked_state import AckedState
-from delta_sender.names import prefix_hint, some_of
 from delta_sender.sharded.box import Box, box_digest
 from delta_sender.sharded.copies import Copies
 from delta_sender.sharded.ownership import Held, Ownership
 from delta_sender.sharded.ranks import Ranks
 from delta_sender.sharded.shards import Shard, Shards, checked
+from engine_ext.answers import prefix_hint, some_of
 from engine_ext.dtypes import NAME_OF_TORCH
 from engine_ext.format import Digest
 
