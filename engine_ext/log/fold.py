@@ -50,7 +50,7 @@ def read_version(entry: Entry) -> list[DecodedPart]:
     Raises:
         LogDamaged: something is missing, or differs from what the sender wrote.
     """
-    parts = list(_read_parts(entry, decode_part))
+    parts = list(_read_parts(entry, _decoded))
     _check_together(entry, [part.manifest for part in parts])
     return parts
 
@@ -79,7 +79,7 @@ def verify_version(entry: Entry) -> Digests:
     """
     if not entry.foreign:
         # One part is in memory.
-        manifests = [part.manifest for part in _read_parts(entry, decode_part)]
+        manifests = [part.manifest for part in _read_parts(entry, _decoded)]
         _check_together(entry, manifests)
         return declared_digests(manifests)
     limits = Limits()
@@ -153,7 +153,7 @@ def fold_versions(
             is_folded = number >= len(earlier)
             manifests = []
             with (source or log).fetched(entry):
-                for part in _read_parts(entry, decode_part):  # one in memory
+                for part in _read_parts(entry, _decoded):  # one in memory
                     manifests.append(part.manifest)
                     deltas = _deltas(part, values)
                     if is_folded:
@@ -222,15 +222,16 @@ def _deltas(part: DecodedPart, values: ModelValues | None) -> list[ParamDelta]:
     return [*part.deltas]
 
 
-def _manifest(container: bytes) -> Manifest:
-    return read_header([container]).manifest
+def _manifest(data: bytes) -> Manifest:
+    return read_header([data]).manifest
 
 
 def _read_parts(entry: Entry, decode: Callable[[bytes], _Read]) -> Iterator[_Read]:
+    """Yield what `decode` makes of each part's bytes, as they were sent, which are verified."""
     entry.require_files()
     for path in entry.paths:
         try:
-            part = decode(_read_container(entry, path))
+            part = decode(_read_part(entry, path))
         except OSError as error:
             raise entry.damaged(f"{path.name}: {error.strerror}", file=path.name) from error
         except DeltaError as error:
@@ -238,8 +239,7 @@ def _read_parts(entry: Entry, decode: Callable[[bytes], _Read]) -> Iterator[_Rea
         yield part
 
 
-def _read_container(entry: Entry, path: Path) -> bytes:
-    """Return a part without its frame; verified."""
+def _read_part(entry: Entry, path: Path) -> bytes:
     data = path.read_bytes()
     key = signing_key()
     if key is not None:
@@ -250,10 +250,14 @@ def _read_container(entry: Entry, path: Path) -> bytes:
     facts = entry.files[path.name]
     if facts is not None and xxhash.xxh3_128_hexdigest(data) != facts.xxh3_128:
         raise ChecksumMismatch("its bytes differ from those that were written")
+    return data
+
+
+def _decoded(data: bytes) -> DecodedPart:
     frame = FrameReader(Limits().max_part_bytes)
     container = b"".join(frame.feed(data))
     frame.finish()
-    return container
+    return decode_part(container)
 
 
 def _check_together(entry: Entry, manifests: Sequence[Manifest]) -> None:

@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from delta_server import metrics
-from delta_server.adapter_engine import AdapterEngine
-from delta_server.engine import Engine
+from delta_server.engine import AdapterEngine, Engine
 from delta_server.request_record import RequestRecord
 from delta_server.sync_history import SyncHistory
 from engine_ext.errors import DeltaError, as_delta_error

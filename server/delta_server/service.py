@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 
 from delta_server import metrics, pauses
-from delta_server.adapter_engine import AdapterEngine
 from delta_server.commit import EngineCommitter, total_digest
 from delta_server.coordinator import Coordinator
 from delta_server.digests import describe_digests
-from delta_server.engine import Engine, call_all_ranks, rank_statuses
+from delta_server.engine import AdapterEngine, Engine, call_all_ranks, rank_statuses
 from delta_server.follow_state import FollowState
 from delta_server.intake import Intake
 from delta_server.part_server import PartServer
