@@ -84,14 +84,18 @@ _NO_OPTION: Final = {
 
 
 def supported() -> str:
-    """Return which set-ups the engines start with, as README's table."""
+    """Return which set-ups the engines start with, with the reason if one does not."""
     rows = [[one.name, *(_cell(one, engine) for engine in ("vLLM", "SGLang"))] for one in SET_UPS]
     return table(["", "vLLM", "SGLang"], rows)
 
 
 def refused() -> str:
-    """Return everything that the engines refuse to start with, and why."""
-    return table(["option", "engine", "reason"], _refused())
+    """Return everything that the engines refuse to start with, and why; a reason has one row."""
+    options: dict[tuple[str, str], list[str]] = {}
+    for what, engine, why in _refused():
+        options.setdefault((engine, why), []).append(what)
+    rows = [[", ".join(found), engine, why] for (engine, why), found in options.items()]
+    return table(["option", "engine", "reason"], rows)
 
 
 def versions() -> str:
