@@ -82,6 +82,15 @@ class LogStatus(msgspec.Struct, frozen=True, kw_only=True):
     follow: FollowStatus | None = None  # None if the engine does not follow the log
 
 
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP process that answers."""
+
+    host: str
+    model: str | None  # folder or name of the checkpoint, as the engine was given it
+    since: float  # when it began to serve
+    seconds: float  # until now
+
+
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an engine, or of one LoRA adapter of it."""
 
@@ -97,6 +106,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     scrub: ScrubState | None  # of all ranks together; None if scrubbing is off
     log: LogStatus | None
     adapters: list[LoadedAdapter] | None  # None if the engine takes none
+    server: ServerStatus | None = None
     plan: list[list[dict[str, Any]]] | msgspec.UnsetType | None = msgspec.UNSET  # on request
     history: list[SyncRecord] | msgspec.UnsetType = msgspec.UNSET  # on request
 

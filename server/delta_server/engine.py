@@ -33,6 +33,10 @@ class Engine(Protocol):
     shared: bool
     address: str | None
 
+    @property
+    def model(self) -> str | None:
+        """The folder or name of the checkpoint, as the engine was given it; None if not known."""
+
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
         """Carry out one operation on every rank; returns replies or errors in rank order."""
 
@@ -58,6 +62,7 @@ class AdapterEngine:
 
     def __init__(self, engine: Engine, adapter: str) -> None:
         self.name, self.shared, self.address = engine.name, engine.shared, engine.address
+        self.model = engine.model
         self._engine, self._adapter = engine, adapter
         self.is_paused, self.pause, self.resume = engine.is_paused, engine.pause, engine.resume
         self.flush_cache, self.get_weight_version = engine.flush_cache, engine.get_weight_version

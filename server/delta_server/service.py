@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +45,13 @@ from engine_ext.ranks.operations import (
     GetPlan,
     RankState,
 )
-from engine_ext.ranks.status import EngineStatus, HealthState, HealthStatus, VersionStatus
+from engine_ext.ranks.status import (
+    EngineStatus,
+    HealthState,
+    HealthStatus,
+    ServerStatus,
+    VersionStatus,
+)
 from engine_ext.remote_parts import PartCache
 from engine_ext.resources import RateLimit
 from engine_ext.settings import Settings
@@ -61,6 +69,7 @@ class DeltaService:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.settings, self._engine = settings, engine
         self.adapter: str | None = None
+        self._since = time.time()
         self.committer, self.reporter = EngineCommitter(engine), SyncReporter(engine)
         # The delta log's folders, too: what a replay has left incomplete shows there.
         logs = [] if settings.log is None or is_store_url(settings.log) else [settings.log]
@@ -209,6 +218,12 @@ class DeltaService:
             scrub=combined(replies),
             log=None if log is None else msgspec.structs.replace(log, follow=following),
             adapters=None if first.adapters is msgspec.UNSET else first.adapters,
+            server=ServerStatus(
+                host=socket.gethostname(),
+                model=self._engine.model,
+                since=self._since,
+                seconds=time.time() - self._since,
+            ),
             plan=await self.plan() if plan else msgspec.UNSET,
             history=await self.reporter.history(self.adapter) if history else msgspec.UNSET,
         )
