@@ -397,7 +397,8 @@ PICTURES: Final = (TENSOR, SYNC, FLOW, START)
 
 def svg(picture: Picture) -> str:
     """Return a picture's file: one element without empty lines, as a page can hold it."""
-    boxes: dict[str, Box | Grid] = {one.name: one for one in (*picture.boxes, *picture.grids)}
+    boxes: dict[str, Box | Grid] = {box.name: box for box in picture.boxes}
+    boxes |= {grid.name: grid for grid in picture.grids}
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" role="img"'
         f' width="{picture.width}" height="{picture.height}"'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -94,7 +95,7 @@ def refused() -> str:
     options: dict[tuple[str, str], list[str]] = {}
     for what, engine, why in _refused():
         options.setdefault((engine, why), []).append(what)
-    rows = [[", ".join(found), engine, why] for (engine, why), found in options.items()]
+    rows = [["<br>".join(found), engine, why] for (engine, why), found in options.items()]
     return table(["option", "engine", "reason"], rows)
 
 
@@ -139,5 +140,4 @@ def _refused() -> Iterator[tuple[str, str, str]]:
 
 def _code(what: str) -> str:
     """Return a set-up with its options as code."""
-    words = (f"`{word}`" if word.startswith("--") else word for word in what.split(" "))
-    return " ".join(words)
+    return re.sub(r"--[\w-]+", r"`\g<0>`", what)
