@@ -37,9 +37,10 @@ def test_a_picture_has_text_and_both_schemes(file: Path) -> None:
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
 def test_boxes_are_inside_and_do_not_overlap(picture: draw_pictures.Picture) -> None:
+    placed: list[draw_pictures.Box | draw_pictures.Grid] = [*picture.boxes, *picture.grids]
     edges = [
-        (box.x - box.width // 2, box.y, box.x + box.width // 2, box.y + box.height)
-        for box in (*picture.boxes, *picture.grids)
+        (one.x - one.width // 2, one.y, one.x + one.width // 2, one.y + one.height)
+        for one in placed
     ]
     for left, top, right, bottom in edges:
         assert left >= 0
@@ -49,7 +50,7 @@ def test_boxes_are_inside_and_do_not_overlap(picture: draw_pictures.Picture) -> 
     for number, (left, top, right, bottom) in enumerate(edges):
         for other in edges[:number]:
             apart = left >= other[2] or right <= other[0] or top >= other[3] or bottom <= other[1]
-            assert apart, (picture.name, number)
+            assert apart, placed[number].name
 
 
 def test_the_tensor_has_each_changed_element_on_one_rank() -> None:
