@@ -38,6 +38,15 @@ class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
     can_roll_back: bool  # the old values of the last version are kept
 
 
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP process that answers."""
+
+    host: str
+    model: str | None  # folder or name of the checkpoint, as the engine was given it
+    since: float  # when it began
+    seconds: float  # until now
+
+
 class PauseStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A pause of generation that a caller, not a commit, has asked for."""
 
@@ -82,21 +91,13 @@ class LogStatus(msgspec.Struct, frozen=True, kw_only=True):
     follow: FollowStatus | None = None  # None if the engine does not follow the log
 
 
-class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The HTTP process that answers."""
-
-    host: str
-    model: str | None  # folder or name of the checkpoint, as the engine was given it
-    since: float  # when it began to serve
-    seconds: float  # until now
-
-
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an engine, or of one LoRA adapter of it."""
 
     engine: str
     adapter: str | None  # whose status it is; None: the model's
     ranks: int  # that hold weights
+    server: ServerStatus | None = None
     apply: str  # how syncs are written: scatter, masked or reload
     version: VersionStatus
     health: HealthStatus
@@ -106,7 +107,6 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     scrub: ScrubState | None  # of all ranks together; None if scrubbing is off
     log: LogStatus | None
     adapters: list[LoadedAdapter] | None  # None if the engine takes none
-    server: ServerStatus | None = None
     plan: list[list[dict[str, Any]]] | msgspec.UnsetType | None = msgspec.UNSET  # on request
     history: list[SyncRecord] | msgspec.UnsetType = msgspec.UNSET  # on request
 

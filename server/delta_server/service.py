@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
-import socket
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +18,13 @@ from delta_server import metrics, pauses
 from delta_server.commit import EngineCommitter, total_digest
 from delta_server.coordinator import Coordinator
 from delta_server.digests import describe_digests
-from delta_server.engine import AdapterEngine, Engine, call_all_ranks, rank_statuses
+from delta_server.engine import (
+    AdapterEngine,
+    Engine,
+    call_all_ranks,
+    rank_statuses,
+    server_status,
+)
 from delta_server.follow_state import FollowState
 from delta_server.intake import Intake
 from delta_server.part_server import PartServer
@@ -45,13 +49,7 @@ from engine_ext.ranks.operations import (
     GetPlan,
     RankState,
 )
-from engine_ext.ranks.status import (
-    EngineStatus,
-    HealthState,
-    HealthStatus,
-    ServerStatus,
-    VersionStatus,
-)
+from engine_ext.ranks.status import EngineStatus, HealthState, HealthStatus, VersionStatus
 from engine_ext.remote_parts import PartCache
 from engine_ext.resources import RateLimit
 from engine_ext.settings import Settings
@@ -69,7 +67,6 @@ class DeltaService:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.settings, self._engine = settings, engine
         self.adapter: str | None = None
-        self._since = time.time()
         self.committer, self.reporter = EngineCommitter(engine), SyncReporter(engine)
         # The delta log's folders, too: what a replay has left incomplete shows there.
         logs = [] if settings.log is None or is_store_url(settings.log) else [settings.log]
@@ -209,6 +206,7 @@ class DeltaService:
             engine=self._engine.name,
             adapter=self.adapter,
             ranks=len(replies),
+            server=server_status(self._engine),
             apply=first.apply,
             version=version,
             health=health,
@@ -218,12 +216,6 @@ class DeltaService:
             scrub=combined(replies),
             log=None if log is None else msgspec.structs.replace(log, follow=following),
             adapters=None if first.adapters is msgspec.UNSET else first.adapters,
-            server=ServerStatus(
-                host=socket.gethostname(),
-                model=self._engine.model,
-                since=self._since,
-                seconds=time.time() - self._since,
-            ),
             plan=await self.plan() if plan else msgspec.UNSET,
             history=await self.reporter.history(self.adapter) if history else msgspec.UNSET,
         )
