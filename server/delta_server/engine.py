@@ -70,11 +70,14 @@ class AdapterEngine:
         self._engine, self._adapter = engine, adapter
         self.is_paused, self.pause, self.resume = engine.is_paused, engine.pause, engine.resume
         self.flush_cache, self.get_weight_version = engine.flush_cache, engine.get_weight_version
-        self.model = engine.model
 
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
         """Carry out one operation for the adapter on every rank."""
         return await self._engine.call(msgspec.structs.replace(request, adapter=self._adapter))
+
+    @property
+    def model(self) -> str | None:
+        return self._engine.model
 
     async def set_weight_version(self, version: str) -> None:
         """Publish nothing."""
