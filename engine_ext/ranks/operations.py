@@ -273,8 +273,9 @@ class GetDigest(Operation[RankDigest], frozen=True, kw_only=True, tag="digest"):
     scan: bool
 
 
-def _reply_type(operation: type[Operation[Any]]) -> type[Reply]:
+def _reply_type(operation: type[Operation[ReplyT]]) -> type[ReplyT]:
     [base] = operation.__orig_bases__  # type: ignore[attr-defined]
+    reply_type: type[ReplyT]
     [reply_type] = get_args(base)
     return reply_type
 
