@@ -23,6 +23,7 @@ from engine_ext.ranks.operations import (
     RankState,
 )
 
+FLEET: Final = "fleet"
 FOLLOW: Final = "follow"
 HISTORY: Final = "history"
 LOG: Final = "log"
