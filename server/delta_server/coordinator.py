@@ -192,9 +192,11 @@ class Coordinator:
         request = HoldSync(version=part.version, sync_id=part.sync_id, prepared=prepared)
         try:
             await call_all_ranks(self._engine, request)
-        except Exception:
+        except Exception as error:
             with contextlib.suppress(Exception):
                 await self._staging.drop(part, prepared.group)
+            if isinstance(error, CommitFailed) and not isinstance(error, EngineUncertain):
+                await self._committer.halt(Options())
             raise
 
     async def commit_staged(

@@ -238,7 +238,8 @@ class DeltaService:
         if request.action == "release":
             released = await self.coordinator.release(sender)
             return {"status": "released" if released else "not_owner", "released": released}
-        await self.fleet.settle_before(sender)
+        if self.adapter is None:
+            await self.fleet.settle_before(sender)
         claimed = await self.coordinator.claim(sender, takeover=request.takeover)
         [status, *others] = await self.committer.status(self._engine)
         return {

@@ -16,6 +16,7 @@ from tests.support.delta_bodies import BASE, NEXT, OTHER_STEP, VERSION, after, d
 from tests.support.endpoint_rig import DELTA, assert_error
 from tests.support.fleet_rig import COMMIT, LONG, FleetRig
 from tests.support.present import present
+from tests.unit.server.other_process import Process
 
 GROUP = "g"
 SYNC = {"version": VERSION + 1, "sync_id": "s"}
@@ -281,6 +282,27 @@ def test_engine_settles_when_the_lease_ends(
 
     fleet.rigs[a].run(settled())
     assert versions(fleet) == [VERSION + is_recorded, VERSION]
+    fleet.close()
+
+
+def test_processes_of_an_engine_settle_once(tmp_path: Path) -> None:
+    fleet = FleetRig(tmp_path, 1)
+    [a] = fleet.urls
+    rig = fleet.rigs[a]
+    rig.engine.shared = True
+    other = Process(rig)
+    other.service.fleet.ask = rig.service.fleet.ask
+    prepare(fleet, a)
+    record(fleet, a)
+    works = [rig.service.fleet.settle(), other.service.fleet.settle()]
+
+    async def settle() -> list[Any]:
+        return list(await asyncio.gather(*works, return_exceptions=True))
+
+    assert True in rig.run(settle())
+    assert (versions(fleet), rig.engine.writes) == ([VERSION + 1], [1, 1])
+    assert not rig.engine.paused
+    other.service.intake.close()
     fleet.close()
 
 
