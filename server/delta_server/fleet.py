@@ -140,7 +140,10 @@ async def ask_peer(root: str, group: str) -> PeerAnswer:
         raise OSError(f"{url}: {failure_in_words(error)}") from error
     if answer.status_code != 200:
         raise ValueError(f"{url} answered {answer.status_code}")
-    return msgspec.json.decode(answer.content, type=PeerAnswer)
+    try:
+        return msgspec.json.decode(answer.content, type=PeerAnswer)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{url} gave no answer of an engine: {error}") from error
 
 
 class FleetCommits:

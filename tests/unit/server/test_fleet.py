@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import httpx
 import pytest
 
 from delta_server import fleet as fleet_module
+from delta_server.fleet import PeerAnswer
 from tests.support.delta_bodies import BASE, NEXT, OTHER_STEP, VERSION, after, delta_part, same
 from tests.support.endpoint_rig import DELTA, assert_error
 from tests.support.fleet_rig import COMMIT, LONG, FleetRig
@@ -304,6 +308,53 @@ def test_processes_of_an_engine_settle_once(tmp_path: Path) -> None:
     assert not rig.engine.paused
     other.service.intake.close()
     fleet.close()
+
+
+class Peer(BaseHTTPRequestHandler):
+    """Answers as an engine of a group, if it is asked with the token."""
+
+    status, body = 200, b"{}"
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        is_right = asked == {"action": "ask", "group": GROUP} and self.path == COMMIT
+        has_token = self.headers["Authorization"] == "Bearer secret"
+        self.send_response(self.status if is_right and has_token else 401)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *text: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "raises"),
+    [
+        (200, b'{"decision": "commit", "committed": true}', None),
+        (200, b"<html>", ValueError),
+        (409, b"{}", ValueError),
+        (None, b"", OSError),
+    ],
+)
+def test_peers_are_asked_with_the_token(
+    status: int | None, body: bytes, raises: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTA_API_KEY", "secret")
+    handler = type("Handler", (Peer,), {"status": status, "body": body})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        root = f"http://127.0.0.1:{server.server_port}/"
+        if status is None:
+            server.server_close()
+        else:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        asking = fleet_module.ask_peer(root, GROUP)
+        if raises is None:
+            assert asyncio.run(asking) == PeerAnswer(decision="commit", committed=True)
+        else:
+            with pytest.raises(raises):
+                asyncio.run(asking)
+        if status is not None:
+            server.shutdown()
 
 
 def test_engine_that_was_asked_late_prepares_nothing(fleet: FleetRig) -> None:
