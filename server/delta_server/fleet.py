@@ -116,7 +116,7 @@ class Records(msgspec.Struct, frozen=True):
 
 
 class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine answers to "ask"; unknown keys are ignored."""
+    """The answer of an engine to "ask"; unknown keys are ignored."""
 
     decision: Decision
     committed: bool

@@ -39,14 +39,15 @@ class FleetRig:
 
     def start(self, url: str) -> None:
         """Start an engine from its checkpoint; the one that was there is dead."""
-        if url in self.rigs:
-            self.rigs.pop(url).close()
-        self.incarnations[url] += 1
-        number = self.urls.index(url)
-        spool = self._folder / f"spool-{number}-{self.incarnations[url]}"
-        rig = Rig(spool, **self._settings)
-        rig.service.fleet.ask = self._ask
-        self.rigs[url] = rig
+        with self._locks[url]:
+            if url in self.rigs:
+                self.rigs.pop(url).close()
+            self.incarnations[url] += 1
+            number = self.urls.index(url)
+            spool = self._folder / f"spool-{number}-{self.incarnations[url]}"
+            rig = Rig(spool, **self._settings)
+            rig.service.fleet.ask = self._ask
+            self.rigs[url] = rig
 
     def close(self) -> None:
         for rig in self.rigs.values():

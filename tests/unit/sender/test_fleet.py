@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -230,6 +231,36 @@ def test_trainer_dies_at_any_step(
         reports = sender.sync(model.items())
         assert len(reports) == 3
         assert hold(fleet, model) == [True] * 3
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_engine_dies_at_any_step(fleet: FleetRig, model: Model, number: int) -> None:
+    """The others end alike, and the next sync brings all to one version."""
+    before, steps, lock, dying = copied(model), 0, threading.Lock(), fleet.urls[1]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal steps
+        if request.url.path == COMMIT:
+            with lock:
+                steps += 1
+                dies = steps == number + 1
+            if dies:
+                fleet.start(dying)
+        return fleet.answer(request)
+
+    with sender_of(fleet, model, answer) as sender:
+        train(model)
+        with contextlib.suppress(PartialSyncError):
+            sender.sync(model.items())
+        assert "prepared" not in states(sender)
+        assert all(fleet.prepared(url) is None for url in fleet.urls)
+        first, _, last = versions(fleet)
+        assert first == last
+        assert hold(fleet, model if first > VERSION else before)[::2] == [True, True]
+        train(model, 1)
+        assert len(sender.sync(model.items())) == 3
+        assert hold(fleet, model) == [True] * 3
+        assert len({*versions(fleet)}) == 1
 
 
 @pytest.mark.parametrize("number", range(9))

@@ -213,7 +213,7 @@ class FleetModel(RuleBasedStateMachine):
             self.group.commits = False
 
     def end(self, which: int, fare: str) -> None:
-        """Tell one engine what is decided."""
+        """Send one engine the decision."""
         group = self.group
         if group is None or group.commits is None:
             return

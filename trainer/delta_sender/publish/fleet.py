@@ -37,7 +37,7 @@ class Unsettled:
         """Take the step again.
 
         Raises:
-            SyncError: No answer came. What the destination refuses is settled, too.
+            SyncError: No answer came. A refusal settles it, too, and is not raised.
         """
         try:
             destination.take_step(self.action, self.fields)
