@@ -111,7 +111,8 @@ class SenderOptions:
         commit: When engines commit. ``each``: as soon as one has staged all. ``all_or_none``: once
             all have staged and checked all, or no engine does. If the trainer dies in between, the
             engines settle it among themselves: they must reach each other at the given urls, with
-            the same token. Not with `delta_log` or `adapter`.
+            the same token. A `delta_log` gets the version once all have agreed, before the first
+            one commits. Not with `adapter`.
         commit_window: Seconds in which engines that commit as one have to agree to commit, and then
             to do so.
         quorum: How many engines must be ready to commit as one; the others are left out, and get
@@ -172,9 +173,8 @@ class SenderOptions:
             if given:
                 raise ValueError(f"only with commit='all_or_none': {', '.join(given)}")
             return
-        wrong = [name for name in ("delta_log", "adapter") if getattr(self, name) is not None]
-        if wrong:
-            raise ValueError(f"commit='all_or_none' does not work with {', '.join(wrong)} yet")
+        if self.adapter is not None:
+            raise ValueError("commit='all_or_none' does not work with adapter yet")
         if self.commit_window <= 0 or (self.quorum is not None and self.quorum < 1):
             raise ValueError("commit_window is above 0 and quorum is 1 at least")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import torch
 
 from delta_sender import GroupAborted, MultiSender, PartialSyncError, SyncError
 from engine_ext.errors import NotUpdatable
+from engine_ext.log import Draft, open_log
 from tests.support.delta_bodies import SHAPES, VERSION, fresh_weights
 from tests.support.fake_engine import Model, bits, train
 from tests.support.fleet_rig import COMMIT, FleetRig, posts
@@ -263,6 +265,59 @@ def test_engine_dies_at_any_step(fleet: FleetRig, model: Model, number: int) -> 
         assert len({*versions(fleet)}) == 1
 
 
+def logged(log: Path) -> list[int]:
+    """The versions in a log."""
+    return [entry.version for entry in open_log(log).listing().entries]
+
+
+def test_log_has_what_all_have_agreed_on(fleet: FleetRig, model: Model, tmp_path: Path) -> None:
+    log, seen = tmp_path / "log", list[tuple[str, list[int]]]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == COMMIT:
+            seen.append((json.loads(request.read())["action"], logged(log)))
+        return fleet.answer(request)
+
+    with sender_of(fleet, model, answer, delta_log=log) as sender:
+        train(model)
+        assert len(sender.sync(model.items())) == 3
+        assert sorted(seen) == [
+            *[("commit", [VERSION + 1])] * 3,
+            *[("prepare", [])] * 3,
+            *[("record", [])] * 3,
+        ]
+        refuse(fleet, 1)
+        train(model, 1)
+        with pytest.raises(GroupAborted):
+            sender.sync(model.items())
+        assert logged(log) == [VERSION + 1]
+        refuse(fleet, 1, refuses=False)
+        sender.sync(model.items())
+        assert hold(fleet, model) == [True] * 3
+        assert logged(log) == [VERSION + 1, versions(fleet)[0]]
+
+
+def test_log_that_cannot_be_written_keeps_all_back(
+    fleet: FleetRig, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    with sender_of(fleet, model, delta_log=log) as sender:
+        train(model)
+        with monkeypatch.context() as full:
+            full.setattr(Draft, "finish", out_of_space)
+            with pytest.raises(GroupAborted, match="no space"):
+                sender.sync(model.items())
+        assert (versions(fleet), logged(log)) == ([VERSION] * 3, [])
+        assert all(fleet.prepared(url) is None for url in fleet.urls)
+        assert len(sender.sync(model.items())) == 3
+        assert hold(fleet, model) == [True] * 3
+        assert logged(log) == [versions(fleet)[0]]
+
+
+def out_of_space(draft: Draft) -> Path:
+    raise OSError("no space")
+
+
 @pytest.mark.parametrize("number", range(9))
 def test_step_without_answer_is_taken_again(
     fleet: FleetRig, model: Model, number: int, naps: list[float]
@@ -293,7 +348,6 @@ def test_step_without_answer_is_taken_again(
         {"commit": "some"},
         {"commit": "each", "quorum": 2},
         {"commit": "each", "evict": print},
-        {"delta_log": "/log"},
         {"adapter": "a"},
         {"quorum": 0},
         {"commit_window": 0.0},

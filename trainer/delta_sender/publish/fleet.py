@@ -98,6 +98,7 @@ class FleetRound:
         self._lease = (timeout if limit is None else limit) + 2 * window
         self._phase: _Phase = "prepare"
         self._changed = Condition()
+        self._unwritten: Exception | None = None  # why the delta log lacks the version
         self.is_committed: bool | None = None
 
     # The sessions' threads -----------------------------------------------------------------------
@@ -162,9 +163,13 @@ class FleetRound:
         except EngineBusy as failed:  # the engines settle it among themselves
             raise SyncError(str(failed), failed.status) from failed
         except SyncError as failed:
-            if failed.error.get("engine_state"):
-                note(None)
-            raise
+            if not failed.error.get("engine_state"):
+                raise
+            note(None)
+            if commits:
+                raise
+            # It has settled it with the others before the abort came.
+            raise SyncError(str(failed), failed.status) from failed
         note(None)
         if not commits:
             self._move(member, "aborted")
@@ -195,6 +200,8 @@ class FleetRound:
 
     def _why(self) -> str:
         """Return why the group does not commit, or not with a late engine."""
+        if self._unwritten is not None:
+            return str(self._unwritten)
         failed = [(url, m.error) for url, m in self._members.items() if m.state == "failed"]
         reasons = [f"{url}: {error}" for url, error in failed]
         if reasons:
@@ -204,8 +211,12 @@ class FleetRound:
 
     # The publisher's thread ----------------------------------------------------------------------
 
-    def conduct(self) -> bool:
+    def conduct(self, write: Callable[[], None] | None = None) -> bool:
         """Wait until all have prepared, or failed, and decide; return whether they commit.
+
+        Args:
+            write: Writes the version into the delta log. It is called when all have recorded that
+                they commit, so that the log has no version that none commits.
 
         Raises what `evict` raises; nothing is committed then.
         """
@@ -225,6 +236,12 @@ class FleetRound:
             self._changed.wait_for(
                 lambda: all(one.state in ended for one in recording), self._window
             )
+        if write is not None and all(one.state == "recorded" for one in recording):
+            try:
+                write()
+            except (SyncError, OSError) as error:
+                self._unwritten = error
+                return self.decide(commits=False)
         return self.decide(commits=all(one.state == "recorded" for one in recording))
 
     def decide(self, *, commits: bool) -> bool:

@@ -307,9 +307,14 @@ class Publisher:
             writers=writers,
         )
         fleet = self._fleet = self._fleet_round(version, sessions)
+        sync_round.writes_last = fleet is not None and self._log is not None
         threads = [
             SessionThread(
-                session, sync_round, self._ended, is_writer=session is self._log, fleet=fleet
+                session,
+                sync_round,
+                self._ended,
+                is_writer=session is self._log,
+                fleet=None if session is self._log else fleet,
             )
             for session in sessions
         ]
@@ -327,7 +332,7 @@ class Publisher:
             if fleet is None:
                 wait_for(threads, self._ended, self.options.lag_limit)
             else:
-                if not fleet.conduct():
+                if not fleet.conduct(sync_round.let_write if sync_round.writes_last else None):
                     sync_round.fail(SyncError("none commits this sync", 409, dict(ABORTED)))
                 wait_for(threads, self._ended, self.options.commit_window, begins_now=True)
             sync_round.release()
@@ -348,7 +353,7 @@ class Publisher:
         busy = SyncError("it is still busy with an earlier sync")
         return FleetRound(
             version,
-            {self._url_of(session): session.destination for session in sessions},
+            {self._url_of(s): s.destination for s in sessions if s is not self._log},
             {self._url_of(session): busy for session in self.sessions if session not in sessions},
             quorum=options.quorum,
             evict=options.evict,
