@@ -37,7 +37,11 @@ KINDS = st.sampled_from(
     ["lease"] * 3 + ["dies", "cut", "cut", "late", "give up", "sender dies", "claim", "release"]
 )
 # What happens before a message of a sync, and to whom.
-EVENTS = st.tuples(st.integers(1, 3 * ENGINES), KINDS, st.integers(0, 30))
+EVENTS = st.tuples(
+    st.sampled_from([*range(1, 2 * ENGINES), *[*range(2 * ENGINES, 3 * ENGINES)] * 3]),
+    KINDS,
+    st.integers(0, 30),
+)
 
 
 @dataclass
@@ -145,6 +149,7 @@ class FleetModel(RuleBasedStateMachine):
         events=st.lists(EVENTS, max_size=4),
         quorum=st.sampled_from([ENGINES, ENGINES, ENGINES - 1]),
         ends=st.sampled_from([*range(2, 3 * ENGINES), *[3 * ENGINES] * 6]),
+        tidies=st.sampled_from([True, True, False]),
     )
     def sync(
         self,
@@ -153,8 +158,14 @@ class FleetModel(RuleBasedStateMachine):
         events: list[tuple[int, str, int]],
         quorum: int,
         ends: int,
+        tidies: bool,
     ) -> None:
-        """A sync, up to some message, while things happen."""
+        """A sync, up to some message, while things happen; perhaps nothing is held before it."""
+        if tidies:
+            self.fleet.cut.clear()
+            for which in range(ENGINES):
+                self.lease_ends(which)
+            self.give_up()
         self.begin()
         for number, (phase, which) in enumerate(itertools.product(range(3), order)):
             for when, what, who in events:
@@ -165,6 +176,8 @@ class FleetModel(RuleBasedStateMachine):
                 return
             if phase == 1:
                 self.begin_to_record(quorum)
+            elif phase == 2:  # as a sender does that lacks an answer
+                self.give_up()
             self.step(phase, which, fares[number])
             self.engines_that_live_have_ended_alike()
 
@@ -302,7 +315,7 @@ class FleetModel(RuleBasedStateMachine):
         self.begin()
         group = self.group
         assert group is not None
-        self.sync(["arrives"] * 3 * ENGINES, [*range(ENGINES)], [], ENGINES, 3 * ENGINES)
+        self.sync(["arrives"] * 3 * ENGINES, [*range(ENGINES)], [], ENGINES, 3 * ENGINES, False)
         assert group.commits, group
         assert {self.fleet.status(url).version.number for url in self.fleet.urls} == {group.version}
         self.engines_that_live_have_ended_alike()
