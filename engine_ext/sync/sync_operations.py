@@ -326,8 +326,10 @@ class SyncOperations:
     def _look_at_memory(self, part: PartId) -> None:
         """Notice what the engine has done to its model, before the first part of a sync is staged.
 
-        A search for copies takes long, so it comes before every sync whose number is a power of
-        two: before the first, after the first commit, and in case the engine generates later.
+        A search for copies takes long (over a second for 18,000 modules), so it comes before every
+        sync whose number is a power of two: before the first, after the first commit, and in case
+        the engine generates later. A walk over the modules' own attributes alone would be short,
+        and miss tensors in objects and dictionaries.
         """
         try:
             if part.full:

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from delta_server.auth import check_access
-from delta_server.dashboard import asks_for_token, page_response
+from delta_server.dashboard import denied_response, from_browser, page_response
 from delta_server.engine import rank_states
 from delta_server.guards import (
     MAX_JSON_BYTES,
@@ -214,10 +214,11 @@ async def delta_dashboard(request: Request) -> Response:
     try:
         check_access(request, service.settings.allow_from)
     except DeltaError as error:
-        if isinstance(error, Unauthorized) and asks_for_token(request):
-            return page_response(error.status)
+        browser = from_browser(request)
+        if browser and isinstance(error, Unauthorized):
+            return page_response(error.status)  # it asks for the token
         service.reporter.report_denied(error)
-        return error_response(error)
+        return denied_response(error) if browser else error_response(error)
     return page_response()
 
 

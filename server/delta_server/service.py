@@ -18,7 +18,7 @@ from delta_server import metrics, pauses
 from delta_server.commit import EngineCommitter, total_digest
 from delta_server.coordinator import Coordinator
 from delta_server.digests import describe_digests
-from delta_server.engine import AdapterEngine, Engine, call_all_ranks, rank_statuses
+from delta_server.engine import AdapterEngine, Engine, call_all_ranks, rank_statuses, server_status
 from delta_server.fleet import FleetCommits
 from delta_server.follow_state import FollowState
 from delta_server.intake import Intake
@@ -202,6 +202,7 @@ class DeltaService:
             engine=self._engine.name,
             adapter=self.adapter,
             ranks=len(replies),
+            server=server_status(self._engine),
             apply=first.apply,
             version=version,
             health=health,
