@@ -43,7 +43,7 @@ help: ## list the targets
 	@echo "  ENGINE=vllm         the engine of make demo and make soak, vllm or sglang"
 	@echo "  DEMO_ARGS=...       goes to scripts.demo, SOAK_ARGS=... (--syncs 1000) to scripts.soak"
 	@echo "  PYTEST_ARGS=...     goes to pytest"
-	@echo "  BUNDLE_ARGS=...     goes to scripts.gpu.bundle (--engine sglang, --python 3.12, --arch 90)"
+	@echo "  BUNDLE_ARGS=...     goes to scripts.gpu.bundle (--python 3.12, --arch 90, --wheel FILE)"
 	@echo "  VERSIONS=...        environments of make test-versions: $(VERSIONS)"
 	@echo "  FUZZ_SECONDS=600    how long make fuzz takes; FUZZ_SEED=... repeats one"
 

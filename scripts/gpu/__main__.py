@@ -97,7 +97,7 @@ def _one(chosen: argparse.Namespace) -> int:
 
 
 class Run:
-    """What was found so far; it is written after each row."""
+    """The facts that were found so far; they are written after each row."""
 
     def __init__(self, chosen: argparse.Namespace, end: float) -> None:
         self._chosen, self._end = chosen, end

@@ -1,8 +1,8 @@
-"""Bundle an engine for CUDA with what it needs, for a GPU host without network.
+"""Bundle vLLM for CUDA with what it needs, for a GPU host without network.
 
 ``make gpu-bundle`` runs it.
 The host has Python with torch, triton, transformers, numba, httpx, psutil and what these need, and
-no engine. ``requirements/gpu-ENGINE.txt`` lists what it lacks: wheels of the package index for that
+no engine. ``requirements/gpu-vllm.txt`` lists what it lacks: wheels of the package index for that
 Python. Device code of other GPUs is blanked, and what the rows do not use is left out. The product
 does not travel in the bundle but as the checkout that ``python -m scripts.gpu`` runs in.
 """
@@ -21,25 +21,20 @@ from typing import Final
 from engine_ext.resources import usable_cores
 from scripts.gpu.bundle import device_code, pieces
 
-_REQUIREMENTS: Final = Path(__file__).resolve().parents[3] / "requirements"
+_REQUIREMENTS: Final = Path(__file__).resolve().parents[3] / "requirements" / "gpu-vllm.txt"
 _PLATFORMS: Final = ("2_34", "2_31", "2_28", "2_27", "2_24", "2_17", "2_5")
 
-# What the rows can do without, by the engine that is bundled: patterns of paths.
-_LEFT_OUT: Final[dict[str, tuple[str, ...]]] = {
-    "vllm": (
-        "vllm/vllm-rs",
-        "vllm/third_party/fmha_sm100",
-        "vllm/third_party/deep_gemm",  # needs symbols that torch 2.11 lacks, as qutlass does
-        "vllm/**/*deep_gemm*.so",
-        "vllm/**/*qutlass*.so",
-        "vllm/**/*deepselect*.so",
-        "vllm/**/*flashkda*.so",
-        "vllm/vllm_flash_attn/_vllm_fa2_C*.so",  # 65 MB; FlashAttention 3 serves on Hopper
-        "vllm/**/swagger-ui*",
-    ),
-    "sglang": ("sgl_kernel/sm100", "flashinfer/data/cutlass", "flashinfer/data/spdlog"),
-}
-_LEFT_OUT_ALWAYS: Final = (
+# Patterns of paths that no row needs.
+_LEFT_OUT: Final = (
+    "vllm/vllm-rs",
+    "vllm/third_party/fmha_sm100",
+    "vllm/third_party/deep_gemm",  # needs symbols that torch 2.11 lacks, as qutlass does
+    "vllm/**/*deep_gemm*.so",
+    "vllm/**/*qutlass*.so",
+    "vllm/**/*deepselect*.so",
+    "vllm/**/*flashkda*.so",
+    "vllm/vllm_flash_attn/_vllm_fa2_C*.so",  # 65 MB; FlashAttention 3 serves on Hopper
+    "vllm/**/swagger-ui*",
     "**/__pycache__",
     "**/*.pyi",
     "bin",
@@ -57,10 +52,9 @@ _LEFT_OUT_ALWAYS: Final = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make a bundle; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu.bundle", description=__doc__)
-    parser.add_argument("--engine", choices=sorted(_LEFT_OUT), default="vllm")
     parser.add_argument("--python", default="3.12", help="of the GPU host (%(default)s)")
     parser.add_argument("--arch", type=int, default=90, help="90: H100 and H200 (%(default)s)")
-    parser.add_argument("--into", type=Path, help="the pieces' folder (build/gpu-ENGINE)")
+    parser.add_argument("--into", type=Path, default=Path("build/gpu-vllm"), help="(%(default)s)")
     parser.add_argument(
         "--wheel",
         type=Path,
@@ -70,21 +64,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a wheel that is here already, instead of the one in the list; repeatable",
     )
     chosen = parser.parse_args(arguments)
-    into = chosen.into or Path("build") / f"gpu-{chosen.engine}"
     with tempfile.TemporaryDirectory(prefix="gpu-bundle-") as folder:
         site = Path(folder) / "site"
-        _install(chosen.engine, chosen.python, chosen.wheel, site)
-        thin(site, chosen.engine, chosen.arch)
-        made = pieces.pack(site, into, threads=usable_cores())
+        _install(chosen.python, chosen.wheel, site)
+        thin(site, chosen.arch)
+        made = pieces.pack(site, chosen.into, threads=usable_cores())
     for piece in made:
         print(f"{piece.stat().st_size / 1e6:8.1f} MB  {piece}")
     print(f"{sum(piece.stat().st_size for piece in made) / 1e6:8.1f} MB")
     return 0
 
 
-def thin(site: Path, engine: str, arch: int) -> None:
+def thin(site: Path, arch: int) -> None:
     """Remove what the rows do not use, and the device code of other GPUs than `arch`."""
-    for pattern in (*_LEFT_OUT_ALWAYS, *_LEFT_OUT[engine]):
+    for pattern in _LEFT_OUT:
         for path in [*site.glob(pattern)]:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -95,9 +88,9 @@ def thin(site: Path, engine: str, arch: int) -> None:
             print(f"{library.relative_to(site)}: {blanked / 1e6:.0f} MB blanked", flush=True)
 
 
-def _install(engine: str, python: str, wheels: Sequence[Path], site: Path) -> None:
+def _install(python: str, wheels: Sequence[Path], site: Path) -> None:
     """Install the wheels for another Python; raises CalledProcessError if one cannot be had."""
-    listed = (_REQUIREMENTS / f"gpu-{engine}.txt").read_text(encoding="utf-8").splitlines()
+    listed = _REQUIREMENTS.read_text(encoding="utf-8").splitlines()
     own = {_normal(wheel.name.partition("-")[0]) for wheel in wheels}
     wanted = [line for line in listed if line and not line.startswith("#")]
     wanted = [line for line in wanted if _normal(line.partition("==")[0]) not in own]

@@ -107,7 +107,7 @@ def test_a_bundle_leaves_out_what_no_row_uses(tmp_path: Path) -> None:
     for name in (*kept, *left_out, "zmq/a.pyi"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    program.thin(tmp_path, "vllm", 90)
+    program.thin(tmp_path, 90)
     assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()} == {*kept}
 
 
