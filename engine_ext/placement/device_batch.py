@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from engine_ext.format import Digest, device_digest
 from engine_ext.kernels import gather_scatter as host
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.placement.live_elements import DeviceElements
@@ -33,6 +34,8 @@ class DeviceBatch:
         self._size = len(elements)
         self._alone: list[tuple[int, DeviceElements]] = []
         self._groups: list[_Group] = []
+        self._seals: list[Digest] = []
+        self._read: list[tuple[DeviceElements, torch.Tensor]] = []
         groups: dict[tuple[torch.device, torch.dtype, torch.dtype], _Group] = {}
         for number, one in enumerate(elements):
             if not runs_kernels(one.flat.device):
@@ -51,6 +54,22 @@ class DeviceBatch:
         for group in self._groups:
             found.update(zip(group.numbers, group.read(), strict=True))
         return [found[number] for number in range(self._size)]
+
+    def seal(self, bits: Bits) -> None:
+        """Keep what shows later whether the elements still have the bits that `read` returned.
+
+        That is their digest: it stays on the device, and nothing crosses the bus. Without kernels
+        it is the bits themselves.
+        """
+        self._seals = [group.digest() for group in self._groups]
+        self._read = [(one, bits[number]) for number, one in self._alone]
+
+    def is_as_sealed(self) -> bool:
+        """Return whether the elements have the bits that they had at `seal`."""
+        same = zip(self._groups, self._seals, strict=True)
+        return all(group.digest() == seal for group, seal in same) and all(
+            one.holds(bits) for one, bits in self._read
+        )
 
     def holds(self, bits: Sequence[torch.Tensor]) -> bool:
         """Return whether the elements have these bits."""
@@ -80,10 +99,10 @@ class DeviceBatch:
 
 def upload(bits: Sequence[torch.Tensor], device: torch.device) -> Bits:
     """Copy 1-D tensors of one dtype in host memory to a device at once; views of one tensor."""
-    return [*torch.split(_joined(bits).to(device), [one.numel() for one in bits])]
+    return [*torch.split(joined(bits).to(device), [one.numel() for one in bits])]
 
 
-def _joined(bits: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(bits: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return 1-D tensors of one dtype in host memory as one, [n]; a view if they are contiguous."""
     start, at = bits[0].data_ptr(), bits[0].data_ptr()
     storage = bits[0].untyped_storage().data_ptr()
@@ -127,12 +146,21 @@ class _Group:
         return self._elements[0].flat
 
     def read(self) -> Bits:
-        old = self._on_device()
-        self._prepare(old, [], keep=True)()
+        old = self._gathered()
         return self._split(_host_memory(old.numel(), old.dtype).copy_(old))
 
+    def _gathered(self) -> torch.Tensor:
+        """Return the elements on their device, [n]."""
+        old = self._on_device()
+        self._prepare(old, [], keep=True)()
+        return old
+
+    def digest(self) -> Digest:
+        """Return the digest of the elements, one after another as if they were a tensor."""
+        return device_digest("", self._gathered())
+
     def holds(self, bits: Bits) -> bool:
-        expected = _joined(bits).to(self._flat.device)
+        expected = joined(bits).to(self._flat.device)
         return not self._prepare(expected, [], compare=True)().any()
 
     def put(self, bits: Bits) -> None:
@@ -172,7 +200,7 @@ class _Group:
 
     def _sent(self, bits: Bits) -> Bits:
         device = self._flat.device
-        if all(one.device == device for one in bits):
+        if all(one.device == device or one.is_pinned() for one in bits):
             return bits
         return upload([one.cpu() for one in bits], device)
 
