@@ -22,6 +22,35 @@ def rows_of(runs: list[dict[str, Any]]) -> str:
     return table(["model", "on", "plan", "outcome", "pause of a sync, ms"], found)
 
 
+def syncs() -> str:
+    """Return a line for the last sync of each encoding of the large models, the newest first."""
+    return syncs_of(recorded())
+
+
+def syncs_of(runs: list[dict[str, Any]]) -> str:
+    """Return the table of the syncs in some runs; those of other trees are left out."""
+    found = []
+    for run in runs:
+        for one in run.get("timing", ()):
+            own = one.get("syncs", ()) if one["tree"] == "new" else ()
+            last = {sync["encoding"]: sync for sync in own}
+            found += [[_where(run, one), *_figures(sync)] for sync in last.values()]
+    head = ["on", "encoding", "wire, MB", "wall, ms", "of it encoding", "pause", "write"]
+    return table([*head, "largest token gap"], found)
+
+
+def _where(run: dict[str, Any], one: dict[str, Any]) -> str:
+    return f"{run['device']}, {one['weights'] / 1e9:.1f} billion weights"
+
+
+def _figures(sync: dict[str, Any]) -> list[str]:
+    timings = sync["timings_ms"]
+    times = sync["wall_ms"], sync["encode_ms"], timings["pause_ms"], timings["commit_ms"]
+    gap = sync["token_gap_ms"].get("largest")
+    shown = [f"{sync['wire_bytes'] / 1e6:.0f}", *(f"{one:.0f}" for one in times)]
+    return [f"`{sync['encoding']}`", *shown, "" if gap is None else f"{gap:.0f}"]
+
+
 def _outcome(row: dict[str, Any]) -> list[str]:
     [counts] = row.get("certification") or [{}]
     plan = ", ".join(f"{count} {kind}" for kind, count in counts.items())

@@ -129,3 +129,16 @@ def test_sizes_of_the_timing_are_what_they_are_called() -> None:
     assert round(count("4b") / 1e9, 1) == 4.0
     assert round(count("8b") / 1e9, 1) == 8.2
     assert {"mla", "moe-fp8-online"} <= ROWS.keys()
+
+
+def test_the_table_of_syncs_has_the_last_of_each_encoding() -> None:
+    times = {"pause_ms": 106.2, "commit_ms": 5.9}
+    sync = {"encoding": "gap8_exp", "wire_bytes": 178_195_818, "wall_ms": 3807.0}
+    sync |= {"encode_ms": 2125.0, "timings_ms": times, "token_gap_ms": {"largest": 166.4}}
+    other = {**sync, "encoding": "gap8_ulp", "token_gap_ms": {}}
+    new = {"tree": "new", "weights": 4.02e9, "syncs": [{**sync, "wall_ms": 6570.0}, sync, other]}
+    run = {**RUN, "timing": [new, {**new, "tree": "base"}, {"tree": "new", "error": "no"}]}
+    assert doc_table.syncs_of([RUN, run]).splitlines()[2:] == [
+        "| H9, 4.0 billion weights | `gap8_exp` | 178 | 3807 | 2125 | 106 | 6 | 166 |",
+        "| H9, 4.0 billion weights | `gap8_ulp` | 178 | 3807 | 2125 | 106 | 6 |  |",
+    ]
