@@ -15,7 +15,7 @@ def same_device() -> Callable[[], None]:
 
     It does nothing if this process uses none (ROCm's have the same name).
     """
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return lambda: None
     device = torch.cuda.current_device()
     return lambda: torch.cuda.set_device(device)

@@ -34,7 +34,6 @@ class DeviceBatch:
         self._size = len(elements)
         self._alone: list[tuple[int, DeviceElements]] = []
         self._groups: list[_Group] = []
-        self._seals: list[Digest] = []
         self._read: list[tuple[DeviceElements, torch.Tensor]] = []
         groups: dict[tuple[torch.device, torch.dtype, torch.dtype], _Group] = {}
         for number, one in enumerate(elements):
@@ -49,25 +48,22 @@ class DeviceBatch:
             group.add(number, one)
 
     def read(self) -> Bits:
-        """Return their bits, copies in host memory."""
+        """Return their bits, copies in host memory, and keep what `is_as_read` compares.
+
+        That is a digest that the device computes. Without kernels it is the bits themselves.
+        """
         found: dict[int, torch.Tensor] = {number: one.read() for number, one in self._alone}
+        self._read = [(one, found[number]) for number, one in self._alone]
         for group in self._groups:
             found.update(zip(group.numbers, group.read(), strict=True))
         return [found[number] for number in range(self._size)]
 
-    def seal(self, bits: Bits) -> None:
-        """Keep what shows later whether the elements still have the bits that `read` returned.
+    def is_as_read(self) -> bool:
+        """Return whether the elements have the bits that `read` has returned.
 
-        That is their digest: it stays on the device, and nothing crosses the bus. Without kernels
-        it is the bits themselves.
+        With kernels no bits cross the bus.
         """
-        self._seals = [group.digest() for group in self._groups]
-        self._read = [(one, bits[number]) for number, one in self._alone]
-
-    def is_as_sealed(self) -> bool:
-        """Return whether the elements have the bits that they had at `seal`."""
-        same = zip(self._groups, self._seals, strict=True)
-        return all(group.digest() == seal for group, seal in same) and all(
+        return all(group.is_as_read() for group in self._groups) and all(
             one.holds(bits) for one, bits in self._read
         )
 
@@ -126,6 +122,7 @@ class _Group:
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self.size = 0
+        self._digest = Digest.ZERO  # of the elements as they were read, one after another
         self._elements: list[DeviceElements] = []
         self._counts: list[int] = []
 
@@ -147,6 +144,7 @@ class _Group:
 
     def read(self) -> Bits:
         old = self._gathered()
+        self._digest = device_digest("", old)
         return self._split(_host_memory(old.numel(), old.dtype).copy_(old))
 
     def _gathered(self) -> torch.Tensor:
@@ -155,9 +153,8 @@ class _Group:
         self._prepare(old, [], keep=True)()
         return old
 
-    def digest(self) -> Digest:
-        """Return the digest of the elements, one after another as if they were a tensor."""
-        return device_digest("", self._gathered())
+    def is_as_read(self) -> bool:
+        return device_digest("", self._gathered()) == self._digest
 
     def holds(self, bits: Bits) -> bool:
         expected = joined(bits).to(self._flat.device)

@@ -85,20 +85,13 @@ def gather(
             own = sent[end - found[number].count : end]
             located[number] = DeviceElements(requests[number].target.flat, own, lease)
     reading = [number for number, one in enumerate(requests) if one.reads]
-    batch, read = read_sealed([located[number] for number in reading])
+    batch = DeviceBatch([located[number] for number in reading])
+    read = batch.read()
     old = dict(zip(reading, read, strict=True))
     return [
         GatherResult(one.chosen, located[number], old.get(number), batch)
         for number, one in enumerate(found)
     ]
-
-
-def read_sealed(elements: Sequence[DeviceElements]) -> tuple[DeviceBatch, list[torch.Tensor]]:
-    """Read the bits of elements on devices, and seal them: the commit compares them."""
-    batch = DeviceBatch(elements)
-    read = batch.read()
-    batch.seal(read)
-    return batch, read
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class Write(msgspec.Struct, eq=False, gc=False):
         live: the live tensor's name; empty if the engine's own processing computes it.
         keep: whether the old bits are kept for an undo.
         old: the old bits, in host memory; None until `read_old` or `put`.
-        batch: what they were read with, sealed, if it was a batch of elements on devices.
+        batch: what they were read with, if it was a batch of elements on devices.
         lease: of the memory of `new`, see `engine_ext.placement.device_memory`.
         memory: where `put` can keep the old bits of a box.
         written: whether `undo` must restore the old bits.

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engine_ext.placement import SAMPLED, DeviceBatch, DeviceElements, LiveElements
-from engine_ext.sync.device_table import read_sealed
 from engine_ext.sync.staged import Write
 from engine_ext.sync.thread_pool import ThreadPool
 
@@ -16,8 +15,8 @@ def read_old(writes: Sequence[Write]) -> None:
     unread = [write for write in writes if write.keep and write.old is None]
     on_devices, others = _divided(unread)
     if on_devices:
-        batch, read = read_sealed([_elements(write) for write in on_devices])
-        for write, old in zip(on_devices, read, strict=True):
+        batch = DeviceBatch([_elements(write) for write in on_devices])
+        for write, old in zip(on_devices, batch.read(), strict=True):
             write.old, write.batch = old, batch
     for write in others:
         write.read_old()
@@ -61,8 +60,8 @@ def are_unchanged(writes: Sequence[Write], threads: ThreadPool, *, sampled: bool
         sampled: whether a sample of those is compared that `put_all` compares, too.
     """
     on_devices, others = _divided([write for write in writes if write.old is not None])
-    sealed = {id(write.batch): write.batch for write in on_devices if write.batch is not None}
-    if not all(batch.is_as_sealed() for batch in sealed.values()):
+    read = {id(write.batch): write.batch for write in on_devices if write.batch is not None}
+    if not all(batch.is_as_read() for batch in read.values()):
         return False
     alone = [write for write in on_devices if write.batch is None]
     if alone:

@@ -240,7 +240,9 @@ def step(weights: Weights, seed: int, density: float = _DENSITY) -> None:
     device = next(iter(weights.values())).device
     random = torch.Generator(device).manual_seed(seed)
     for tensor in weights.values():
-        for chunk in tensor.view(torch.int16).view(-1).split(_CHUNK):
+        bits = tensor.view(torch.int16).view(-1)
+        for start in range(0, bits.numel(), _CHUNK):
+            chunk = bits[start : start + _CHUNK]
             chosen = torch.rand(chunk.shape, generator=random, device=device) < density
             moves = torch.randint(
                 *(1, 4, chunk.shape), generator=random, device=device, dtype=torch.int16

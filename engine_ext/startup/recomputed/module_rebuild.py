@@ -28,7 +28,6 @@ from engine_ext.startup.recomputed.elements import AttributeElements, Replacemen
 from engine_ext.startup.recomputed.perturbation import Perturbation
 from engine_ext.startup.recomputed.plain_objects import opaque_part
 from engine_ext.startup.recomputed.rebuild import (
-    Change,
     Context,
     Difference,
     Probe,
@@ -36,6 +35,7 @@ from engine_ext.startup.recomputed.rebuild import (
     tensor_differences,
 )
 from engine_ext.startup.recomputed.unprocessed_modules import (
+    Change,
     UnprocessedModule,
     loaded_tensors,
     storage_of,

@@ -44,7 +44,7 @@ def test_a_module_that_does_not_fit_stops_no_start(
 
     monkeypatch.setattr(owner, way, process)
     model = nn.ModuleDict({"one": Layer(), "two": Layer()})
-    before = [layer.weight for layer in model.values()]
+    before = [parameter for _, parameter in model.named_parameters()]
     states = UnprocessedModules(24)
     with online_processing(states):
         for layer in model.values():

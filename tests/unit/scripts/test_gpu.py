@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_what_a_rows_process_prints_is_recorded(
     chosen = program.make_parser().parse_args(
         ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
     )
-    run = program.Run(chosen, program.time.monotonic() + 1.0)
+    run = program.Run(chosen, time.monotonic() + 5.0)
     run.prove("awq")
     assert run.facts["rows"] == [{"row": "awq", **expected}]
     assert json.loads((tmp_path / "found.json").read_text()) == run.facts
@@ -108,7 +109,7 @@ def test_no_row_begins_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     chosen = program.make_parser().parse_args(
         ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
     )
-    run = program.Run(chosen, program.time.monotonic() + 5.0)
+    run = program.Run(chosen, time.monotonic() + 5.0)
     run.prove("awq")
     assert run.facts["rows"] == [{"row": "awq", "error": "no time was left"}]
 

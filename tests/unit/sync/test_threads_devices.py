@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from engine_ext.format import PartId
-from engine_ext.model import ModelStateGuard, state_guard
+from engine_ext.model import ModelStateGuard, hash_memory, state_guard
 from engine_ext.ranks.operations import BeginPart
 from engine_ext.sync.background_staging import BackgroundStaging
 from engine_ext.sync.scrubber import Scrubber
 from engine_ext.sync.thread_pool import ThreadPool
 from tests.support.served_models import base_checkpoint, serve
 from tests.support.toy_models import PlainCopy
+
+pytestmark = pytest.mark.host_memory
 
 OWN = 3
 
@@ -88,7 +90,6 @@ def in_scans(seen: Seen, folder: Path) -> None:
 
 def in_hashing(seen: Seen, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        hash_memory = state_guard.hash_memory
         patch.setattr(state_guard, "hash_memory", lambda one: (seen(), hash_memory(one))[1])
         ModelStateGuard(torch.nn.Linear(3, 3), bits=True)
 

@@ -69,8 +69,9 @@ def test_processing_gets_a_module_on_its_device(uploaded: list[torch.Tensor]) ->
     chunk = weights["weight"].untyped_storage()
     assert chunk.data_ptr() == weights["bias"].untyped_storage().data_ptr()
     copy: Any = state.copy().root
-    assert type(copy.weight) is torch.nn.Parameter
-    assert copy.weight.weight_loader.__func__ is Layer.load
+    weight: Any = copy.weight
+    assert weight.weight_loader.__func__ is Layer.load
+    assert type(weight) is torch.nn.Parameter
     assert {t.data_ptr() for t in uploaded} == {copy.weight.data_ptr(), copy.bias.data_ptr()}
     assert torch.equal(copy.weight, weights["weight"])
 
