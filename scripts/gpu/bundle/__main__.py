@@ -35,6 +35,8 @@ _LEFT_OUT: Final = (
     "vllm/**/*flashkda*.so",
     "vllm/vllm_flash_attn/_vllm_fa2_C*.so",  # 65 MB; FlashAttention 3 serves on Hopper
     "vllm/**/swagger-ui*",
+    "vllm/benchmarks",
+    "vllm/model_executor/layers/**/configs/*.json",  # tuned sizes of kernels; there are defaults
     "**/__pycache__",
     "**/*.pyi",
     "bin",
