@@ -56,7 +56,7 @@ class HostMemory:
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same layout in host memory that is never written to.
 
-    So the system gives it no memory, and it can be told from others by its address all the same.
+    So the system gives it no memory; it has an address of its own all the same.
     """
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 

@@ -1,4 +1,4 @@
-"""What vLLM quantises while it loads is kept before that, or refused; the engine starts anyway."""
+"""Modules that vLLM quantises while it loads are kept before that, or refused; it starts anyway."""
 
 from __future__ import annotations
 
