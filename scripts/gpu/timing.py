@@ -283,6 +283,7 @@ class Stream:
         while not self._ended.is_set():
             with contextlib.suppress(httpx.HTTPError):
                 self._read(body)
+            self._ended.wait(0.05)
 
     def _read(self, body: Facts) -> None:
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=60) as answer:
