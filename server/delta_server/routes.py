@@ -23,7 +23,9 @@ from delta_server.request_options import (
     DiskRequest,
     Options,
     parse_adapter,
+    parse_commit,
     parse_disk_request,
+    parse_group_request,
     parse_pin,
     parse_pull_request,
     parse_query,
@@ -71,6 +73,7 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
     app.add_api_route("/delta_catch_up", delta_catch_up, methods=["POST"])
     app.add_api_route("/delta_pin", delta_pin, methods=["POST"])
     app.add_api_route("/delta_run", delta_run, methods=["POST"])
+    app.add_api_route("/delta_commit", delta_commit, methods=["POST"])
     # vLLM's route of this name, if it has one, keeps the other methods.
     theirs = [r for r in app.router.routes if getattr(r, "path", None) == "/collective_rpc"]
     app.add_api_route("/collective_rpc", collective_rpc, methods=["POST"])
@@ -259,6 +262,18 @@ async def delta_run(request: Request) -> dict[str, Any]:
     return await asyncio.shield(service.change_owner(wanted))
 
 
+@_answering
+async def delta_commit(request: Request) -> dict[str, Any]:
+    """Commit a staged sync as one with other engines, step by step, or drop it."""
+    service = _service(request)
+    if service.adapter is not None:
+        raise MalformedPart("engines commit the model's weights as one, not those of adapters")
+    wanted = parse_group_request(await _json_body(request, service))
+    options = parse_query(request.query_params)
+    service.inlet.refuse_pushes()
+    return await asyncio.shield(service.fleet.carry_out(wanted, options))
+
+
 def _flag(request: Request, name: str) -> bool:
     text = request.query_params.get(name, "false").lower()
     if text not in ("true", "false"):
@@ -270,6 +285,7 @@ async def _apply_body(
     service: DeltaService, request: Request, record: RequestRecord
 ) -> dict[str, Any]:
     options = parse_query(request.query_params)
+    record.commits = parse_commit(request.query_params)
     service.inlet.refuse_pushes()
     length = request.headers.get("content-length", "")
     size = int(length) if length.isascii() and length.isdigit() else None
@@ -307,6 +323,8 @@ async def _apply_files(
     adapter = parse_adapter(request.query_params, disk_request.adapter)
     if adapter is not None and service.adapter is None:
         service, record.adapter = service.for_adapter(adapter), adapter
+    if not parse_commit(request.query_params):
+        raise MalformedPart("commit=hold is for parts that are sent as bodies, not for files")
     service.inlet.refuse_pushes()
     options = disk_request.options(request.query_params)
     found = service.inlet.store_files.resolved(disk_request)

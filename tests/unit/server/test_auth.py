@@ -25,6 +25,7 @@ DISK = json.dumps({"model_path": "/", "load_format": "delta"}).encode()
 PULL = b'{"local_checkpoint_dir": "/c", "source_dir": "/", "target_version": 7}'
 RPC = json.dumps({"method": "apply_delta_from_disk", "kwargs": {"model_path": "/"}}).encode()
 RUN = json.dumps({"action": "claim", "run": "r"}).encode()
+ASK = json.dumps({"action": "ask", "group": "g"}).encode()
 REMOTE = ("192.0.2.7", 4711)
 
 # Every route that the package adds: method, path, body, its type, and the answer to a client
@@ -44,6 +45,7 @@ ROUTES: dict[str, tuple[str, str, bytes, str, int]] = {
     "catch up": ("POST", "/delta_catch_up", b"", "", 409),  # there is no --delta-log
     "pin": ("POST", "/delta_pin", b"", "", 409),  # nor --delta-follow
     "run": ("POST", "/delta_run", RUN, "application/json", 200),
+    "group": ("POST", "/delta_commit", ASK, "application/json", 200),
 }
 
 SECRET = "secret"

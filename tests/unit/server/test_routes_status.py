@@ -75,6 +75,7 @@ def test_status(rig: Rig) -> None:
         "parts": [1],
         "run": None,
         "owner": None,
+        "prepared": None,
     }
     status = answer(rig)
     assert status["staged"].pop("since") == pytest.approx(time.time(), abs=60)
