@@ -51,6 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     apply: Literal["scatter", "masked"] = "scatter"
     undo_bytes: int = 4 << 30
     shadow_bytes: int = 16 << 30
+    device_bytes: int = 256 << 20
     keep_plain: bool = False
     scrub_interval: float | None = None
     max_pause: float | None = None
@@ -396,6 +397,14 @@ TUNING: Final[dict[str, Tuned]] = {
         parse_size,
         "Most bytes per second that this engine fetches from an object store, for links that are "
         "shared (default: no limit).",
+    ),
+    "device-bytes": Tuned(
+        "BYTES",
+        parse_size,
+        "Memory per GPU that is reserved at start-up, before the engine takes the rest for its KV "
+        "cache, for what syncs keep there: 6 bytes per changed bf16 element until the commit, 4 "
+        "until the next one. Beyond that they are in pinned host memory, and the write is slower "
+        f"(default: {_DEFAULTS.device_bytes >> 20}M).",
     ),
     "apply": Tuned(
         "scatter|masked",
