@@ -69,6 +69,7 @@ from engine_ext.errors import (
 from engine_ext.format import PartId, RunSender
 from engine_ext.ranks.operations import PreparedSync, StagedSync
 from engine_ext.settings import bearer_headers
+from engine_ext.structs import prepare
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,9 @@ class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     decision: Decision
     committed: bool
+
+
+prepare(Records, PeerAnswer)
 
 
 Ask = Callable[[str, str], Awaitable[PeerAnswer]]

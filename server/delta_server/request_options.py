@@ -242,4 +242,4 @@ def parse_version_request(body: bytes) -> VersionRequest:
     return _parse_json(body, VersionRequest)
 
 
-prepare(Options, DiskRequest, VersionRequest, RunRequest, PullRequest, RpcRequest)
+prepare(Options, GroupRequest, DiskRequest, VersionRequest, RunRequest, PullRequest, RpcRequest)
