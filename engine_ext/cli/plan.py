@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine_ext.answers import answer_in_words, failure_in_words
-from engine_ext.commands import CommandParser, without_traceback
+from engine_ext.commands import CommandParser, output_on_stderr, without_traceback
 from engine_ext.settings import API_KEY_ENVIRONMENT, Settings, bearer_headers
 
 Row = dict[str, Any]
@@ -132,6 +132,22 @@ def _ask(url: str) -> list[list[Row]]:
         raise RuntimeError(f"{asked}: {error}") from error
     if not plan:
         raise RuntimeError("the engine waits for its weights; send a full sync first")
+    return plan
+
+
+def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row]]:
+    Settings(keep_plain=options.delta_keep_plain).export()
+    offline = importlib.import_module(f"engine_ext.adapters.{options.engine}.offline_plan")
+    try:
+        with output_on_stderr():
+            plan: list[list[Row]] = offline.load_plan(options.target, engine_flags)
+    except ModuleNotFoundError as error:
+        if error.name != options.engine:
+            raise
+        raise RuntimeError(
+            f"loading a folder needs {options.engine}, which is not installed; start an engine "
+            "with --enable-delta-updates elsewhere and give its address"
+        ) from error
     return plan
 
 

@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts.live_engine.tiny_models import ATTENTION, build_tokenizer, jitter_constants
+from engine_ext.conformance.random_weights import jitter_constants
+from scripts.live_engine.tiny_models import ATTENTION, build_tokenizer
 
 _IMAGE: Final = "<image>"
 # The names of Gemma3's tokenizer, which SGLang's processor looks for.

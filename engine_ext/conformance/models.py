@@ -1,4 +1,4 @@
-"""Loader habits that `tests.support.toy_models` does not have."""
+"""Loader habits that `engine_ext.conformance.toy_models` does not have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tests.support.toy_models import (
+from engine_ext.conformance.toy_models import (
     Checkpoint,
     RepackedInPlace,
     ToyModel,
