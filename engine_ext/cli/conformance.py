@@ -19,7 +19,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_ext.commands import CommandParser, output_on_stderr, without_traceback
+from engine_ext.commands import (
+    CommandParser,
+    leaving_at_once,
+    output_on_stderr,
+    without_traceback,
+)
 
 if TYPE_CHECKING:
     from engine_ext.conformance.installed import Engine, Report
@@ -49,7 +54,7 @@ examples:
   delta-conformance --subject my_project.receiver:make  yours
   delta-conformance --only "fused qkv" --only AWQ --json
   delta-conformance --model /models/Qwen3-8B --tensor-parallel-size 2
-  delta-conformance --model config.json                 random weights
+  delta-conformance --model config.json --only dense    random weights, one kind of sync
   delta-conformance --subject engine_ext.conformance.vllm_checkpoint_patch:make
 
 exit status:
@@ -70,10 +75,8 @@ def _run(argv: Sequence[str] | None) -> int:
     options, engine_flags = parser.parse_known_args(argv)
     if options.model is None and engine_flags:
         parser.error(f"engine flags are only for --model: {' '.join(engine_flags)}")
-    if options.model is not None and (options.subject or options.only):
-        parser.error(
-            "--subject and --only choose cases and receivers of the suite, without --model"
-        )
+    if options.model is not None and options.subject:
+        parser.error("--subject is of the suite, not of --model")
     if options.model is not None and not options.model.exists():
         parser.error(f"--model: no such folder or file: {options.model}")
     # The report shows refusals; the log would repeat them a thousand times.
@@ -81,7 +84,7 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         if options.model is None:
             return _suite(parser, options)
-        return _model(options, engine_flags)
+        return _model(parser, options, engine_flags)
     except Exception as error:
         kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
         print(f"{_PROG}: {kind}{error}", file=sys.stderr)
@@ -93,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     help = "a receiver, as module:function that makes it; repeatable (default: this project's two)"
     add("--subject", action="append", metavar="MODULE:FUNCTION", help=help)
-    help = "only this case, by its name in the table; repeatable"
+    help = "only this case, with --model this kind of sync, by its name in the table; repeatable"
     add("--only", action="append", default=[], metavar="CASE", help=help)
     help = "a checkpoint's folder, or a folder or config.json without weights"
     add("--model", type=Path, metavar="DIR_OR_CONFIG", help=help)
@@ -112,14 +115,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _suite(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from engine_ext.conformance import report
-    from engine_ext.conformance.cases import CASES
+    with leaving_at_once(_PROG):
+        from engine_ext.conformance import report
+        from engine_ext.conformance.cases import CASES
 
     names = [case.name for case in CASES]
-    for name in options.only:
-        if name not in names:
-            near = get_close_matches(name, names, n=3) or names
-            parser.error(f"--only: no case {name!r}; there are: {', '.join(near)}")
+    _check_names(parser, options.only, names)
     factories = [_factory(parser, named) for named in options.subject or _OWN]
     with _progress(len(options.only or names) * len(factories)) as step:
         rows = report.judge_all(
@@ -139,6 +140,15 @@ def _suite(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return int(bool(found))
 
 
+def _check_names(
+    parser: argparse.ArgumentParser, only: Sequence[str], names: Sequence[str]
+) -> None:
+    for name in only:
+        if name not in names:
+            near = get_close_matches(name, names, n=3) or names
+            parser.error(f"--only: no case {name!r}; there are: {', '.join(near)}")
+
+
 def _factory(parser: argparse.ArgumentParser, named: str) -> SubjectFactory:
     module, _, function = named.partition(":")
     if not module or not function:
@@ -155,11 +165,15 @@ def _factory(parser: argparse.ArgumentParser, named: str) -> SubjectFactory:
 # A model -------------------------------------------------------------------------------------
 
 
-def _model(options: argparse.Namespace, engine_flags: list[str]) -> int:
-    from engine_ext.cli.plan import merge, summary
-    from engine_ext.conformance.installed import judge_model
-    from engine_ext.conformance.random_weights import has_weights, write_random
+def _model(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, engine_flags: list[str]
+) -> int:
+    with leaving_at_once(_PROG):
+        from engine_ext.cli.plan import merge, summary
+        from engine_ext.conformance.installed import KINDS, judge_model
+        from engine_ext.conformance.random_weights import has_weights, write_random
 
+    _check_names(parser, options.only, KINDS)
     flags = list(engine_flags)
     if options.tensor_parallel_size is not None:
         flags += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
@@ -175,6 +189,7 @@ def _model(options: argparse.Namespace, engine_flags: list[str]) -> int:
             _starter(options, flags),
             work,
             merge=merge,
+            only=options.only,
             plain=not options.delta_keep_plain,
             say=_say,
         )

@@ -27,6 +27,12 @@ from engine_ext.ranks.operations import GetPlan, Operation
 Hashes = dict[str, str]
 Weights = dict[str, torch.Tensor]
 
+KINDS: Final = (
+    *("sparse 0.5 %", "sparse 40 %", "dense", "one dense"),
+    *("to NaN", "zeros and NaNs in the base", "alone"),
+)
+"""The kinds of syncs, by name; "alone" are those of single tensors."""
+
 _NAMES: Final = 6  # in a detail
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 _REFUSED: Final = "uncertified"
@@ -94,6 +100,7 @@ def judge_model(
     work: Path,
     *,
     merge: Callable[[Sequence[Any]], list[dict[str, Any]]],
+    only: Sequence[str] = (),
     plain: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
@@ -103,13 +110,14 @@ def judge_model(
         model: its folder, with weights. It is not changed.
         work: a new or empty folder, for the target checkpoints.
         merge: makes one plan of those of all ranks.
+        only: some of `KINDS`; empty for all.
         plain: whether an engine that takes no syncs has the same memory at start.
         say: called with what is being done.
 
     Raises:
         Exception: the engine could not load a checkpoint, or has ended.
     """
-    return _Judge(model, start, work, say).judge(merge, plain=plain)
+    return _Judge(model, start, work, say).judge(merge, only, plain=plain)
 
 
 class _Judge:
@@ -122,7 +130,11 @@ class _Judge:
         self._targets = 0
 
     def judge(
-        self, merge: Callable[[Sequence[Any]], list[dict[str, Any]]], *, plain: bool
+        self,
+        merge: Callable[[Sequence[Any]], list[dict[str, Any]]],
+        only: Sequence[str],
+        *,
+        plain: bool,
     ) -> Report:
         self._say("loading the base checkpoint, for comparison")
         first = self._loaded(syncs=not plain)
@@ -145,7 +157,9 @@ class _Judge:
             start_outcome = WRONG if wrong else EXACT
             self._add("start with delta updates", start_outcome, 0, "", wrong)
             for batch in batches(plan, self._weights):
-                engine = self._batch(engine, batch, plan)
+                kind = "alone" if batch[0].group == "alone" else batch[0].name
+                if not only or kind in only:
+                    engine = self._batch(engine, batch, plan)
         finally:
             engine.close()
         return Report(plan, len(ranks), sorted(self._unsteady), self._judged)
