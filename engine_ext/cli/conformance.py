@@ -27,8 +27,7 @@ from engine_ext.commands import (
 )
 
 if TYPE_CHECKING:
-    from engine_ext.conformance.installed import Engine, Report
-    from engine_ext.conformance.subject import SubjectFactory
+    from engine_ext.conformance import installed, subject
 
 _PROG: Final = "delta-conformance"
 _OWN: Final = (
@@ -116,15 +115,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _suite(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     with leaving_at_once(_PROG):
-        from engine_ext.conformance import report
-        from engine_ext.conformance.cases import CASES
+        from engine_ext.conformance import cases, report
 
-    names = [case.name for case in CASES]
+    names = [case.name for case in cases.CASES]
     _check_names(parser, options.only, names)
     factories = [_factory(parser, named) for named in options.subject or _OWN]
     with _progress(len(options.only or names) * len(factories)) as step:
         rows = report.judge_all(
-            factories, options.only, lambda case, subject: step(f"{case}: {subject}")
+            factories, options.only, lambda case, receiver: step(f"{case}: {receiver}")
         )
     if options.json:
         print(json.dumps(rows, indent=1))
@@ -149,7 +147,7 @@ def _check_names(
             parser.error(f"--only: no case {name!r}; there are: {', '.join(near)}")
 
 
-def _factory(parser: argparse.ArgumentParser, named: str) -> SubjectFactory:
+def _factory(parser: argparse.ArgumentParser, named: str) -> subject.SubjectFactory:
     module, _, function = named.partition(":")
     if not module or not function:
         parser.error(f"--subject: not module:function: {named}")
@@ -158,7 +156,7 @@ def _factory(parser: argparse.ArgumentParser, named: str) -> SubjectFactory:
     found: Any = importlib.import_module(module)
     for part in function.split("."):
         found = getattr(found, part)
-    make: SubjectFactory = found
+    make: subject.SubjectFactory = found
     return make
 
 
@@ -170,21 +168,20 @@ def _model(
 ) -> int:
     with leaving_at_once(_PROG):
         from engine_ext.cli.plan import merge, summary
-        from engine_ext.conformance.installed import KINDS, judge_model
-        from engine_ext.conformance.random_weights import has_weights, write_random
+        from engine_ext.conformance import installed, random_weights
 
-    _check_names(parser, options.only, KINDS)
+    _check_names(parser, options.only, installed.KINDS)
     flags = list(engine_flags)
     if options.tensor_parallel_size is not None:
         flags += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
     with tempfile.TemporaryDirectory(prefix=f"{_PROG}-") as folder, output_on_stderr():
         work, model = Path(folder), options.model
         _say("needs the model's size in memory and on disk about twice over, and several loads")
-        if not (model.is_dir() and has_weights(model)):
+        if not (model.is_dir() and random_weights.has_weights(model)):
             _say("making random weights")
-            write_random(model, work / "random")
+            random_weights.write_random(model, work / "random")
             model = work / "random"
-        found = judge_model(
+        found = installed.judge_model(
             model,
             _starter(options, flags),
             work,
@@ -211,7 +208,9 @@ def _model(
     return int(found.violated)
 
 
-def _starter(options: argparse.Namespace, flags: list[str]) -> Callable[[Path, bool], Engine]:
+def _starter(
+    options: argparse.Namespace, flags: list[str]
+) -> Callable[[Path, bool], installed.Engine]:
     from engine_ext.settings import ENVIRONMENT, Settings
 
     try:
@@ -222,18 +221,18 @@ def _starter(options: argparse.Namespace, flags: list[str]) -> Callable[[Path, b
             raise
         raise RuntimeError(f"--model needs {options.engine}, which is not installed") from error
 
-    def start(folder: Path, syncs: bool) -> Engine:
+    def start(folder: Path, syncs: bool) -> installed.Engine:
         os.environ.pop(ENVIRONMENT, None)
         if syncs:
             Settings(keep_plain=options.delta_keep_plain).export()
         own = [] if any(folder.glob("tokenizer*")) else ["--skip-tokenizer-init"]
-        engine: Engine = offline.OfflineEngine(str(folder), [*own, *flags], prog=_PROG)
+        engine: installed.Engine = offline.OfflineEngine(str(folder), [*own, *flags], prog=_PROG)
         return engine
 
     return start
 
 
-def _as_json(found: Report) -> dict[str, Any]:
+def _as_json(found: installed.Report) -> dict[str, Any]:
     return {
         "ranks": found.ranks,
         "plan": found.plan,

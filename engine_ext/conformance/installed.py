@@ -21,7 +21,7 @@ from engine_ext.conformance.judge import EXACT, REFUSED, TORN, WRONG
 from engine_ext.conformance.sending import Refused, send
 from engine_ext.conformance.syncs import Sync, change, deltas_of, syncs_for
 from engine_ext.errors import DeltaError
-from engine_ext.files.checkpoint_files import read_checkpoint
+from engine_ext.files import read_checkpoint
 from engine_ext.ranks.operations import GetPlan, Operation
 
 Hashes = dict[str, str]

@@ -1,4 +1,4 @@
-"""Make a checkpoint of random weights for a model of which there is only the configuration."""
+"""Make a checkpoint of random weights from a model's configuration."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_random(config: Path, folder: Path, *, seed: int = 0) -> None:
         jitter_constants(model)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder)
-    # What transformers has added or left out is not the engine's configuration.
+    # The engine gets the fields as they were given, and not as transformers has read them.
     shutil.copy(chosen, folder / _CONFIG)
 
 

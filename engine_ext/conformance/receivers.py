@@ -19,21 +19,20 @@ from engine_ext.conformance.sending import send
 from engine_ext.conformance.subject import Delta, Rank
 from engine_ext.conformance.thread_group import Group, ThreadRanks
 from engine_ext.conformance.toy_models import ToyModel
-from engine_ext.model.constants import Constants, is_constant
+from engine_ext.model import Constants, is_constant
 from engine_ext.ranks.operations import Operation, decode_answers, encode_request
 from engine_ext.settings import Settings
 from engine_ext.startup import (
     LoadedModel,
     LoadingTrace,
     Processing,
+    Recomputation,
     RepackLearner,
     Reprocessing,
     UnprocessedModules,
     make_unprocessed_model,
 )
-from engine_ext.startup.derived.recompute import Recomputation
-from engine_ext.sync import make_receiver
-from engine_ext.sync.receiver import Receiver
+from engine_ext.sync import Receiver, make_receiver
 
 _UNPROCESSED_BYTES = 1 << 20
 

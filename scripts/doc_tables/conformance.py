@@ -6,9 +6,7 @@ own function needs an installed vLLM.
 
 from __future__ import annotations
 
-from engine_ext.conformance import report
-from engine_ext.conformance.receivers import masked, scatter
-from engine_ext.conformance.vllm_checkpoint_patch import make as vllm_own
+from engine_ext.conformance import receivers, report, vllm_checkpoint_patch
 
 
 def default_table() -> str:
@@ -18,7 +16,8 @@ def default_table() -> str:
         RuntimeError: vLLM, which has a column there, is not installed.
     """
     try:
-        vllm_own()
+        vllm_checkpoint_patch.make()
     except ImportError as error:
         raise RuntimeError("the table of the documentation needs vLLM: use .venv") from error
-    return report.markdown(report.judge_all([scatter, masked, vllm_own]))
+    factories = [receivers.scatter, receivers.masked, vllm_checkpoint_patch.make]
+    return report.markdown(report.judge_all(factories))

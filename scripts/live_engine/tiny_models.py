@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine_ext.conformance.random_weights import jitter_constants
+from engine_ext.conformance import random_weights
 
 VOCAB_SIZE: Final = 384
 EOS_TOKEN: Final = "<|endoftext|>"
@@ -176,7 +176,7 @@ def write(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        jitter_constants(model)
+        random_weights.jitter_constants(model)
     model.generation_config = transformers.GenerationConfig(**ids)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory)

@@ -192,12 +192,12 @@ def test_receiver_that_changes_the_start_is_wrong(
 
     def serve(self: Project, ranks: Sequence[Rank]) -> None:
         original(self, ranks)
-        vars(ranks[0].model)["beside"] = torch.ones(1)
+        vars(ranks[0].model)["extra"] = torch.ones(1)
 
     monkeypatch.setattr(Project, "serve", serve)
     report = judge(toy_models.FusedQkv)
     assert judged(report, "start with delta updates").outcome == "WRONG"
-    assert judged(report, "start with delta updates").detail == "rank 0: beside"
+    assert judged(report, "start with delta updates").detail == "rank 0: extra"
 
 
 def test_one_tensor_of_each_kind_is_sent_alone() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from engine_ext.conformance.toy_models.device import DEVICE
 from engine_ext.conformance.toy_models.open_module import OpenModule
-from engine_ext.placement.segments import TensorSpec
+from engine_ext.placement import TensorSpec
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Checkpoint = dict[str, torch.Tensor]

@@ -143,9 +143,9 @@ class Offline:
 def offline(monkeypatch: pytest.MonkeyPatch) -> Offline:
     made, original = Offline(), importlib.import_module
 
-    def imported(name: str) -> Any:
+    def imported(name: str, package: str | None = None) -> Any:
         is_engine = name in ("vllm", "engine_ext.adapters.vllm.offline_engine")
-        return made if is_engine else original(name)
+        return made if is_engine else original(name, package)
 
     monkeypatch.setattr(importlib, "import_module", imported)
     monkeypatch.setenv("DELTA_UPDATES_SETTINGS", "")
