@@ -17,6 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.worker import worker_base
 
 pytest.importorskip("engine_ext")
+from engine_ext.adapters.vllm.checkpoint import register_load_format  # noqa: E402
 
 FLAG = "--enable-delta-updates"
 ENDPOINT = "/update_weights_delta"
@@ -48,42 +49,41 @@ def test_flag_is_in_server_parser_once(parser: FlexibleArgumentParser):
 
 
 def test_nothing_is_attached_without_flag(parser: FlexibleArgumentParser):
-    AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "m"]))
+    AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "."]))
     assert ENDPOINT not in routes()
 
 
 @pytest.mark.parametrize("enabled", [[FLAG], ["--load-format", "delta"]])
 def test_endpoint_is_attached_once(parser: FlexibleArgumentParser, enabled: list[str]):
-    AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "m", *enabled]))
+    AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", ".", *enabled]))
     assert routes().count(ENDPOINT) == 1
 
 
 def test_options_need_flag(parser: FlexibleArgumentParser):
-    args = parser.parse_args(["--model", "m", "--delta-base-version", "3"])
+    args = parser.parse_args(["--model", ".", "--delta-base-version", "3"])
     with pytest.raises(ValueError, match="needs --enable-delta-updates"):
         AsyncEngineArgs.from_cli_args(args)
 
 
 def test_unsupported_option_is_refused(parser: FlexibleArgumentParser):
-    args = parser.parse_args(["--model", "m", FLAG, "--enable-eplb"])
+    args = parser.parse_args(["--model", ".", FLAG, "--enable-eplb"])
     with pytest.raises(ValueError, match="--enable-eplb"):
         AsyncEngineArgs.from_cli_args(args)
 
 
-@pytest.mark.parametrize("load_format", ["auto", "delta"])
-def test_worker_gets_receiver_if_enabled(
-    monkeypatch: pytest.MonkeyPatch, load_format: str
-):
-    """The load format enables it without a server."""
-    from vllm.platforms import current_platform
-
-    config = VllmConfig(load_config=LoadConfig(load_format=load_format))
-    monkeypatch.setattr(current_platform, "device_type", "cpu", raising=False)
+def test_worker_calls_hook_at_the_end(monkeypatch: pytest.MonkeyPatch):
+    created = []
+    hooks = worker_base.delta_hooks
+    monkeypatch.setattr(hooks, "on_worker_created", lambda w: created.append(vars(w)))
     worker = worker_base.WorkerBase(
-        vllm_config=config, local_rank=0, rank=0, distributed_init_method=""
+        vllm_config=VllmConfig(), local_rank=0, rank=0, distributed_init_method=""
     )
-    assert callable(getattr(worker, "delta_updates", None)) == (load_format == "delta")
-    if load_format == "delta":
-        loader = get_model_loader(config.load_config)
-        assert loader.load_config.load_format == "auto"
-        assert config.load_config.load_format == "delta"
+    assert created == [vars(worker)]
+    assert created[0]["model_runner"] is None
+
+
+def test_load_format_delta_reads_checkpoint_as_auto():
+    register_load_format("delta")
+    config = LoadConfig(load_format="delta")
+    assert get_model_loader(config).load_config.load_format == "auto"
+    assert config.load_format == "delta"
