@@ -151,27 +151,6 @@ def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row
     return plan
 
 
-def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row]]:
-    Settings(keep_plain=options.delta_keep_plain).export()
-    offline = importlib.import_module(f"engine_ext.adapters.{options.engine}.offline_plan")
-    # The engine and its processes print to standard output, which is for the plan alone.
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        plan: list[list[Row]] = offline.load_plan(options.target, engine_flags)
-    except ModuleNotFoundError as error:
-        if error.name != options.engine:
-            raise
-        raise RuntimeError(
-            f"loading a folder needs {options.engine}, which is not installed; start an engine "
-            "with --enable-delta-updates elsewhere and give its address"
-        ) from error
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-    return plan
-
-
 def _print(rows: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table

@@ -41,12 +41,13 @@ class Project:
     """One way to apply, through the receivers of all ranks; parts come in one encoding."""
 
     def __init__(self, name: Literal["scatter", "masked"], encoding: str = "deltas") -> None:
-        self.name, self._encoding = name, encoding
+        self.name: str = name
+        self._apply, self._encoding = name, encoding
         self._receivers: list[Receiver] = []
 
     def serve(self, ranks: Sequence[Rank]) -> None:
         group = Group(len(ranks), timeout_s=10)
-        settings = Settings(apply=self.name, undo_bytes=1 << 24, read_workers=1)
+        settings = Settings(apply=self._apply, undo_bytes=1 << 24, read_workers=1)
         loaded = [_load(rank, ThreadRanks(group, number)) for number, rank in enumerate(ranks)]
         self._receivers = _everywhere(lambda model: make_receiver(model, settings), loaded)
 

@@ -19,5 +19,5 @@ def default_table() -> str:
         vllm_checkpoint_patch.make()
     except ImportError as error:
         raise RuntimeError("the table of the documentation needs vLLM: use .venv") from error
-    factories = [receivers.scatter, receivers.masked, vllm_checkpoint_patch.make]
-    return report.markdown(report.judge_all(factories))
+    own = (receivers.scatter, receivers.masked)
+    return report.markdown(report.judge_all((*own, vllm_checkpoint_patch.make)))

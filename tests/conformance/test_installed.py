@@ -15,6 +15,7 @@ from engine_ext.conformance import installed, sharded, toy_models
 from engine_ext.conformance.installed import Judged, Report
 from engine_ext.conformance.memory import memory
 from engine_ext.conformance.receivers import Project
+from engine_ext.conformance.sending import Refused
 from engine_ext.conformance.subject import Rank
 from engine_ext.conformance.syncs import Setup, Sync
 from engine_ext.ranks.operations import CommitSync, Operation
@@ -159,7 +160,7 @@ def test_torn_sync_is_found_and_engine_started_anew(judge: Callable[..., Report]
     def tear(request: Operation[Any], models: Sequence[Any]) -> None:
         if isinstance(request, CommitSync) and models[0].qkv.isnan().any():
             models[0].qkv.data[0, 0] = 7
-            raise installed.Refused("half of it")
+            raise Refused("half of it")
 
     report = judge(toy_models.FusedQkv, edit=tear)
     found = judged(report, "to NaN")

@@ -43,9 +43,9 @@ def in_source() -> bool:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags to SGLang's parser, and ``delta`` to its load formats."""
     settings.add_arguments(parser)
-    action = parser._option_string_actions.get("--load-format")
-    if isinstance(getattr(action, "choices", None), list) and LOAD_FORMAT not in action.choices:
-        action.choices.append(LOAD_FORMAT)
+    formats = getattr(parser._option_string_actions.get("--load-format"), "choices", None)
+    if isinstance(formats, list) and LOAD_FORMAT not in formats:
+        formats.append(LOAD_FORMAT)
 
 
 def read_arguments(args: argparse.Namespace) -> bool:

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Sparse weight updates: where vLLM calls the delta-updates package.
 
-What the package does with a loaded model is tested in its own repository.
+The package's own repository tests what it does with a loaded model.
 """
 
 import pytest

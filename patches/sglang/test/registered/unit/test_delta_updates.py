@@ -1,6 +1,6 @@
 """Sparse weight updates: where SGLang calls the delta-updates package.
 
-What the package does with a loaded model is tested in its own repository.
+The package's own repository tests what it does with a loaded model.
 """
 
 import argparse
