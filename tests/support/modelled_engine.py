@@ -16,6 +16,7 @@ import torch
 from hypothesis.stateful import RuleBasedStateMachine
 
 from delta_server import commit as commit_module
+from engine_ext.conformance.toy_models import Checkpoint
 from engine_ext.errors import NotUpdatable
 from engine_ext.format import ParamDelta
 from engine_ext.sync import post_load
@@ -33,7 +34,6 @@ from tests.support.engine_oracle import (
 )
 from tests.support.served_engine import ServedRig
 from tests.support.served_models import bits, changed, one_part
-from tests.support.toy_models import Checkpoint
 from tests.support.toy_quantised import (
     OUT,
     Int8,

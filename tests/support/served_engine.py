@@ -19,13 +19,13 @@ from delta_server.request_record import RequestRecord
 from delta_server.service import DeltaService
 from delta_server.sources import deliver
 from delta_server.sources.push import SinglePart
+from engine_ext.conformance.toy_models import Checkpoint
 from engine_ext.errors import DeltaError, as_delta_error
 from engine_ext.ranks.operations import Operation, ReplyT
 from engine_ext.sync.staged import StagedPart, UndoLog, Write
 from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, app_of
 from tests.support.in_process_engine import Engine
 from tests.support.quantised_engine import Serving, loaded, served
-from tests.support.toy_models import Checkpoint
 from tests.support.toy_quantised import Model
 
 RANKS = 2

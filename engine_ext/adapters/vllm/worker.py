@@ -99,8 +99,7 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
     if own_transfer:
         register_backend()
         worker.delta_transfer = functools.partial(_transfer, worker)
-    if not hasattr(worker, "delta_updates"):  # a patched vLLM has the method in its own source
-        worker.delta_updates = delta_updates
+    worker.delta_updates = delta_updates
     worker.delta_buffer_checksums = functools.partial(buffer_checksums, worker)
 
 

@@ -23,6 +23,8 @@ from delta_sender.diff import device as diff_device
 from delta_sender.diff import snapshot as sender_snapshot
 from delta_sender.diff.device import begin_device_compare
 from delta_sender.diff.snapshot import Snapshot
+from engine_ext.conformance.toy_models import ColumnShard, FusedQkv, RowShard, ToyModel
+from engine_ext.conformance.toy_models.device import DEVICE
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import (
@@ -46,7 +48,6 @@ from engine_ext.placement import (
 from engine_ext.sync.staged import Write
 from engine_ext.sync.thread_pool import ThreadPool
 from engine_ext.sync.writes import put_all, undo_all
-from tests.support.device import DEVICE
 from tests.support.served_models import (
     attempt,
     base_checkpoint,
@@ -60,7 +61,6 @@ from tests.support.served_models import (
     serve,
     stage,
 )
-from tests.support.toy_models import ColumnShard, FusedQkv, RowShard, ToyModel
 
 BLOCK = 16
 QUICK = settings(deadline=None, database=None, max_examples=10)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from engine_ext.conformance.toy_models import FusedQkv, Narrowed, PlainCopy, ToyModel
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.format import Digest, change_digest, decode_part, encode_part
 from engine_ext.kernels import gather_scatter
@@ -34,7 +35,6 @@ from tests.support.served_models import (
     stage,
     target_checkpoint,
 )
-from tests.support.toy_models import FusedQkv, Narrowed, PlainCopy, ToyModel
 
 
 def served_on(model: type[ToyModel], on_device: bool) -> Served:

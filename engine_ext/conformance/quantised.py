@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tests.support.toy_models import ToyModel, parameter
+from engine_ext.conformance.toy_models import ToyModel, parameter
 
 N, K, G = 16, 32, 8
 FP8 = torch.float8_e4m3fn

@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-from tests.conformance.subject import Delta
-from tests.support.toy_models import Checkpoint, ToyModel
+from engine_ext.conformance.subject import Delta
+from engine_ext.conformance.toy_models import Checkpoint, ToyModel
 
 Setup = tuple[type[ToyModel], ...]
 """The model's class on each rank; the checkpoint is the same for all of them."""
@@ -53,6 +53,16 @@ def syncs_of(setup: Setup) -> list[Sync]:
     names = tuple(setup[0].shapes)
     focus = [name for name in names if name not in _COMPANIONS] or list(names)
     floating = any(spec.dtype.is_floating_point for spec in setup[0].specs())
+    return syncs_for(names, focus, floating=floating)
+
+
+def syncs_for(names: tuple[str, ...], focus: Sequence[str], *, floating: bool) -> list[Sync]:
+    """Every sync of some tensors.
+
+    Args:
+        focus: those that are sent alone; the first is the one that is sent whole among the others.
+        floating: whether some tensor can hold NaNs.
+    """
     found = [
         Sync("sparse 0.5 %", "sparse", names, density=0.005),
         Sync("sparse 40 %", "sparse", names),
@@ -83,7 +93,7 @@ def checkpoints(setup: Setup, sync: Sync) -> tuple[Checkpoint, Checkpoint]:
     model.adjust(base)
     target = {name: tensor.clone() for name, tensor in base.items()}
     for number, name in enumerate(sync.tensors):
-        _change(target[name], sync, seed + 1000 + number)
+        change(target[name], sync, seed + 1000 + number)
     return base, target
 
 
@@ -112,8 +122,8 @@ def _random(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor
     return torch.randint(0, 100, tuple(shape), generator=generator).to(dtype)
 
 
-def _change(tensor: torch.Tensor, sync: Sync, seed: int) -> None:
-    """Give some elements other bits, in place."""
+def change(tensor: torch.Tensor, sync: Sync, seed: int) -> None:
+    """Give some elements of a contiguous tensor other bits, as the sync says, in place."""
     flat = tensor.view(-1)
     generator = torch.Generator().manual_seed(seed)
     new = _random((flat.numel(),), flat.dtype, seed)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from tests.conformance import models, quantised, sharded
-from tests.conformance.judge import TORN, WRONG, Verdict, judge, worst
-from tests.conformance.subject import SubjectFactory
-from tests.conformance.syncs import Group, Setup, Sync, syncs_of
-from tests.support import toy_models
+from engine_ext.conformance import models, quantised, sharded, toy_models
+from engine_ext.conformance.judge import TORN, WRONG, Verdict, judge, worst
+from engine_ext.conformance.subject import SubjectFactory
+from engine_ext.conformance.syncs import Group, Setup, Sync, syncs_of
 
 _WORDS: Final = {WRONG: "**wrong**", TORN: "**torn**"}
 _GROUPS: Final[tuple[Group, ...]] = ("sparse", "dense", "alone", "NaN")

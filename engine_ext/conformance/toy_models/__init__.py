@@ -7,7 +7,7 @@ sync that holds these other tensors too).
 
 from __future__ import annotations
 
-from tests.support.toy_models.base import (
+from engine_ext.conformance.toy_models.base import (
     GARBAGE,
     UNTOUCHED,
     Checkpoint,
@@ -15,7 +15,7 @@ from tests.support.toy_models.base import (
     Weights,
     parameter,
 )
-from tests.support.toy_models.changing import (
+from engine_ext.conformance.toy_models.changing import (
     Accumulates,
     BitsView,
     ByteHalf,
@@ -33,7 +33,7 @@ from tests.support.toy_models.changing import (
     Widened,
     ZeroesPaddingRow,
 )
-from tests.support.toy_models.looking import (
+from engine_ext.conformance.toy_models.looking import (
     PairsConcatenated,
     PairsOrFailure,
     PairsTogether,
@@ -41,7 +41,7 @@ from tests.support.toy_models.looking import (
     ReadsValue,
     WantsAll,
 )
-from tests.support.toy_models.moving import (
+from engine_ext.conformance.toy_models.moving import (
     Broadcast,
     ColumnShard,
     FusedQkv,
@@ -62,7 +62,7 @@ from tests.support.toy_models.moving import (
     Transposed,
     Windows,
 )
-from tests.support.toy_models.other_means import (
+from engine_ext.conformance.toy_models.other_means import (
     AssignsData,
     ForeachCopy,
     IndexPut,
@@ -70,7 +70,7 @@ from tests.support.toy_models.other_means import (
     SwapsParameter,
     Threaded,
 )
-from tests.support.toy_models.writing_more import (
+from engine_ext.conformance.toy_models.writing_more import (
     ConstantFirst,
     DefaultsWhatIsMissing,
     FallsBackToEmbedding,

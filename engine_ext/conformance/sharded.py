@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from tests.support.toy_models import ToyModel, Weights, parameter
+from engine_ext.conformance.toy_models import ToyModel, Weights, parameter
 
 
 class ColumnShard(ToyModel):

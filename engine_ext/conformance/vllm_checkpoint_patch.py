@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.conformance.subject import Delta, Rank
+from engine_ext.conformance.subject import Delta, Rank
 
 
 class VllmOwn:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from tests.support.toy_models.base import ToyModel, Weights, parameter
+from engine_ext.conformance.toy_models.base import ToyModel, Weights, parameter
 
 
 class PlainCopy(ToyModel):

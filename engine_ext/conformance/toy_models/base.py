@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from engine_ext.placement.segments import TensorSpec
-from tests.support.device import DEVICE
-from tests.support.open_module import OpenModule
+from engine_ext.conformance.toy_models.device import DEVICE
+from engine_ext.conformance.toy_models.open_module import OpenModule
+from engine_ext.placement import TensorSpec
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Checkpoint = dict[str, torch.Tensor]

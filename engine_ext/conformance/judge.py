@@ -8,10 +8,10 @@ from typing import Final
 
 import torch
 
-from tests.conformance.memory import Memory, different, memory
-from tests.conformance.subject import Rank, SubjectFactory
-from tests.conformance.syncs import Setup, Sync, checkpoints, deltas_of
-from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel
+from engine_ext.conformance.memory import Memory, different, memory
+from engine_ext.conformance.subject import Rank, SubjectFactory
+from engine_ext.conformance.syncs import Setup, Sync, checkpoints, deltas_of
+from engine_ext.conformance.toy_models import UNTOUCHED, Checkpoint, ToyModel
 
 EXACT: Final = "exact"
 REFUSED: Final = "refused"

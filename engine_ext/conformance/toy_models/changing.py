@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from tests.support.device import DEVICE
-from tests.support.toy_models.base import Checkpoint, ToyModel, parameter
+from engine_ext.conformance.toy_models.base import Checkpoint, ToyModel, parameter
+from engine_ext.conformance.toy_models.device import DEVICE
 
 
 class Widened(ToyModel):
