@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_ext.conformance.toy_models.device import DEVICE
 from engine_ext.placement import DeviceMemory, device_memory
-from tests.support.device import DEVICE
 from tests.support.served_models import PROPERTY
 
 HERE = torch.empty(0, device=DEVICE).device

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine_ext.conformance.toy_models import PlainCopy
 from engine_ext.format import PartId
 from engine_ext.model import ModelStateGuard, hash_memory, state_guard
 from engine_ext.ranks.operations import BeginPart
@@ -18,7 +19,6 @@ from engine_ext.sync.background_staging import BackgroundStaging
 from engine_ext.sync.scrubber import Scrubber
 from engine_ext.sync.thread_pool import ThreadPool
 from tests.support.served_models import base_checkpoint, serve
-from tests.support.toy_models import PlainCopy
 
 pytestmark = pytest.mark.host_memory
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine_ext.conformance.toy_models.device import DEVICE
 from engine_ext.startup import UnprocessedModules
 from engine_ext.startup.recomputed import host_copies
 from engine_ext.startup.recomputed.host_copies import HostMemory
-from tests.support.device import DEVICE
 from tests.support.quantised_engine import Serving, processing, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.toy_quantised import IN, OUT, Everything, Int8, Layer
