@@ -1,6 +1,6 @@
 """The ``--delta-*`` flags, the same for every engine.
 
-Twelve flags in groups are what users choose; ``--delta-tuning KEY=VALUE`` has the rest. The
+The flags in groups are what users choose; ``--delta-tuning KEY=VALUE`` has the rest. The
 engine's own parser parses them in the API server's process. The workers receive the result in
 one environment variable, which reaches every process that an engine spawns without touching the
 engine's own configuration.
@@ -51,6 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     undo_bytes: int = 4 << 30
     shadow_bytes: int = 16 << 30
     keep_plain: bool = False
+    audit_file: str | None = None
     scrub_interval: float | None = None
     max_pause: float | None = None
     part_port: int = 0
@@ -163,6 +164,13 @@ def _parse_directory(text: str) -> str:
     if not os.path.isdir(text):
         raise argparse.ArgumentTypeError(f"not a directory: {text}")
     return os.path.realpath(text)
+
+
+def _parse_file(text: str) -> str:
+    folder, name = os.path.split(text)
+    if not name or os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"not a file: {text}")
+    return os.path.join(_parse_directory(folder or "."), name)
 
 
 def _parse_location(text: str) -> str:
@@ -279,6 +287,16 @@ FLAGS: Final[dict[str, list[Flag]]] = {
         ),
     ],
     "DeltaUpdates: checks and memory": [
+        Flag(
+            "audit_file",
+            "--delta-audit-file",
+            "FILE",
+            _parse_file,
+            "Append one record for each version that is committed or rolled back to this file: who "
+            "sent it, its digests and when it was committed, signed if DELTA_HMAC_KEY is set. "
+            "While no record can be written, no version is taken. `delta-log audit` verifies it "
+            "(default: none).",
+        ),
         Flag(
             "scrub_interval",
             "--delta-scrub-interval",

@@ -8,6 +8,7 @@
 | `catalog` | what ``DONE`` says, and the routes from one version to another |
 | `writer` | a version that is being written |
 | `records` | what identifies a version by its content |
+| `publication` | what the sender says about a version: signed, and kept when it is pruned |
 | `fold` | one delta of several versions; `merged`, `spilled` and `values` add them up |
 | `heartbeats` | the engines that follow a log, and how far they are behind |
 
@@ -26,9 +27,11 @@ from engine_ext.log.catalog import (
     DONE,
     MAX_DONE_BYTES,
     CannotFold,
+    Done,
     Entry,
     FileFacts,
     Listing,
+    folder_name,
     parse_done,
     removable,
     route,
@@ -48,6 +51,12 @@ from engine_ext.log.heartbeats import (
     write_heartbeat,
 )
 from engine_ext.log.objects import ObjectFacts, Objects
+from engine_ext.log.publication import (
+    done_of,
+    is_signed,
+    keep_publications,
+    read_publications,
+)
 from engine_ext.log.store import Store
 
 if TYPE_CHECKING:
@@ -81,6 +90,7 @@ __all__ = [
     "MAX_DONE_BYTES",
     "CannotFold",
     "DeltaLog",
+    "Done",
     "Draft",
     "Entry",
     "FileFacts",
@@ -95,9 +105,13 @@ __all__ = [
     "Objects",
     "Store",
     "declared_digests",
+    "done_of",
     "fetch_object",
     "fold_versions",
+    "folder_name",
     "follower_lags",
+    "is_signed",
+    "keep_publications",
     "listed_record",
     "live_heartbeats",
     "open_log",
@@ -106,6 +120,7 @@ __all__ = [
     "read_heartbeats",
     "read_identities",
     "read_manifests",
+    "read_publications",
     "read_record",
     "read_version",
     "removable",

@@ -169,7 +169,9 @@ class DeltaLog:
         if any(one in ("", "..") or "\0" in one or Path(one).name != one for one in done.files):
             raise LogDamaged(f"its {DONE} names a file outside the folder")
         nbytes = sum(one.bytes for one in done.files.values())
-        return Entry(folder, version, base, {**done.files}, nbytes, written_at=written_at)
+        facts = {**done.files}
+        said = done.publication
+        return Entry(folder, version, base, facts, nbytes, written_at=written_at, publication=said)
 
     def _read_index(self, name: str, files: Files) -> Entry:
         """Read a folder with an index; its files are read when it is applied or verified."""

@@ -70,13 +70,19 @@ class FolderStore:
         """Nothing is copied: the files are there."""
         return contextlib.nullcontext()
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, *, durable: bool = False) -> None:
         """Write a small file, and rename it to its name."""
         path = self.local / name
         path.parent.mkdir(exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")  # another process can write it, too
-        draft.write_bytes(data)
+        if durable:
+            write_file(draft, data)
+        else:
+            draft.write_bytes(data)
         draft.replace(path)
+        if durable:
+            sync_folder(path.parent)
+            sync_folder(self.local)
 
     def draft(self, folder: str) -> FolderDraft:
         """Begin a version in a hidden folder."""

@@ -126,8 +126,8 @@ class ObjectStore:
         except (ChecksumMismatch, TooLarge) as error:
             raise entry.damaged(f"{name}: {error.message}", file=name) from error
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write or replace a small object."""
+    def put(self, name: str, data: bytes, *, durable: bool = False) -> None:
+        """Write or replace a small object; a store keeps what it has taken."""
         self.objects.put(name, data)
 
     def draft(self, folder: str) -> ObjectDraft:

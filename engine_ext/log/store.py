@@ -154,10 +154,10 @@ class Store(Protocol):
         """
         ...
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, *, durable: bool = False) -> None:
         """Write or replace a small file; readers see the old one or the new one.
 
-        It need not survive a crash of the host.
+        Unless it is `durable`, it need not survive a crash of the host.
 
         Raises:
             OSError: it cannot be written.

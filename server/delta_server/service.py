@@ -10,11 +10,13 @@ import asyncio
 import copy
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from delta_server import metrics, pauses
+from delta_server.audit import Audit
 from delta_server.commit import EngineCommitter, total_digest
 from delta_server.coordinator import Coordinator
 from delta_server.digests import describe_digests
@@ -34,10 +36,11 @@ from delta_server.sources.log_follower import LogFollower
 from delta_server.sources.store_files import StoreFiles
 from delta_server.staging import Staging
 from delta_server.upload_limits import MinimumRate, UploadSlots
+from engine_ext.audit import AuditFile
 from engine_ext.errors import (
     DeltaError,
 )
-from engine_ext.format import DIGEST_ALGORITHM, Limits
+from engine_ext.format import DIGEST_ALGORITHM, Limits, signing_key
 from engine_ext.log import open_log
 from engine_ext.ranks.operations import (
     GetPlan,
@@ -61,7 +64,10 @@ class DeltaService:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.settings, self._engine = settings, engine
         self.adapter: str | None = None
-        self.committer, self.reporter = EngineCommitter(engine), SyncReporter(engine)
+        audit = None
+        if settings.audit_file is not None:
+            audit = Audit(engine, AuditFile(Path(settings.audit_file), signing_key()))
+        self.committer, self.reporter = EngineCommitter(engine, audit), SyncReporter(engine)
         # The delta log's folders, too: what a replay has left incomplete shows there.
         logs = [] if settings.log is None or is_store_url(settings.log) else [settings.log]
         self._folders = [*settings.folders, *logs]
@@ -143,6 +149,7 @@ class DeltaService:
             raise DeltaError(f"the ranks are at different versions: {versions}")
         metrics.VERSION.set(versions[0])
         metrics.show_run(replies[0].run)
+        await self.committer.record_start()
         if self.log_replay is None:
             await self._engine.set_weight_version(str(versions[0]))
         else:  # another process might be replaying, which changes the version
@@ -208,6 +215,7 @@ class DeltaService:
             last_sync=first.last_sync,
             scrub=combined(replies),
             log=None if log is None else msgspec.structs.replace(log, follow=following),
+            audit=await self.committer.describe_audit(),
             adapters=None if first.adapters is msgspec.UNSET else first.adapters,
             plan=await self.plan() if plan else msgspec.UNSET,
             history=await self.reporter.history(self.adapter) if history else msgspec.UNSET,

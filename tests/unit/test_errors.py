@@ -41,6 +41,7 @@ STATUS = {
     "EngineUncertain": 503,
     "PartUnavailable": 502,
     "SpoolFull": 507,
+    "AuditUnavailable": 507,
 }
 
 

@@ -62,6 +62,7 @@ def test_status(rig: Rig) -> None:
         "last_sync": None,
         "scrub": None,
         "log": None,
+        "audit": None,
         "adapters": None,
     }
     assert answer(rig) == expected
