@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -38,6 +39,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     roots: tuple[str, ...] = ()
     log: str | None = None
     follow: bool = False
+    peers: tuple[str, ...] = ()
+    own_url: str | None = None
     follow_interval: float = 5.0
     follow_hold: int = 0
     spool_dir: str | None = None
@@ -189,6 +192,19 @@ def _parse_network(text: str) -> str:
         raise argparse.ArgumentTypeError(f"not a network: {error}") from None
 
 
+def _parse_peer(text: str) -> str:
+    try:
+        found = urlsplit(text)
+        is_root = not (found.path.strip("/") or found.query or found.fragment or found.username)
+        good = found.scheme in ("http", "https") and found.hostname and is_root
+        good = good and found.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise argparse.ArgumentTypeError(f"not the root of an engine's server: {text!r}")
+    return text.rstrip("/")
+
+
 class _StoreInEnvironment(argparse.Action):
     """Stores a secret in the environment, because engines log their parsed arguments."""
 
@@ -272,6 +288,17 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "Follow the delta log: look for new versions, stage them while generating and commit "
             "them. Versions that queue up are merged into one commit. The engine then takes "
             "versions from the log alone: updates by requests are refused.",
+        ),
+        Flag(
+            "peers",
+            "--delta-peer",
+            "URL",
+            _parse_peer,
+            "Another engine of the same log, http://HOST:PORT; repeatable. Give all engines of a "
+            "group the same URLs. A part that this engine lacks is asked for there before the "
+            "store is read, and verified by its hash; one engine of the group reads it from the "
+            "store. For a log in an object store (default: none).",
+            repeatable=True,
         ),
     ],
     "DeltaUpdates: access": [
@@ -386,6 +413,13 @@ TUNING: Final[dict[str, Tuned]] = {
         "N",
         _parse_version,
         f"Stay so many versions behind the log's newest (default: {_DEFAULTS.follow_hold}).",
+    ),
+    "own-url": Tuned(
+        "URL",
+        _parse_peer,
+        "URL at which other engines reach this one. It is in the heartbeat, so that engines that "
+        "follow the same log, and have this key too, ask each other for parts as --delta-peer "
+        "does, without a token (default: none).",
     ),
     "part-port": Tuned(
         "PORT",

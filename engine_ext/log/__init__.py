@@ -10,6 +10,7 @@
 | `records` | what identifies a version by its content |
 | `publication` | what the sender says about a version: signed, and kept when it is pruned |
 | `fold` | one delta of several versions; `merged`, `spilled` and `values` add them up |
+| `shared_parts` | the parts that an engine hands on to others |
 | `heartbeats` | the engines that follow a log, and how far they are behind |
 
 To list and prune a folder takes a moment, as what reads and writes parts is imported later.
@@ -57,6 +58,7 @@ from engine_ext.log.publication import (
     keep_publications,
     read_publications,
 )
+from engine_ext.log.shared_parts import SharedParts
 from engine_ext.log.store import Store
 
 if TYPE_CHECKING:
@@ -103,6 +105,7 @@ __all__ = [
     "ObjectFacts",
     "ObjectStore",
     "Objects",
+    "SharedParts",
     "Store",
     "declared_digests",
     "done_of",

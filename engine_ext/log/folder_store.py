@@ -24,7 +24,7 @@ from typing import BinaryIO, Final
 
 from engine_ext.errors import LogDamaged
 from engine_ext.files import FileLock, sync_folder, write_file
-from engine_ext.log.catalog import DONE, PART_SUFFIX, REFUSED, Entry
+from engine_ext.log.catalog import DONE, PART_SUFFIX, REFUSED, Entry, FileFacts
 from engine_ext.log.store import Files
 
 _GONE: Final = (errno.ENOENT, errno.ESTALE)  # deleted meanwhile, by another host too
@@ -69,6 +69,15 @@ class FolderStore:
     def fetched(self, entry: Entry, files: Files | None) -> contextlib.AbstractContextManager[None]:
         """Nothing is copied: the files are there."""
         return contextlib.nullcontext()
+
+    def part(self, name: str, facts: FileFacts, *, reads: bool) -> Path | None:
+        """Return the file itself, if it has its length."""
+        path = self.local / name
+        try:
+            found = os.lstat(path)
+        except OSError:
+            return None
+        return path if stat.S_ISREG(found.st_mode) and found.st_size == facts.bytes else None
 
     def put(self, name: str, data: bytes, *, durable: bool = False) -> None:
         """Write a small file, and rename it to its name."""

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from engine_ext.log.catalog import Entry
+from engine_ext.log.catalog import Entry, FileFacts
 
 
 class Files(Protocol):
@@ -151,6 +151,19 @@ class Store(Protocol):
             LogDamaged: one of them is missing, or is not what the writer stored.
             PartUnavailable: they cannot be read now, or not be kept on this host.
             SpoolFull: the host's cache has no room.
+        """
+        ...
+
+    def part(self, name: str, facts: FileFacts, *, reads: bool) -> Path | None:
+        """Return a file of this host that has a part, to be opened at once; None if there is none.
+
+        Args:
+            facts: what ``DONE`` says about it.
+            reads: whether it is read from the store if it is not on this host.
+
+        Raises:
+            DeltaError: it cannot be read now, or not be kept on this host.
+            OSError: likewise.
         """
         ...
 

@@ -79,6 +79,7 @@ class LogStatus(msgspec.Struct, frozen=True, kw_only=True):
     folder: str  # or its URL
     newest: int | None  # version in it; None if it has none, or was never read
     problem: dict[str, Any] | None  # the error that keeps the engine from the newest version
+    from_peers: int = 0  # bytes of parts that other engines have sent, since the engine's start
     follow: FollowStatus | None = None  # None if the engine does not follow the log
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,15 @@ from engine_ext.errors import (
     DeltaError,
 )
 from engine_ext.format import DIGEST_ALGORITHM, Limits, signing_key
-from engine_ext.log import open_log
+from engine_ext.log import SharedParts, open_log
 from engine_ext.ranks.operations import (
     GetPlan,
     RankState,
 )
 from engine_ext.ranks.status import EngineStatus, HealthState, HealthStatus, VersionStatus
-from engine_ext.remote_parts import PartCache
+from engine_ext.remote_parts import PartCache, Peers
 from engine_ext.resources import RateLimit
-from engine_ext.settings import Settings
+from engine_ext.settings import API_KEY_ENVIRONMENT, Settings
 from engine_ext.store_urls import is_store_url
 
 
@@ -95,14 +96,23 @@ class DeltaService:
             follows=settings.log is not None and settings.follow,
         )
         self.log_replay: LogReplay | None = None
+        self.peers: Peers | None = None
+        self.shared_parts: SharedParts | None = None
         self.follower: LogFollower | None = None
         if settings.log is not None:
             following = FollowState(engine, settings.follow_hold) if settings.follow else None
-            log = open_log(settings.log, cache=cache, streams=settings.streams, limit=rate)
+            options: dict[str, Any] = {"cache": cache, "streams": settings.streams, "limit": rate}
+            self.peers = Peers(
+                settings.peers, settings.own_url, os.environ.get(API_KEY_ENVIRONMENT)
+            )
+            log = open_log(settings.log, peers=self.peers, **options)
+            self.shared_parts = SharedParts(open_log(settings.log, **options))
             scratch = settings.spool_dir
             self.log_replay = replay = LogReplay(self.inlet, engine, log, following, scratch)
             if following is not None:
-                self.follower = LogFollower(replay, engine, settings.follow_interval, following)
+                self.follower = LogFollower(
+                    *(replay, engine, settings.follow_interval, following, self.peers)
+                )
         self._scrubbing: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._ending_pauses: asyncio.Task[None] | None = None
@@ -172,7 +182,12 @@ class DeltaService:
         """
         replies, replay = await self.committer.status(self._engine), self.log_replay
         following = None if self.follower is None else await self.follower.describe()
-        log = None if replay is None else replay.describe(replies[0].version)
+        log = None
+        if replay is not None:
+            received = 0 if self.peers is None else self.peers.received
+            log = msgspec.structs.replace(
+                replay.describe(replies[0].version), follow=following, from_peers=received
+            )
         complete = await asyncio.to_thread(is_complete, replies[0].delivery, self._folders)
         first = replies[0]
         asleep = any(reply.asleep for reply in replies)
@@ -214,7 +229,7 @@ class DeltaService:
             staged=first.staged,
             last_sync=first.last_sync,
             scrub=combined(replies),
-            log=None if log is None else msgspec.structs.replace(log, follow=following),
+            log=log,
             audit=await self.committer.describe_audit(),
             adapters=None if first.adapters is msgspec.UNSET else first.adapters,
             plan=await self.plan() if plan else msgspec.UNSET,

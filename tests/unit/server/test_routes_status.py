@@ -66,7 +66,8 @@ def test_status(rig: Rig) -> None:
         "adapters": None,
     }
     assert answer(rig) == expected
-    rig.send(delta_part(sync_id="s", part=1, num_parts=2))
+    first = delta_part(sync_id="s", part=1, num_parts=2)
+    rig.send(first)
     staged = {
         "version": 8,
         "base_version": 7,
@@ -74,6 +75,7 @@ def test_status(rig: Rig) -> None:
         "full": False,
         "num_parts": 2,
         "parts": [1],
+        "bytes": len(first),
         "run": None,
         "owner": None,
     }
