@@ -3,7 +3,7 @@
 | file | what it has |
 | --- | --- |
 | `delta_log` | the log: list, fetch, write, delete; `open_log` opens one by its location |
-| `store` | the port below it, with two implementations: `folder_store`, `object_store` |
+| `store` | the port below it: `folder_store`, `object_store`, `peer_store` (another engine's log) |
 | `objects` | the client of object stores; `claims` keeps the writers of a log in one apart |
 | `catalog` | what ``DONE`` says, and the routes from one version to another |
 | `writer` | a version that is being written |
@@ -58,12 +58,12 @@ from engine_ext.log.publication import (
     keep_publications,
     read_publications,
 )
-from engine_ext.log.shared_parts import SharedParts
 from engine_ext.log.store import Store
 
 if TYPE_CHECKING:
     from engine_ext.log.fold import fold_versions, read_manifests, read_version, verify_version
     from engine_ext.log.object_store import ObjectStore, fetch_object
+    from engine_ext.log.peer_store import PeerStore
     from engine_ext.log.records import (
         declared_digests,
         listed_record,
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         read_identities,
         read_record,
     )
+    from engine_ext.log.shared_parts import SharedParts
     from engine_ext.log.writer import Draft, LogWriter
 
 # What imports torch and all of `engine_ext.format`, by module.
@@ -84,6 +85,8 @@ _LATER: Final = {
         "read_identities",
         "read_record",
     ),
+    "peer_store": ("PeerStore",),
+    "shared_parts": ("SharedParts",),
     "writer": ("Draft", "LogWriter"),
 }
 
@@ -105,6 +108,7 @@ __all__ = [
     "ObjectFacts",
     "ObjectStore",
     "Objects",
+    "PeerStore",
     "SharedParts",
     "Store",
     "declared_digests",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
+from typing import Final
 
+from engine_ext.format import SIGNATURE_SUFFIX, signing_key
 from engine_ext.log.catalog import FileFacts
 from engine_ext.log.delta_log import DeltaLog
+from engine_ext.log.peer_store import Offer, offer_of
+
+_MOST_BYTES: Final = 1 << 12
 
 
 class SharedParts:
@@ -38,6 +44,28 @@ class SharedParts:
         """
         found = self._find(content)
         return None if found is None else self._log.store.part(*found, reads=reads)
+
+    def offer(self, version: int, digest: str) -> Offer:
+        """Return what leads to the version that the engine holds; see `Offer`.
+
+        Args:
+            digest: of the engine's weights.
+
+        Raises:
+            LogDamaged: the log cannot be read.
+            OSError: likewise.
+        """
+        with self._lock:
+            entries, key = self._log.listing().entries, signing_key()
+
+        def signature(name: str) -> str | None:
+            if key is None:
+                return None
+            with contextlib.suppress(FileNotFoundError):
+                return self._log.store.read(name + SIGNATURE_SUFFIX, _MOST_BYTES).decode()
+            return None
+
+        return offer_of(entries, version, digest, signature)
 
     def _find(self, content: str) -> tuple[str, FileFacts] | None:
         with self._lock:

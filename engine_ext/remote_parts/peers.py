@@ -8,15 +8,16 @@ is verified by its hash, and a peer that fails is left out for a while.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import BinaryIO, Final
 
 import xxhash
 
-from engine_ext.errors import ChecksumMismatch, DeltaError, SpoolFull
+from engine_ext.errors import ChecksumMismatch, DeltaError, PartUnavailable, SpoolFull
 from engine_ext.ranks.operations import PartSource
 from engine_ext.remote_parts.cache import PartCache
 
@@ -38,13 +39,13 @@ class Peers:
         token: bearer token of `urls`; others do not get it.
 
     Attributes:
-        own: as given.
+        urls, own: as given.
         found: roots of more of them.
         received: bytes that peers have sent.
     """
 
     def __init__(self, urls: Sequence[str], own: str | None, token: str | None) -> None:
-        self._urls, self.own, self._token = tuple(urls), own, token
+        self.urls, self.own, self._token = tuple(urls), own, token
         self.found: frozenset[str] = frozenset()
         self.received = 0
         self._lock = threading.Lock()
@@ -80,11 +81,69 @@ class Peers:
                     return True
         return False
 
+    def fetching(self, content: str, size: int) -> Callable[[BinaryIO], None]:
+        """Return what writes a part into an empty file, from the first of `urls` that has it."""
+
+        def fetch(file: BinaryIO) -> None:
+            from engine_ext.remote_parts.fetch import NotThere, fetch_if_there
+
+            failure = "no peer has it"
+            for url in self.urls:
+                try:
+                    fetch_if_there(self._source(url, content, size), file, _ATTEMPTS)
+                    self.received += size
+                    return
+                except NotThere:
+                    continue
+                except PartUnavailable as error:
+                    failure = error.message
+                    file.truncate(0)
+                    file.seek(0)
+            raise PartUnavailable(failure)
+
+        return fetch
+
+    def read_offer(self, most: int) -> bytes:
+        """Return what the first of `urls` that answers offers, up to `most` bytes.
+
+        Raises:
+            OSError: none does.
+        """
+        import httpx
+
+        failure = "there are no peers"
+        for url in self.urls:
+            try:
+                answer = httpx.get(
+                    f"{url}{ROUTE}",
+                    headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
+                    timeout=httpx.Timeout(60.0, connect=5.0),
+                    trust_env=False,
+                )
+            except httpx.HTTPError as error:
+                failure = f"{url}: {error or type(error).__name__}"
+                continue
+            if answer.status_code == httpx.codes.OK and len(answer.content) <= most:
+                return answer.content
+            failure = f"{url}: HTTP status {answer.status_code}"
+        raise OSError(errno.EIO, failure)
+
+    def _source(self, url: str, content: str, size: int, query: str = "") -> PartSource:
+        token = self._token if url in self.urls else None
+        return PartSource(
+            url=f"{url}{ROUTE}/{content}{query}",
+            token=token or "",
+            size=size,
+            content=content,
+            inode=0,
+            modified_ns=0,
+        )
+
     def _order(self, content: str) -> list[str]:
         now = time.monotonic()
         with self._lock:
             resting = {url for url, until in self._resting.items() if until > now}
-        group = {*self._urls, *self.found} - resting
+        group = {*self.urls, *self.found} - resting
         if not group - {self.own}:
             return []
         if self.own is not None:
@@ -94,16 +153,7 @@ class Peers:
     def _ask(self, url: str, cache: PartCache, content: str, size: int, *, reads: bool) -> bool:
         from engine_ext.remote_parts.fetch import NotThere, fetch_if_there
 
-        token = self._token if url in self._urls else None
-        query = "" if reads else "?cached=true"
-        source = PartSource(
-            url=f"{url}{ROUTE}/{content}{query}",
-            token=token or "",
-            size=size,
-            content=content,
-            inode=0,
-            modified_ns=0,
-        )
+        source = self._source(url, content, size, "" if reads else "?cached=true")
 
         def fetch(file: BinaryIO) -> None:
             fetch_if_there(source, file, _ATTEMPTS)

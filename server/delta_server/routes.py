@@ -73,6 +73,7 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
     app.add_api_route("/delta_catch_up", delta_catch_up, methods=["POST"])
     app.add_api_route("/delta_pin", delta_pin, methods=["POST"])
     app.add_api_route("/delta_run", delta_run, methods=["POST"])
+    app.add_api_route(PARTS, delta_offer, methods=["GET"])
     app.add_api_route(f"{PARTS}/{{content}}", delta_parts, methods=["GET"])
     # vLLM's route of this name, if it has one, keeps the other methods.
     theirs = [r for r in app.router.routes if getattr(r, "path", None) == "/collective_rpc"]
@@ -260,6 +261,12 @@ async def delta_run(request: Request) -> dict[str, Any]:
     wanted = parse_run_request(await _json_body(request, service))
     service.inlet.refuse_pushes()
     return await asyncio.shield(service.change_owner(wanted))
+
+
+@_answering
+async def delta_offer(request: Request) -> dict[str, Any]:
+    """Return what the engine holds, and the versions of its log that lead there."""
+    return await _service(request).offer()
 
 
 async def delta_parts(request: Request) -> Response:

@@ -39,10 +39,12 @@ from delta_server.staging import Staging
 from delta_server.upload_limits import MinimumRate, UploadSlots
 from engine_ext.audit import AuditFile
 from engine_ext.errors import (
+    Conflict,
     DeltaError,
+    LogDamaged,
 )
 from engine_ext.format import DIGEST_ALGORITHM, Limits, signing_key
-from engine_ext.log import SharedParts, open_log
+from engine_ext.log import DeltaLog, PeerStore, SharedParts, open_log
 from engine_ext.ranks.operations import (
     GetPlan,
     RankState,
@@ -74,7 +76,8 @@ class DeltaService:
         self._folders = [*settings.folders, *logs]
         rate = None if settings.fetch_rate is None else RateLimit(settings.fetch_rate)
         cache: PartCache | None = None
-        if any(is_store_url(location) for location in (settings.log, *settings.roots)):
+        joins = settings.log is None and settings.peers  # by the log of a peer
+        if joins or any(is_store_url(location) for location in (settings.log, *settings.roots)):
             cache = PartCache(settings.cache_dir, settings.cache_bytes)
         store_files = StoreFiles(settings, self._folders, rate, cache)
         self._list_names = store_files.list_names
@@ -113,6 +116,12 @@ class DeltaService:
                 self.follower = LogFollower(
                     *(replay, engine, settings.follow_interval, following, self.peers)
                 )
+        elif settings.peers and cache is not None:
+            self.peers = Peers(
+                settings.peers, settings.own_url, os.environ.get(API_KEY_ENVIRONMENT)
+            )
+            theirs, scratch = DeltaLog(PeerStore(self.peers, cache)), settings.spool_dir
+            self.log_replay = LogReplay(self.inlet, engine, theirs, None, scratch)
         self._scrubbing: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._ending_pauses: asyncio.Task[None] | None = None
@@ -235,6 +244,22 @@ class DeltaService:
             plan=await self.plan() if plan else msgspec.UNSET,
             history=await self.reporter.history(self.adapter) if history else msgspec.UNSET,
         )
+
+    async def offer(self) -> dict[str, Any]:
+        """Return what another engine needs to reach this one's version, as JSON.
+
+        Raises:
+            LogDamaged: the engine has no log.
+            Conflict: its weights are not known to be those of its version.
+        """
+        if self.shared_parts is None:
+            raise LogDamaged("the engine was started without --delta-log")
+        held = await self.coordinator.held()
+        if held.uncertain or held.changed_by is not None or held.mismatched:
+            raise Conflict("the weights are not known to be those of the engine's version")
+        offer = await asyncio.to_thread(self.shared_parts.offer, held.version, held.digest)
+        answer: dict[str, Any] = msgspec.to_builtins(offer)
+        return answer
 
     def _engine_state(self, mismatched: Sequence[str]) -> HealthState:
         """Return what is known of the weights, the worst first.

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import uvicorn
 import xxhash
@@ -19,7 +20,7 @@ from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.present import present
 from tests.support.store_proxy import StoreProxy
-from tests.unit.server.test_log_replay import STEPS, write_steps
+from tests.unit.server.test_log_replay import STEPS, write, write_steps
 
 PARTS = "/delta_parts"
 
@@ -69,6 +70,115 @@ def test_access_is_that_of_other_routes(
     assert_error(rig.get(url), 401, "Unauthorized")
     headers = {"Authorization": "Bearer token"}
     assert rig.get(url, peer=("10.1.2.3", 9), headers=headers).status_code == 200
+
+
+# An engine without a log ---------------------------------------------------------------------
+
+
+class Fleet:
+    """An engine with a log in a folder, whose endpoints are served, and one that joins it."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        self._folder, self._stack = folder, ExitStack()
+        self.first = Rig(folder / "first", log=str(log))
+        self._stack.callback(self.first.close)
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        # Its ranks are those of the rig's loop, so an offer is asked for there.
+        answers: dict[str, Any] = {}
+        self.answers = answers
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            body = answers.get(scope["path"])
+            if body is None:
+                await self.first.app(scope, receive, send)
+                return
+            start = {"type": "http.response.start", "status": 200, "headers": []}
+            await send(start)
+            await send({"type": "http.response.body", "body": body})
+
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            server.should_exit = True
+            thread.join()
+
+        self._stack.callback(stop)
+
+    def offer(self) -> dict[str, Any]:
+        answer = self.first.get(PARTS)
+        self.answers[PARTS] = answer.content
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def join(self, **settings: Any) -> Rig:
+        given = {"peers": (self.url,), "cache_dir": str(self._folder / "cache")}
+        rig = Rig(self._folder / "joins", **given | settings)
+        self._stack.callback(rig.close)
+        return rig
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, log: Path) -> Iterator[Fleet]:
+    weights = fresh_weights()
+    for k, step in enumerate(STEPS):
+        before, weights = Rig.digest_of(weights), after(weights, step)
+        version = VERSION + k + 1
+        digests = {"digest_before": before, "digest_after": Rig.digest_of(weights)}
+        body = delta_part(step, version, base_version=version - 1, **digests)
+        write(log, body, number=version)
+    found = Fleet(tmp_path, log)
+    yield found
+    found.close()
+
+
+def test_engine_without_log_joins_by_peer(fleet: Fleet) -> None:
+    offer = fleet.offer()
+    assert (offer["version"], len(offer["versions"])) == (VERSION + 3, 3)
+    rig = fleet.join()
+    status = rig.status()
+    assert (status.version.number, status.version.digest) == (VERSION + 3, offer["digest"])
+    assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
+    found = present(status.log)
+    assert (found.folder, found.problem) == (fleet.url, None)
+    assert found.from_peers > 0
+    more = delta_part({"norm.weight": {1: 9}}, VERSION + 4, base_version=VERSION + 3)
+    assert rig.send(more).json()["status"] == "committed"
+
+
+def test_versions_past_the_peers_own_are_not_taken(fleet: Fleet) -> None:
+    assert fleet.first.post("/delta_rollback").status_code == 200
+    fleet.offer()
+    rig = fleet.join()
+    assert rig.status().version.digest == fleet.first.status().version.digest
+    assert rig.status().version.number < VERSION + 3
+
+
+def test_peer_whose_digest_differs_is_not_joined(fleet: Fleet) -> None:
+    offer = fleet.offer()
+    fleet.answers[PARTS] = msgspec.json.encode(offer | {"digest": "e" * 32})
+    rig = fleet.join()
+    assert same(rig.engine.weights, fresh_weights())
+    problem = present(present(rig.status().log).problem)
+    assert problem["type"] == "LogDamaged"
+    assert "nothing shows that one leads to the other" in problem["message"]
+
+
+def test_peer_that_is_down_leaves_the_checkpoint(fleet: Fleet) -> None:
+    rig = fleet.join(peers=("http://127.0.0.1:9",))
+    assert same(rig.engine.weights, fresh_weights())
+    assert present(present(rig.status().log).problem)["type"] == "LogDamaged"
+    fleet.offer()
+
+
+def test_uncertain_engine_offers_nothing(fleet: Fleet) -> None:
+    fleet.first.fail_commit(VERSION + 4)
+    assert_error(fleet.first.get(PARTS), 409, "Conflict")
 
 
 # A group of engines that follow a log in a store ---------------------------------------------
