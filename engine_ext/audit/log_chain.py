@@ -37,7 +37,7 @@ class LogTrail:
 def read_log_trail(log: DeltaLog, key: str | None) -> LogTrail:
     """Read the records of a log, and verify their signatures if there is a key.
 
-    Of a version whose sender has written none, the parts say what they can; it is not signed.
+    If the sender has written none, the parts say what they can; that is not signed.
 
     Raises:
         LogDamaged: the log cannot be read.

@@ -47,7 +47,7 @@ class PeerStore:
     """What peers offer; see `engine_ext.log.store.Store`. Nothing can be written.
 
     Args:
-        peers: those that are named, of which the first one that answers is taken.
+        peers: the first one that answers is taken.
         cache: keeps their parts.
     """
 

@@ -52,7 +52,7 @@ from scripts.bench.synthetic_weights import change, make_weights
 _ENDPOINT: Final = "AWS_ENDPOINT_URL"
 _TENSORS: Final = 8
 _BUCKET_BYTES: Final = 8 << 20  # of a part before compression
-_START_S: Final = 120.0
+_START_S: Final = 600.0
 _LOOK_S: Final = 3600.0  # nobody looks without a request
 
 

@@ -38,7 +38,7 @@ _MOST_TEXT = 200
 
 
 class _Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """What was recorded last of the weights of the model, or of an adapter."""
+    """The last record's facts of the weights of the model, or of an adapter."""
 
     version: int
     digest: str | None

@@ -91,7 +91,7 @@ def test_renamed_file_is_begun_again(path: Path) -> None:
 
 
 def test_cut_line_is_passed_over(path: Path) -> None:
-    """What a crash has left of a record was never acted upon."""
+    """A crash has left it; nothing was done because of it."""
     file = AuditFile(path, KEY)
     file.append([record(0, "loaded"), record(1)])
     whole = path.read_bytes()

@@ -29,6 +29,9 @@ from tests.support.delta_bodies import (
 )
 from tests.support.endpoint_rig import Rig, app_of, assert_error
 from tests.support.present import present
+from tests.support.served_models import delta_between, one_part
+from tests.support.toy_adapters import A as ADAPTER_TENSOR
+from tests.support.toy_adapters import fresh_adapter, with_adapters
 from tests.unit.server.test_log_replay import write_steps
 from tests.unit.server.test_runs import A, a_step
 
@@ -152,6 +155,23 @@ def test_replayed_log_is_recorded(start: Start, file: Path, tmp_path: Path) -> N
     assert {one.origin for one in records(file)[1:]} == {"log"}
     sound(file)
     assert rig.status().version.number == VERSION + 3
+
+
+def test_adapter_has_a_chain_of_its_own(start: Start, file: Path) -> None:
+    rig = start()
+    with_adapters(rig, "one")
+    base = fresh_adapter()
+    delta = delta_between(ADAPTER_TENSOR, base[ADAPTER_TENSOR], base[ADAPTER_TENSOR] + 1)
+    body = one_part([delta], current_version=1, **A)
+    assert rig.send(body, adapter="one").json()["status"] == "committed"
+    rig.assert_committed(rig.send(delta_part()), NEXT, 8)
+    assert [(one.adapter, one.kind, one.version) for one in records(file)] == [
+        (None, "loaded", 7),
+        ("one", "loaded", 0),
+        ("one", "committed", 1),
+        (None, "committed", 8),
+    ]
+    sound(file)
 
 
 def test_two_starts_are_two_chains(start: Start, file: Path, tmp_path: Path) -> None:
