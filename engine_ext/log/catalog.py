@@ -33,6 +33,7 @@ import msgspec
 
 from engine_ext.errors import LogDamaged
 from engine_ext.files import INDEX
+from engine_ext.structs import prepare
 
 DONE: Final = "DONE"
 REFUSED: Final = "REFUSED"
@@ -78,6 +79,9 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     files: dict[str, FileFacts]  # the parts, by file name
     refused: bool = False  # its number is used up; written where a folder cannot be renamed
     publication: Publication | None = None  # None: its writer did not say
+
+
+prepare(Done)
 
 
 @dataclass(frozen=True, slots=True)
