@@ -13,6 +13,7 @@ from typing import Final, Literal
 import msgspec
 
 from engine_ext.format import Origin, RunSender, sign
+from engine_ext.structs import prepare
 
 FIRST: Final = "0" * 64
 """In place of the hash of the line before, in the first line of a file."""
@@ -57,6 +58,9 @@ class AuditRecord(
     boot: str = ""  # unique for each start of an engine
     previous: str = FIRST  # SHA-256 of the line before
     signature: str | None = None
+
+
+prepare(AuditRecord)
 
 
 def encode_line(record: AuditRecord, previous: str, key: str | None) -> bytes:

@@ -23,6 +23,7 @@ from engine_ext.format import SIGNATURE_SUFFIX
 from engine_ext.log.catalog import DONE, Done, Entry, FileFacts, folder_name
 from engine_ext.log.store import Files
 from engine_ext.remote_parts import LocalFolder, PartCache, Peers
+from engine_ext.structs import prepare
 
 _MOST_BYTES: Final = 1 << 28
 
@@ -41,6 +42,9 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     digest: str
     versions: list[OfferedVersion]
+
+
+prepare(Offer)
 
 
 class PeerStore:

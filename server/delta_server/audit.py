@@ -30,6 +30,7 @@ from engine_ext.errors import AuditUnavailable
 from engine_ext.format import Digest, Origin, RunSender
 from engine_ext.ranks.operations import CommittedSync, RankStatus, Written
 from engine_ext.ranks.status import AuditStatus
+from engine_ext.structs import prepare
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,9 @@ class _Trail(msgspec.Struct, frozen=True, kw_only=True):
     written: int = 0
     last: str | None = None
     problem: dict[str, Any] | None = None
+
+
+prepare(_Trail)
 
 
 class Audit:
@@ -224,7 +228,9 @@ class Audit:
             now.version,
             known.version,
         )
-        if record.changed_by is not None or sync is None or not follows or now.digest is None:
+        if record.changed_by is None and now.digest is None:
+            return msgspec.structs.replace(record, kind="uncertain")
+        if record.changed_by is not None or sync is None or not follows:
             return record
         # Another process has committed it and died.
         return msgspec.structs.replace(
