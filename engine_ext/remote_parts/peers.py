@@ -121,7 +121,7 @@ class Peers:
                     trust_env=False,
                 )
             except httpx.HTTPError as error:
-                failure = f"{url}: {error or type(error).__name__}"
+                failure = f"{url}: {str(error) or type(error).__name__}"
                 continue
             if answer.status_code == httpx.codes.OK and len(answer.content) <= most:
                 return answer.content

@@ -165,7 +165,7 @@ class Audit:
     async def _write(
         self, boot: str, adapter: str | None, weights: _Weights, records: Sequence[AuditRecord]
     ) -> None:
-        """Append records, the last of which says what the weights are now."""
+        """Append records; the last one says what the weights are now."""
         try:
             last = await asyncio.to_thread(self._file.append, records)
         except AuditUnavailable as error:

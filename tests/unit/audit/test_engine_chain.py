@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,8 @@ def histories(draw: st.DrawFn) -> list[AuditRecord]:
     found, version, known = [record(0, "loaded")], 0, True
     highest = 0
     for step in draw(st.lists(st.sampled_from(["delta", "full", "back", "fail"]), max_size=8)):
-        before = {"base_version": version, "digest_before": digest(version) if known else None}
+        known_digest = digest(version) if known else None
+        before: dict[str, Any] = {"base_version": version, "digest_before": known_digest}
         if step == "fail":
             found.append(record(version, "uncertain", digest=None, **before))
             known = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def log(tmp_path: Path) -> Path:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "audit.jsonl"
-    facts = {"engine": "vllm", "host": "gpu-3", "pid": 7, "run": "r"}
+    facts: dict[str, Any] = {"engine": "vllm", "host": "gpu-3", "pid": 7, "run": "r"}
     versions = [record(version, **facts) for version in (1, 2, 3)]
     AuditFile(path, KEY).append([record(0, "loaded", engine="vllm"), *versions])
     return path

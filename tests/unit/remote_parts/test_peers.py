@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 import pytest
@@ -182,5 +183,9 @@ def test_full_cache_is_raised(group: list[Peer], tmp_path: Path) -> None:
 
 def test_engine_that_is_asked_can_fetch_meanwhile(group: list[Peer], cache: PartCache) -> None:
     """Two engines of one host, or two that ask each other, do not wait for each other."""
+
+    def write(file: BinaryIO) -> None:
+        file.write(DATA)
+
     with cache.asking(CONTENT):
-        assert cache.get(CONTENT, SIZE, lambda file: file.write(DATA) and None).exists()
+        assert cache.get(CONTENT, SIZE, write).exists()

@@ -101,8 +101,9 @@ def test_each_change_has_one_record(start: Start, file: Path) -> None:
 
 def test_record_names_sender_and_bytes_of_all_parts(start: Start, file: Path) -> None:
     rig = start()
+    metadata: dict[str, Any] = {"base_version": 7, "num_parts": 2, "sync_id": "s", **A}
     bodies = [
-        delta_part(step, base_version=7, part=n, num_parts=2, sync_id="s", **A)
+        delta_part(step, part=n, **metadata)
         for n, step in enumerate(({"embed.weight": {0: 1}}, {"norm.weight": {7: 2}}))
     ]
     for body in bodies:
