@@ -155,7 +155,7 @@ def test_status_with_a_log(make_rig: Callable[..., Rig], tmp_path: Path) -> None
     """Read once, or followed."""
     log = tmp_path / "log"
     log.mkdir()
-    held = {"folder": str(log), "newest": None, "problem": None, "follow": None}
+    held = {"folder": str(log), "newest": None, "problem": None, "from_peers": 0, "follow": None}
     assert answer(make_rig(log=str(log)))["log"] == held
     follower = make_rig(log=str(log), follow=True, follow_hold=1)
     assert answer(follower)["log"]["follow"]["looked_at"] is None
