@@ -44,7 +44,7 @@ ROUTES: dict[str, tuple[str, str, bytes, str, int]] = {
     "catch up": ("POST", "/delta_catch_up", b"", "", 409),  # there is no --delta-log
     "pin": ("POST", "/delta_pin", b"", "", 409),  # nor --delta-follow
     "offer": ("GET", "/delta_parts", b"", "", 409),  # nor --delta-log
-    "part": ("GET", "/delta_parts/{content}", b"", "", 409),
+    "peer": ("GET", "/delta_parts/{content}", b"", "", 409),
     "run": ("POST", "/delta_run", RUN, "application/json", 200),
 }
 
