@@ -14,6 +14,7 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
     │   ├── VersionConflict    409  the engine is not at the sync's base version
     │   ├── BaseMismatch       409  the engine's old bytes are not the sender's
     │   ├── SyncInProgress     409  another sync has parts staged; retry later
+    │   ├── GroupAborted       409  the group of engines has decided against the sync
     │   ├── RunConflict        409  another run owns the engine
     │   │   └── RunFenced      409  another run, or a later process of this one, has taken over
     │   ├── WeightsAsleep      409  the engine has released its weights
@@ -137,6 +138,10 @@ class BaseMismatch(Conflict):
 
 class SyncInProgress(Conflict):
     """Another sync has staged parts; retry in ``retry_after`` seconds."""
+
+
+class GroupAborted(Conflict):
+    """The engines that were to commit the sync together have decided against it."""
 
 
 class RunConflict(Conflict):

@@ -54,6 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     apply: Literal["scatter", "masked"] = "scatter"
     undo_bytes: int = 4 << 30
     shadow_bytes: int = 16 << 30
+    device_bytes: int = 256 << 20
     keep_plain: bool = False
     audit_file: str | None = None
     scrub_interval: float | None = None
@@ -279,10 +280,8 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "LOG",
             _parse_location,
             "A folder, or a URL in an object store (s3://BUCKET/PREFIX; also gs:// and az://), "
-            "that a sender writes its versions into (its --delta-log). Versions newer than the "
-            "loaded weights are replayed before the engine serves, each verified as if it came by "
-            "HTTP, and later by POST /delta_catch_up. If one is damaged or missing, the engine "
-            "stays on the last good version and reports it.",
+            "with a sender's versions. Those newer than the loaded weights are replayed before the "
+            "engine serves, and by POST /delta_catch_up.",
         ),
         Flag(
             "follow",
@@ -333,20 +332,16 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "--delta-scrub-interval",
             "SECONDS",
             _parse_seconds,
-            "Compare every tensor in live memory with the tracked digest once per so many "
-            "seconds, in the background and with at most a twentieth of one core per rank, which "
-            "can take longer. Differences are counted, logged and shown in the status "
-            "(default: off).",
+            "Compare live memory with the digest, each tensor once per so many seconds, with at "
+            "most a twentieth of one core per rank (default: off).",
         ),
         Flag(
             "max_pause",
             "--delta-max-pause",
             "SECONDS",
             _parse_seconds,
-            "Resume generation that a caller has paused for longer, such as a trainer that died "
-            "before it resumed. It must be longer than any pause that a trainer needs: weights "
-            "that something else than a delta is writing would be served half-written "
-            "(default: off).",
+            "Resume generation that a caller has paused for longer, such as a trainer that died. "
+            "Give more than any pause that a trainer needs (default: off).",
         ),
         Flag(
             "undo_bytes",
@@ -362,9 +357,9 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "--delta-shadow-bytes",
             "BYTES",
             parse_size,
-            "Host memory per rank for weights as they are before post-load processing, of the "
-            "modules that the engine quantises or packs: a sync rebuilds these from it. A module "
-            f"that does not fit is not updated (default: {_DEFAULTS.shadow_bytes >> 30}G).",
+            "Host memory per rank for the unprocessed weights of modules that the engine "
+            "quantises or packs. A module that does not fit is not updated "
+            f"(default: {_DEFAULTS.shadow_bytes >> 30}G).",
         ),
     ],
 }
@@ -454,6 +449,14 @@ TUNING: Final[dict[str, Tuned]] = {
         parse_size,
         "Most bytes per second that this engine fetches from an object store, for links that are "
         "shared (default: no limit).",
+    ),
+    "device-bytes": Tuned(
+        "BYTES",
+        parse_size,
+        "Memory per GPU that is reserved at start-up, before the engine takes the rest for its KV "
+        "cache, for what syncs keep there: 6 bytes per changed bf16 element until the commit, 4 "
+        "until the next one. Beyond that they are in pinned host memory, and the write is slower "
+        f"(default: {_DEFAULTS.device_bytes >> 20}M).",
     ),
     "apply": Tuned(
         "scatter|masked",

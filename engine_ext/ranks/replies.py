@@ -76,6 +76,18 @@ class RunClaimed(Reply, frozen=True, kw_only=True):
     highest: int | None  # number that a version of the run has had; None before the first
 
 
+class PreparedSync(msgspec.Struct, frozen=True, kw_only=True):
+    """A staged sync that all ranks have voted for, and that its group of engines decides on."""
+
+    group: str
+    until: float  # Unix time at which its lease ends
+    ends: float  # the same on a clock that all HTTP processes share, in seconds
+    # Known to the HTTP side alone: whether commit is recorded here, and the engines of the group
+    # that did not answer when the lease had ended.
+    recorded: bool = False
+    unreachable: list[str] = []
+
+
 class StagedSync(Reply, frozen=True, kw_only=True):
     """A sync that has parts, but is not committed."""
 
@@ -89,6 +101,7 @@ class StagedSync(Reply, frozen=True, kw_only=True):
     run: str | None = None  # None: its parts name none
     owner: RunOwner | None = None  # its sender, if its parts name a run
     since: float = 0.0  # Unix time of its first part
+    prepared: PreparedSync | None = None  # None: no group of engines decides on it
 
 
 class Delivery(Reply, frozen=True, kw_only=True):

@@ -39,6 +39,15 @@ class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
     can_roll_back: bool  # the old values of the last version are kept
 
 
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP process that answers."""
+
+    host: str
+    model: str | None  # folder or name of the checkpoint, as the engine was given it
+    since: float  # when it began
+    seconds: float  # until now
+
+
 class PauseStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A pause of generation that a caller, not a commit, has asked for."""
 
@@ -100,6 +109,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     adapter: str | None  # whose status it is; None: the model's
     ranks: int  # that hold weights
+    server: ServerStatus | None = None
     apply: str  # how syncs are written: scatter, masked or reload
     version: VersionStatus
     health: HealthStatus

@@ -29,7 +29,7 @@ from engine_ext.sync.sync_state import SyncState
 logger = logging.getLogger(__name__)
 
 # They write weights or what the scrubber compares them with, or might let the engine do so.
-_WRITES = (ops.PrepareSync, ops.CommitSync, ops.RollBack)
+_WRITES = (ops.PrepareSync, ops.HoldSync, ops.CommitSync, ops.RollBack)
 
 
 def keeps_part(request: ops.Operation[Any]) -> bool:

@@ -93,6 +93,7 @@ class PlainEngine:
     name = "a plain model"
     shared = False
     address: str | None = None
+    model: str | None = None
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver

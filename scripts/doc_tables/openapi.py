@@ -15,8 +15,10 @@ import msgspec
 
 import engine_ext
 from delta_server.request_options import (
+    COMMITS,
     PAUSE_MODES,
     DiskRequest,
+    GroupRequest,
     PullRequest,
     RpcRequest,
     RunRequest,
@@ -75,13 +77,14 @@ _BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/pull_weights": PullRequest,
     "/collective_rpc": RpcRequest,
     "/delta_run": RunRequest,
+    "/delta_commit": GroupRequest,
 }
 _UPDATE: Final = (
     "weight_version", "base_version", "pause_mode", "flush_cache", "reason", "adapter",
 )  # fmt: skip
 _PART: Final = "/delta_parts/{content}"
 _QUERIES: Final[dict[str, tuple[str, ...]]] = {
-    "/update_weights_delta": _UPDATE,
+    "/update_weights_delta": (*_UPDATE, "commit"),
     "/update_weights_from_disk": _UPDATE,
     "/update_weight_version": (),
     "/pull_weights": (),
@@ -93,6 +96,7 @@ _QUERIES: Final[dict[str, tuple[str, ...]]] = {
     "/delta_catch_up": ("pause_mode", "flush_cache"),
     "/delta_pin": ("version",),
     "/delta_run": ("adapter",),
+    "/delta_commit": ("pause_mode", "flush_cache"),
     "/delta_parts": (),
     _PART: ("cached",),
 }
@@ -102,6 +106,7 @@ _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "base_version": _VERSION,
     "version": _VERSION,
     "pause_mode": {"enum": list(PAUSE_MODES), "default": "keep"},
+    "commit": {"enum": list(COMMITS), "default": COMMITS[0]},
     "flush_cache": {"type": "boolean", "default": True},
     "reason": {"type": "string", "pattern": "^[ -~]{1,200}$"},
     "adapter": {"type": "string", "minLength": 1},
@@ -137,7 +142,7 @@ def document() -> str:
 
 
 def _operation(path: str, endpoint: object, bodies: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    updates = path in bodies and path != "/delta_run"
+    updates = path in bodies and path not in ("/delta_run", "/delta_commit")
     operation: dict[str, Any] = {
         "operationId": path.strip("/"),
         "summary": summary(endpoint),

@@ -24,6 +24,7 @@ from engine_ext.ranks.operations import (
 )
 from engine_ext.structs import prepare
 
+FLEET: Final = "fleet"
 FOLLOW: Final = "follow"
 HISTORY: Final = "history"
 LOG: Final = "log"

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from delta_server.auth import check_access
-from delta_server.dashboard import asks_for_token, page_response
+from delta_server.dashboard import denied_response, from_browser, page_response
 from delta_server.engine import rank_states
 from delta_server.guards import (
     MAX_JSON_BYTES,
@@ -24,7 +24,9 @@ from delta_server.request_options import (
     DiskRequest,
     Options,
     parse_adapter,
+    parse_commit,
     parse_disk_request,
+    parse_group_request,
     parse_pin,
     parse_pull_request,
     parse_query,
@@ -73,6 +75,7 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
     app.add_api_route("/delta_catch_up", delta_catch_up, methods=["POST"])
     app.add_api_route("/delta_pin", delta_pin, methods=["POST"])
     app.add_api_route("/delta_run", delta_run, methods=["POST"])
+    app.add_api_route("/delta_commit", delta_commit, methods=["POST"])
     app.add_api_route(PARTS, delta_offer, methods=["GET"])
     app.add_api_route(f"{PARTS}/{{content}}", delta_parts, methods=["GET"])
     # vLLM's route of this name, if it has one, keeps the other methods.
@@ -215,10 +218,11 @@ async def delta_dashboard(request: Request) -> Response:
     try:
         check_access(request, service.settings.allow_from)
     except DeltaError as error:
-        if isinstance(error, Unauthorized) and asks_for_token(request):
-            return page_response(error.status)
+        browser = from_browser(request)
+        if browser and isinstance(error, Unauthorized):
+            return page_response(error.status)  # it asks for the token
         service.reporter.report_denied(error)
-        return error_response(error)
+        return denied_response(error) if browser else error_response(error)
     return page_response()
 
 
@@ -264,6 +268,18 @@ async def delta_run(request: Request) -> dict[str, Any]:
 
 
 @_answering
+async def delta_commit(request: Request) -> dict[str, Any]:
+    """Commit a staged sync as one with other engines, step by step, or drop it."""
+    service = _service(request)
+    if service.adapter is not None:
+        raise MalformedPart("engines commit the model's weights as one, not those of adapters")
+    wanted = parse_group_request(await _json_body(request, service))
+    options = parse_query(request.query_params)
+    service.inlet.refuse_pushes()
+    return await asyncio.shield(service.fleet.carry_out(wanted, options))
+
+
+@_answering
 async def delta_offer(request: Request) -> dict[str, Any]:
     """Return what the engine holds, and the versions of its log that lead there."""
     return await _service(request).offer()
@@ -296,6 +312,7 @@ async def _apply_body(
     service: DeltaService, request: Request, record: RequestRecord
 ) -> dict[str, Any]:
     options = parse_query(request.query_params)
+    record.commits = parse_commit(request.query_params)
     service.inlet.refuse_pushes()
     length = request.headers.get("content-length", "")
     size = int(length) if length.isascii() and length.isdigit() else None
@@ -333,6 +350,8 @@ async def _apply_files(
     adapter = parse_adapter(request.query_params, disk_request.adapter)
     if adapter is not None and service.adapter is None:
         service, record.adapter = service.for_adapter(adapter), adapter
+    if not parse_commit(request.query_params):
+        raise MalformedPart("commit=hold is for parts that are sent as bodies, not for files")
     service.inlet.refuse_pushes()
     options = disk_request.options(request.query_params)
     found = service.inlet.store_files.resolved(disk_request)

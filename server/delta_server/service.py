@@ -21,7 +21,8 @@ from delta_server.audit import Audit
 from delta_server.commit import EngineCommitter, total_digest
 from delta_server.coordinator import Coordinator
 from delta_server.digests import describe_digests
-from delta_server.engine import AdapterEngine, Engine, call_all_ranks, rank_statuses
+from delta_server.engine import AdapterEngine, Engine, call_all_ranks, rank_statuses, server_status
+from delta_server.fleet import FleetCommits
 from delta_server.follow_state import FollowState
 from delta_server.intake import Intake
 from delta_server.part_server import PartServer
@@ -98,6 +99,7 @@ class DeltaService:
             upload_slots=UploadSlots(settings.max_uploads),
             follows=settings.log is not None and settings.follow,
         )
+        self.fleet = FleetCommits(engine, self.coordinator)
         self.log_replay: LogReplay | None = None
         self.peers: Peers | None = None
         self.shared_parts: SharedParts | None = None
@@ -231,11 +233,12 @@ class DeltaService:
             engine=self._engine.name,
             adapter=self.adapter,
             ranks=len(replies),
+            server=server_status(self._engine),
             apply=first.apply,
             version=version,
             health=health,
             owner=first.owner,
-            staged=first.staged,
+            staged=await self.fleet.describe(first.staged),
             last_sync=first.last_sync,
             scrub=combined(replies),
             log=log,
@@ -284,6 +287,8 @@ class DeltaService:
         if request.action == "release":
             released = await self.coordinator.release(sender)
             return {"status": "released" if released else "not_owner", "released": released}
+        if self.adapter is None:
+            await self.fleet.settle_before(sender)
         claimed = await self.coordinator.claim(sender, takeover=request.takeover)
         [status, *others] = await self.committer.status(self._engine)
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -130,8 +131,11 @@ def test_status_page(server: Server) -> None:
     assert asking.text == opened.text
     assert "<!doctype html>" in opened.text
     assert "default-src 'none'" in opened.headers["content-security-policy"]
-    history = server.engine.get("/delta_status?history=true", headers=TRUSTED).json()["history"]
-    assert isinstance(history, list)
+    status = server.engine.get("/delta_status?history=true", headers=TRUSTED).json()
+    assert isinstance(status["history"], list)
+    assert status["server"]["host"] == socket.gethostname()
+    assert Path(status["server"]["model"], "config.json").exists()
+    assert status["server"]["seconds"] > 0
 
 
 def test_base_version(server: Server) -> None:

@@ -62,7 +62,8 @@ class Rig:
         return Engine(self.settings)
 
     def close(self) -> None:
-        for task in (self.service._following, self.service._ending_pauses):
+        tasks = (self.service._following, self.service._ending_pauses, self.service.fleet.watch)
+        for task in tasks:
             if task is not None:
                 task.cancel()
                 self.run(asyncio.wait([task]))

@@ -226,6 +226,7 @@ class Engine:
     name = "in-memory"
     shared = False
     address: str | None = None
+    model = "checkpoint"
 
     def __init__(self, settings: Settings, receivers: Sequence[Receiver] = ()) -> None:
         barrier = threading.Barrier(RANKS)

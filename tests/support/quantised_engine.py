@@ -172,7 +172,7 @@ class Serving:
             reload=model.load_weights,
             ranks=place,
             repacks=learner.repacks,
-            refusals=learner.refusals,
+            refusals={**learner.refusals, **states.refusals(model)},
             learned=learner.complete,
             constants=lambda path, tensor: is_constant(path, tensor) or constants(path, tensor),
             recomputations=self._recomputations(model),

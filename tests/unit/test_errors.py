@@ -25,6 +25,7 @@ STATUS = {
     "VersionConflict": 409,
     "BaseMismatch": 409,
     "SyncInProgress": 409,
+    "GroupAborted": 409,
     "RunConflict": 409,
     "RunFenced": 409,
     "WeightsAsleep": 409,

@@ -34,7 +34,7 @@ def test_it_has_every_route() -> None:
 def test_it_has_every_parameter() -> None:
     parameters = DOCUMENT["paths"]["/update_weights_delta"]["post"]["parameters"]
     names = {p["name"] for p in parameters if p["in"] == "query"}
-    assert names == {*Options.__struct_fields__, "adapter"}
+    assert names == {*Options.__struct_fields__, "adapter", "commit"}
     fields = DOCUMENT["components"]["schemas"]["DiskRequest"]["properties"]
     assert fields.keys() == {*DiskRequest.__struct_fields__}
 

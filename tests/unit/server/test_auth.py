@@ -25,6 +25,7 @@ DISK = json.dumps({"model_path": "/", "load_format": "delta"}).encode()
 PULL = b'{"local_checkpoint_dir": "/c", "source_dir": "/", "target_version": 7}'
 RPC = json.dumps({"method": "apply_delta_from_disk", "kwargs": {"model_path": "/"}}).encode()
 RUN = json.dumps({"action": "claim", "run": "r"}).encode()
+ASK = json.dumps({"action": "ask", "group": "g"}).encode()
 REMOTE = ("192.0.2.7", 4711)
 
 # Every route that the package adds: method, path, body, its type, and the answer to a client
@@ -46,6 +47,7 @@ ROUTES: dict[str, tuple[str, str, bytes, str, int]] = {
     "offer": ("GET", "/delta_parts", b"", "", 409),  # nor --delta-log
     "peer": ("GET", "/delta_parts/{content}", b"", "", 409),
     "run": ("POST", "/delta_run", RUN, "application/json", 200),
+    "group": ("POST", "/delta_commit", ASK, "application/json", 200),
 }
 
 SECRET = "secret"

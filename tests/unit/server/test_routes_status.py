@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from engine_ext.ranks.operations import ScrubState
-from engine_ext.ranks.status import EngineStatus
+from engine_ext.ranks.status import EngineStatus, ServerStatus
 from tests.support.delta_bodies import SHAPES, delta_part
 from tests.support.endpoint_rig import STATUS, Rig, assert_error
 from tests.support.toy_adapters import with_adapters
@@ -19,11 +19,15 @@ from tests.unit.server.test_scrubbing import scrubber
 
 
 def answer(rig: Rig, **query: str) -> dict[str, Any]:
-    """The answer, which has the keys that `EngineStatus` defines: all of them and no other."""
+    """The answer, which has the keys that `EngineStatus` defines: all of them and no other.
+
+    Without `server`, which is of this process and of now.
+    """
     response = rig.get(STATUS, params=query)
     assert response.status_code == 200
     found: dict[str, Any] = response.json()
     assert msgspec.to_builtins(msgspec.convert(found, EngineStatus)) == found
+    assert found.pop("server").keys() == set(ServerStatus.__struct_fields__)
     return found
 
 
@@ -78,6 +82,7 @@ def test_status(rig: Rig) -> None:
         "bytes": len(first),
         "run": None,
         "owner": None,
+        "prepared": None,
     }
     status = answer(rig)
     assert status["staged"].pop("since") == pytest.approx(time.time(), abs=60)
