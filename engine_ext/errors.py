@@ -27,6 +27,7 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
     ├── TooManyUploads         429  too many updates in progress; retry later
     ├── PartUnavailable        502  another host of the engine could not get the part
     ├── SpoolFull              507  no room for the body
+    ├── AuditUnavailable       507  no record of the sync can be written
     ├── WriteUndone            500  the write failed, and every rank was put back
     ├── CommittedNotResumed    500  committed, but publishing or resuming failed: send it again
     └── CommitFailed           500  the write failed half-way: the engine is ``uncertain``
@@ -199,6 +200,12 @@ class PartUnavailable(DeltaError):
 
 class SpoolFull(DeltaError):
     """The spool folder, or the cache of another host, has no room for the body."""
+
+    status = 507
+
+
+class AuditUnavailable(DeltaError):
+    """No record can be appended to the audit file, without which no version is taken."""
 
     status = 507
 

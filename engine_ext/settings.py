@@ -1,6 +1,6 @@
 """The ``--delta-*`` flags, the same for every engine.
 
-Twelve flags in groups are what users choose; ``--delta-tuning KEY=VALUE`` has the rest. The
+The flags in groups are what users choose; ``--delta-tuning KEY=VALUE`` has the rest. The
 engine's own parser parses them in the API server's process. The workers receive the result in
 one environment variable, which reaches every process that an engine spawns without touching the
 engine's own configuration.
@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -39,6 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     roots: tuple[str, ...] = ()
     log: str | None = None
     follow: bool = False
+    peers: tuple[str, ...] = ()
+    own_url: str | None = None
     follow_interval: float = 5.0
     follow_hold: int = 0
     spool_dir: str | None = None
@@ -53,6 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     shadow_bytes: int = 16 << 30
     device_bytes: int = 256 << 20
     keep_plain: bool = False
+    audit_file: str | None = None
     scrub_interval: float | None = None
     max_pause: float | None = None
     part_port: int = 0
@@ -170,6 +174,13 @@ def _parse_directory(text: str) -> str:
     return os.path.realpath(text)
 
 
+def _parse_file(text: str) -> str:
+    folder, name = os.path.split(text)
+    if not name or os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"not a file: {text}")
+    return os.path.join(_parse_directory(folder or "."), name)
+
+
 def _parse_location(text: str) -> str:
     if not is_store_url(text):
         return _parse_directory(text)
@@ -184,6 +195,19 @@ def _parse_network(text: str) -> str:
         return str(ipaddress.ip_network(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not a network: {error}") from None
+
+
+def _parse_peer(text: str) -> str:
+    try:
+        found = urlsplit(text)
+        is_root = not (found.path.strip("/") or found.query or found.fragment or found.username)
+        good = found.scheme in ("http", "https") and found.hostname and is_root
+        good = good and found.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise argparse.ArgumentTypeError(f"not the root of an engine's server: {text!r}")
+    return text.rstrip("/")
 
 
 class _StoreInEnvironment(argparse.Action):
@@ -268,6 +292,17 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "them. Versions that queue up are merged into one commit. The engine then takes "
             "versions from the log alone: updates by requests are refused.",
         ),
+        Flag(
+            "peers",
+            "--delta-peer",
+            "URL",
+            _parse_peer,
+            "Another engine of the same log, http://HOST:PORT; repeatable. Give all engines of a "
+            "group the same URLs. A part that this engine lacks is asked for there before the "
+            "store is read, and verified by its hash; one engine of the group reads it from the "
+            "store. For a log in an object store (default: none).",
+            repeatable=True,
+        ),
     ],
     "DeltaUpdates: access": [
         Flag(
@@ -282,6 +317,16 @@ FLAGS: Final[dict[str, list[Flag]]] = {
         ),
     ],
     "DeltaUpdates: checks and memory": [
+        Flag(
+            "audit_file",
+            "--delta-audit-file",
+            "FILE",
+            _parse_file,
+            "Append one record for each version that is committed or rolled back to this file: who "
+            "sent it, its digests and when it was committed, signed if DELTA_HMAC_KEY is set. "
+            "While no record can be written, no version is taken. `delta-log audit` verifies it "
+            "(default: none).",
+        ),
         Flag(
             "scrub_interval",
             "--delta-scrub-interval",
@@ -367,6 +412,13 @@ TUNING: Final[dict[str, Tuned]] = {
         "N",
         _parse_version,
         f"Stay so many versions behind the log's newest (default: {_DEFAULTS.follow_hold}).",
+    ),
+    "own-url": Tuned(
+        "URL",
+        _parse_peer,
+        "URL at which other engines reach this one. It is in the heartbeat, so that engines that "
+        "follow the same log, and have this key too, ask each other for parts as --delta-peer "
+        "does, without a token (default: none).",
     ),
     "part-port": Tuned(
         "PORT",

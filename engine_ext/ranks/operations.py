@@ -204,6 +204,7 @@ class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
     stamp: FileStamp | None = None  # of that file; None: not known
     pipe: str | None = None  # named pipe that a rank holds open for writing while it stages
     source: PartSource | None = None  # for ranks of other hosts, if there are any
+    nbytes: int = 0  # of the part as it was sent
     now: float  # seconds on a clock that all HTTP processes share
     at: float = 0.0  # Unix time
 

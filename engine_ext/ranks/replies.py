@@ -97,6 +97,7 @@ class StagedSync(Reply, frozen=True, kw_only=True):
     full: bool
     num_parts: int | None
     parts: list[int]  # numbers of the parts that all ranks have staged
+    bytes: int = 0  # of its parts so far, as they were sent
     run: str | None = None  # None: its parts name none
     owner: RunOwner | None = None  # its sender, if its parts name a run
     since: float = 0.0  # Unix time of its first part

@@ -71,7 +71,9 @@ class SyncOperations:
         """
         before = self._sync_state.sync
         try:
-            admission = self._sync_state.admit(request.part, request.now, request.at)
+            admission = self._sync_state.admit(
+                request.part, request.now, request.at, request.nbytes
+            )
         finally:
             if self._sync_state.sync is not before:
                 self._staging.clear()

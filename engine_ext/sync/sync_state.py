@@ -42,6 +42,7 @@ _MOST_LOG_RECORDS: Final = 256  # the last versions; a rewritten log shows in an
 class _Slot:
     identity: str
     file: str | None = None
+    nbytes: int = 0
     staged: bool = False
 
 
@@ -161,7 +162,7 @@ class SyncState:
         self.writes += 1
         return True
 
-    def admit(self, part: PartId, now: float, at: float = 0.0) -> Admission:
+    def admit(self, part: PartId, now: float, at: float = 0.0, nbytes: int = 0) -> Admission:
         """Decide what to do with a part that has arrived at `now`, in seconds.
 
         The sender of a part that is staged, and that names a run, owns the weights from then on,
@@ -170,6 +171,7 @@ class SyncState:
 
         Args:
             at: `now` as Unix time.
+            nbytes: of the part as it was sent.
 
         Returns:
             ``new``: stage it, then call `settle`. ``staged``: it is staged or being staged
@@ -184,6 +186,9 @@ class SyncState:
         if part.origin == "sender":
             self.runs.check(part.sender)
         admission = self._admit(part, now, at)
+        if admission == "new":
+            assert self.sync is not None
+            self.sync.slots[part.part].nbytes = nbytes
         owns = part.sender is not None and part.origin == "sender"
         if owns and admission != "already_applied":
             assert part.sender is not None
@@ -411,6 +416,7 @@ class SyncState:
             full=self.sync.full,
             num_parts=self.sync.num_parts,
             parts=sorted(number for number, slot in self.sync.slots.items() if slot.staged),
+            bytes=sum(slot.nbytes for slot in self.sync.slots.values()),
             run=None if self.sync.sender is None else self.sync.sender.run,
             owner=self.sync.owner,
             since=self.sync.since,

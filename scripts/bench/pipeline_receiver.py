@@ -125,9 +125,11 @@ class PlainEngine:
         return self._version
 
 
-def serve(pipe: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Serve the endpoints on a free port, which is sent through `pipe`."""
-    settings = Settings()
+def serve(
+    pipe: Any, tensors: dict[str, torch.Tensor], settings: Settings | None = None, port: int = 0
+) -> None:
+    """Serve the endpoints on a port, any free one by default, which is sent through `pipe`."""
+    settings = settings or Settings()
     service = DeltaService(PlainEngine(make_receiver(tensors, settings)), settings)
 
     @asynccontextmanager
@@ -140,7 +142,7 @@ def serve(pipe: Any, tensors: dict[str, torch.Tensor]) -> None:
     app = FastAPI(lifespan=lifespan)
     attach(app)
     app.state.delta_service = service
-    listener = socket.create_server((HOST, 0))
+    listener = socket.create_server((HOST, port))
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])
 
 

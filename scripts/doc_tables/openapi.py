@@ -82,6 +82,7 @@ _BODIES: Final[dict[str, type[msgspec.Struct]]] = {
 _UPDATE: Final = (
     "weight_version", "base_version", "pause_mode", "flush_cache", "reason", "adapter",
 )  # fmt: skip
+_PART: Final = "/delta_parts/{content}"
 _QUERIES: Final[dict[str, tuple[str, ...]]] = {
     "/update_weights_delta": (*_UPDATE, "commit"),
     "/update_weights_from_disk": _UPDATE,
@@ -96,6 +97,8 @@ _QUERIES: Final[dict[str, tuple[str, ...]]] = {
     "/delta_pin": ("version",),
     "/delta_run": ("adapter",),
     "/delta_commit": ("pause_mode", "flush_cache"),
+    "/delta_parts": (),
+    _PART: ("cached",),
 }
 _VERSION: Final = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,18})$"}
 _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
@@ -107,7 +110,10 @@ _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "flush_cache": {"type": "boolean", "default": True},
     "reason": {"type": "string", "pattern": "^[ -~]{1,200}$"},
     "adapter": {"type": "string", "minLength": 1},
-    **{name: {"type": "boolean", "default": False} for name in ("plan", "history", "scan")},
+    **{
+        name: {"type": "boolean", "default": False}
+        for name in ("plan", "history", "scan", "cached")
+    },
 }
 
 
@@ -145,6 +151,16 @@ def _operation(path: str, endpoint: object, bodies: Mapping[str, dict[str, Any]]
         ],
         "responses": _page() if path == "/delta_dashboard" else _responses(path, updates),
     }
+    if path == _PART:
+        hash_of_part = {"type": "string", "pattern": "^[0-9a-f]{32}$"}
+        operation["operationId"] = "delta_part"
+        operation["parameters"].append(
+            {"name": "content", "in": "path", "required": True, "schema": hash_of_part}
+        )
+        operation["responses"]["200"] = {
+            "description": "Done",
+            "content": {"application/octet-stream": {"schema": {}}},
+        }
     if path in bodies:
         content = {"application/json": {"schema": bodies[path]}}
         if path == "/update_weights_delta":

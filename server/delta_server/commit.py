@@ -27,12 +27,19 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from delta_server import metrics, pauses
+from delta_server.audit import Audit, Audited
 from delta_server.board import Item
 from delta_server.engine import Engine, call_all_ranks, rank_states, rank_statuses
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
-from engine_ext.errors import CommitFailed, CommittedNotResumed, DeltaError, EngineUncertain
-from engine_ext.format import Digest
+from engine_ext.errors import (
+    AuditUnavailable,
+    CommitFailed,
+    CommittedNotResumed,
+    DeltaError,
+    EngineUncertain,
+)
+from engine_ext.format import Digest, Origin
 from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import (
     AbortSync,
@@ -42,9 +49,10 @@ from engine_ext.ranks.operations import (
     Operation,
     RankState,
     RankStatus,
+    RollBack,
     Written,
 )
-from engine_ext.ranks.status import PauseStatus
+from engine_ext.ranks.status import AuditStatus, PauseStatus
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +79,9 @@ class EngineCommitter:
     failed commit has left the engine paused, so that any process can recover from that.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, audit: Audit | None = None) -> None:
         self._uncertain = False
-        self._engine = engine
+        self._engine, self._audit = engine, audit
         self._use = Item(engine, ENGINE, EngineUse)
         self._name = new_name()
         self._lock = asyncio.Lock()
@@ -121,22 +129,30 @@ class EngineCommitter:
         return self.uncertain
 
     async def run(
-        self, request: Operation[_WrittenT], options: Options, engine: Engine | None = None
+        self,
+        request: Operation[_WrittenT],
+        options: Options,
+        engine: Engine | None = None,
+        origin: Origin | None = None,
     ) -> tuple[_WrittenT, float]:
         """Carry out one operation while generation is paused.
 
         Args:
             engine: the engine as the operation's adapter sees it; None means the model's weights.
+            origin: who has brought the parts that are committed.
 
         Returns:
             The first rank's reply with the facts of all ranks, and milliseconds paused.
 
         Raises:
+            AuditUnavailable: the change could not be recorded, so no rank was asked to write.
             CommitFailed: some rank failed half-way, or did not answer. The engine stays paused.
-            CommittedNotResumed: every rank has written, and the engine failed after that.
+            CommittedNotResumed: every rank has written, and the engine, or what records the
+                change, failed after that.
             DeltaError: every rank has refused, and none has written.
         """
         async with self._lease(pauses=True) as lease:
+            audited = await self._begin_record(request, engine or self._engine, origin, lease)
             start = time.perf_counter()
             try:
                 if not lease.was_paused:
@@ -148,13 +164,15 @@ class EngineCommitter:
                 # The engine stays paused: neither this process nor the other HTTP processes
                 # must generate from mixed weights.
                 self.uncertain = True
+                if audited is not None:
+                    await audited.failed()
                 raise
             except BaseException:
                 if not lease.was_paused or (lease.resume_owed and not self.uncertain):
                     await self._resume(lease)
                 raise
             self.uncertain = False
-            await self._publish(str(written.version), lease, engine or self._engine)
+            await self._publish(written, lease, engine or self._engine, audited)
             return written, (time.perf_counter() - start) * 1e3
 
     async def halt(self, options: Options) -> None:
@@ -180,8 +198,30 @@ class EngineCommitter:
             await (engine or self._engine).set_weight_version(str(replies[0].version))
             if lease.resume_owed:
                 await self._resume(lease)
+            if self._audit is not None:
+                try:
+                    await self._audit.settle(engine or self._engine)
+                except AuditUnavailable as error:
+                    version = replies[0].version
+                    message = f"version {version} is committed, but not recorded: {error.message}"
+                    raise CommittedNotResumed(message) from error
             digest = total_digest(reply.digest for reply in replies)
             return {"digest": digest, "run": replies[0].run}
+
+    async def describe_audit(self) -> AuditStatus | None:
+        """Return how far the audit trail is; None without one."""
+        return None if self._audit is None else await self._audit.describe()
+
+    async def record_start(self) -> None:
+        """Record the weights that the engine has loaded, unless another process has.
+
+        If that is not possible, the engine serves them and takes no version.
+        """
+        if self._audit is None:
+            return
+        with contextlib.suppress(AuditUnavailable):  # logged, and in the status
+            async with self._lease(pauses=False):
+                await self._audit.settle(self._engine)
 
     async def run_external_change(self, change: Callable[[], Awaitable[_T]]) -> _T:
         """Let the caller pause or resume the engine, but not during a commit.
@@ -312,9 +352,35 @@ class EngineCommitter:
         self.uncertain = len(versions) > 1 or failed
         self._state_read_at = time.monotonic()
 
-    async def _publish(self, version: str, lease: _HeldLease, engine: Engine) -> None:
-        """Publish the version and resume in any case; raise what failed, see `run`."""
+    async def _begin_record(
+        self,
+        request: Operation[_WrittenT],
+        engine: Engine,
+        origin: Origin | None,
+        lease: _HeldLease,
+    ) -> Audited | None:
+        """Make sure that a change can be recorded; see `Audit.begin`."""
+        if self._audit is None:
+            return None
+        rolls_back = isinstance(request, RollBack)
+        try:
+            return await self._audit.begin(engine, rolls_back=rolls_back, origin=origin)
+        except BaseException:
+            if not lease.was_paused:
+                lease.resume_owed = False  # nothing was paused
+            raise
+
+    async def _publish(
+        self, written: Written, lease: _HeldLease, engine: Engine, audited: Audited | None
+    ) -> None:
+        """Record and publish the version, and resume in any case; raise what failed, see `run`."""
         failures: list[Exception] = []
+        version = str(written.version)
+        if audited is not None:
+            try:
+                await audited.done(written)
+            except Exception as error:
+                failures.append(error)
         try:
             await engine.set_weight_version(version)
         except Exception as error:
@@ -327,8 +393,8 @@ class EngineCommitter:
         if failures:
             why = f"{type(failures[0]).__name__}: {failures[0]}"
             raise CommittedNotResumed(
-                f"version {version} is committed, but publishing the version or resuming "
-                f"generation failed: {why}; send the sync again"
+                f"version {version} is committed, but recording or publishing the version, or "
+                f"resuming generation, failed: {why}; send the sync again"
             ) from failures[0]
 
     async def _resume(self, lease: _HeldLease) -> None:

@@ -323,7 +323,7 @@ class Coordinator:
         committed: CommittedSync
         try:
             committed, record.timings["pause_ms"] = await self._committer.run(
-                request, options, self._engine
+                request, options, self._engine, record.origin
             )
         except CommitFailed:
             raise

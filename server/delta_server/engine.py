@@ -67,13 +67,13 @@ class AdapterEngine:
 
     def __init__(self, engine: Engine, adapter: str) -> None:
         self.name, self.shared, self.address = engine.name, engine.shared, engine.address
-        self._engine, self._adapter = engine, adapter
+        self._engine, self.adapter = engine, adapter
         self.is_paused, self.pause, self.resume = engine.is_paused, engine.pause, engine.resume
         self.flush_cache, self.get_weight_version = engine.flush_cache, engine.get_weight_version
 
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
         """Carry out one operation for the adapter on every rank."""
-        return await self._engine.call(msgspec.structs.replace(request, adapter=self._adapter))
+        return await self._engine.call(msgspec.structs.replace(request, adapter=self.adapter))
 
     @property
     def model(self) -> str | None:

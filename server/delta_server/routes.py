@@ -19,6 +19,7 @@ from delta_server.guards import (
     UncertainGuard,
     error_response,
 )
+from delta_server.part_server import PartResponse
 from delta_server.request_options import (
     DiskRequest,
     Options,
@@ -51,6 +52,7 @@ from engine_ext.errors import (
     as_delta_error,
 )
 from engine_ext.format import SIGNATURE_HEADER
+from engine_ext.remote_parts import ROUTE as PARTS
 
 
 def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
@@ -74,6 +76,8 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
     app.add_api_route("/delta_pin", delta_pin, methods=["POST"])
     app.add_api_route("/delta_run", delta_run, methods=["POST"])
     app.add_api_route("/delta_commit", delta_commit, methods=["POST"])
+    app.add_api_route(PARTS, delta_offer, methods=["GET"])
+    app.add_api_route(f"{PARTS}/{{content}}", delta_parts, methods=["GET"])
     # vLLM's route of this name, if it has one, keeps the other methods.
     theirs = [r for r in app.router.routes if getattr(r, "path", None) == "/collective_rpc"]
     app.add_api_route("/collective_rpc", collective_rpc, methods=["POST"])
@@ -273,6 +277,28 @@ async def delta_commit(request: Request) -> dict[str, Any]:
     options = parse_query(request.query_params)
     service.inlet.refuse_pushes()
     return await asyncio.shield(service.fleet.carry_out(wanted, options))
+
+
+@_answering
+async def delta_offer(request: Request) -> dict[str, Any]:
+    """Return what the engine holds, and the versions of its log that lead there."""
+    return await _service(request).offer()
+
+
+async def delta_parts(request: Request) -> Response:
+    """Return a part of the delta log by its hash, for another engine.
+
+    With ``cached=true`` the store is not read for it.
+    """
+    try:
+        service = _service(request)
+        content, reads = request.path_params["content"], not _flag(request, "cached")
+        if service.shared_parts is None:
+            raise LogDamaged("the engine was started without --delta-log")
+        path = await asyncio.to_thread(service.shared_parts.path, content, reads=reads)
+    except Exception as error:
+        return error_response(as_delta_error(error))
+    return Response(status_code=404) if path is None else PartResponse(path)
 
 
 def _flag(request: Request, name: str) -> bool:

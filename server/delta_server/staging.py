@@ -182,6 +182,7 @@ class Staging:
             stamp=verified.stamp,
             pipe=str(pipe.path),
             source=source,
+            nbytes=verified.wire_bytes,
             now=time.monotonic(),
             at=time.time(),
         )

@@ -42,6 +42,7 @@ STATUS = {
     "EngineUncertain": 503,
     "PartUnavailable": 502,
     "SpoolFull": 507,
+    "AuditUnavailable": 507,
 }
 
 

@@ -34,6 +34,7 @@ from delta_server.sources.log_history import Comparison, LogHistory
 from delta_server.sources.store_files import ResolvedFiles
 from delta_server.staging import NumberedPart
 from engine_ext.errors import (
+    AuditUnavailable,
     BaseMismatch,
     CommitFailed,
     CommittedNotResumed,
@@ -71,8 +72,8 @@ _WAITS_S = (1.0, 2.0, 4.0)  # before a store is read again at start-up
 _MOST_FOLDED_BYTES = 256 << 20  # of several versions that are folded; ten times that is decoded
 # Errors that another version, or another route to this one, would not avoid.
 _ENGINE_ERRORS = (
-    CommitFailed, PartUnavailable, CommittedNotResumed, SpoolFull, SyncInProgress, WeightsAsleep,
-    WriteUndone,
+    AuditUnavailable, CommitFailed, PartUnavailable, CommittedNotResumed, SpoolFull,
+    SyncInProgress, WeightsAsleep, WriteUndone,
 )  # fmt: skip
 
 

@@ -44,6 +44,8 @@ ROUTES: dict[str, tuple[str, str, bytes, str, int]] = {
     "rollback": ("POST", "/delta_rollback", b"", "", 409),  # there is nothing to go back to
     "catch up": ("POST", "/delta_catch_up", b"", "", 409),  # there is no --delta-log
     "pin": ("POST", "/delta_pin", b"", "", 409),  # nor --delta-follow
+    "offer": ("GET", "/delta_parts", b"", "", 409),  # nor --delta-log
+    "peer": ("GET", "/delta_parts/{content}", b"", "", 409),
     "run": ("POST", "/delta_run", RUN, "application/json", 200),
     "group": ("POST", "/delta_commit", ASK, "application/json", 200),
 }

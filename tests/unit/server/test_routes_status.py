@@ -66,10 +66,12 @@ def test_status(rig: Rig) -> None:
         "last_sync": None,
         "scrub": None,
         "log": None,
+        "audit": None,
         "adapters": None,
     }
     assert answer(rig) == expected
-    rig.send(delta_part(sync_id="s", part=1, num_parts=2))
+    first = delta_part(sync_id="s", part=1, num_parts=2)
+    rig.send(first)
     staged = {
         "version": 8,
         "base_version": 7,
@@ -77,6 +79,7 @@ def test_status(rig: Rig) -> None:
         "full": False,
         "num_parts": 2,
         "parts": [1],
+        "bytes": len(first),
         "run": None,
         "owner": None,
         "prepared": None,
@@ -157,7 +160,7 @@ def test_status_with_a_log(make_rig: Callable[..., Rig], tmp_path: Path) -> None
     """Read once, or followed."""
     log = tmp_path / "log"
     log.mkdir()
-    held = {"folder": str(log), "newest": None, "problem": None, "follow": None}
+    held = {"folder": str(log), "newest": None, "problem": None, "from_peers": 0, "follow": None}
     assert answer(make_rig(log=str(log)))["log"] == held
     follower = make_rig(log=str(log), follow=True, follow_hold=1)
     assert answer(follower)["log"]["follow"]["looked_at"] is None
