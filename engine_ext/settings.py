@@ -1,6 +1,6 @@
 """The ``--delta-*`` flags, the same for every engine.
 
-Twelve flags in groups are what users choose; ``--delta-tuning KEY=VALUE`` has the rest. The
+The flags in groups are what users choose; ``--delta-tuning KEY=VALUE`` has the rest. The
 engine's own parser parses them in the API server's process. The workers receive the result in
 one environment variable, which reaches every process that an engine spawns without touching the
 engine's own configuration.
@@ -47,6 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     stage_timeout: float = 60.0
     allow_from: tuple[str, ...] = ()
     base_version: int = 0
+    min_version: int | None = None
     apply: Literal["scatter", "masked"] = "scatter"
     undo_bytes: int = 4 << 30
     shadow_bytes: int = 16 << 30
@@ -225,6 +226,13 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "N",
             _parse_version,
             f"Version of the loaded weights (default: {_DEFAULTS.base_version}).",
+        ),
+        Flag(
+            "min_version",
+            "--delta-min-version",
+            "N",
+            _parse_version,
+            "GET /delta_ready answers 503 before the weights have this version (default: none).",
         ),
         Flag(
             "keep_plain",
