@@ -27,6 +27,9 @@ from delta_server.process_identity import is_alive, new_name
 UNKNOWN: Final = -1
 """Instead of a version: the weights are of none, or of one that had another content before."""
 
+PAGE: Final = "served-versions"
+"""Name of the page's file in the folder of a process."""
+
 _CHANGES, _VERSION, _CONTENT, _WRITING, _LAST = range(5)  # 64-bit words of the page
 _KEPT: Final = 128  # last changes
 _NBYTES: Final = 8 * (_LAST + _KEPT)
@@ -57,7 +60,7 @@ class ServedVersions:
         self.move(version, digest)
         if not engine.shared:
             return
-        item, own, file = Item(engine, SERVED, ServedFiles), new_name(), folder / "served-versions"
+        item, own, file = Item(engine, SERVED, ServedFiles), new_name(), folder / PAGE
         while True:
             known = await item.read()
             living = {name: path for name, path in known.paths.items() if is_alive(name)}

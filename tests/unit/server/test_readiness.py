@@ -191,8 +191,8 @@ def test_ranks_that_do_not_answer_are_not_ready(rig: Rig) -> None:
 
 
 def test_ranks_at_work_keep_their_last_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "_LONGEST_WAIT_S", 0.01)
     assert reason(rig) == (None, "certain")
+    monkeypatch.setattr(readiness, "_LONGEST_WAIT_S", 0.01)
     original, end = rig.engine.call, asyncio.Event()
 
     async def slow(request: Operation[Any]) -> list[Any]:
