@@ -89,12 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     guard = GenerationGuard(_answer, types.SimpleNamespace(delta_service=service))
     lines: dict[str, list[float]] = {}
     for _ in range(options.runs):
-        for name, app, more in [
-            ("no guard", _answer, []),
-            ("no header", guard, []),
-            ("header", guard, [(HEADER, b"7")]),
-        ]:
-            took = asyncio.run(_time(app, [*_HEADERS, *more], options.requests))
+        ways: dict[str, tuple[ASGIApp, list[tuple[bytes, bytes]]]] = {
+            "no guard": (_answer, _HEADERS),
+            "no header": (guard, _HEADERS),
+            "header": (guard, [*_HEADERS, (HEADER, b"7")]),
+        }
+        for name, (app, headers) in ways.items():
+            took = asyncio.run(_time(app, headers, options.requests))
             lines.setdefault(name, []).append(took)
         lines.setdefault("of these", []).append(_look(options.requests))
     for name in ("no guard", "no header", "of these", "header"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -143,13 +143,10 @@ class Readiness:
     async def _ask(self) -> None:
         at = time.monotonic()
         try:
-            states: list[Any]
             if self._awaits_full_sync:  # never again once it has weights
-                states = await rank_statuses(self._engine)
-                self._awaits_full_sync = states[0].awaits is not msgspec.UNSET
-            else:
-                states = await self._committer.refreshed()
-            self._states, self._answered_at = states, at
+                [status, *_] = await rank_statuses(self._engine)
+                self._awaits_full_sync = status.awaits is not msgspec.UNSET
+            self._states, self._answered_at = await self._committer.refreshed(), at
         except Exception:
             self._states = []
 

@@ -30,7 +30,7 @@ HEADER: Final = b"x-weight-version"
 
 _NUMBER: Final = "[0-9]{1,19}"
 _FORM: Final = re.compile(rf"(?:(>=)[ \t]*)?({_NUMBER})(?:-({_NUMBER}))?")
-_NO_ANSWER_HERE: Final = "/v1/responses"  # can go on in the background, and be asked for later
+_NO_ANSWER_HERE: Final = "/v1/responses"  # can continue in the background, to be asked for later
 _RETRY_AFTER_S: Final = 1
 _POLL_S: Final = 0.05  # for a stream that sends nothing
 _EVENTS: Final = b"text/event-stream"

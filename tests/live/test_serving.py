@@ -172,7 +172,7 @@ def test_probes_need_no_token(server: Server) -> None:
     assert (known["version"], known["state"]) == (version, "certain")
 
 
-LONG = {"prompt": "count", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+LONG: dict[str, Any] = {"prompt": "count", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
 
 def test_a_version_that_is_not_served_is_409(server: Server) -> None:
@@ -184,7 +184,6 @@ def test_a_version_that_is_not_served_is_409(server: Server) -> None:
         assert answer.status_code == expected, answer.text
         assert answer.headers.get("X-Weight-Version") == (str(version) if expected == 200 else None)
         assert ("Retry-After" in answer.headers) is (expected == 409)
-    assert answer.json()["error"]["type"] == "MalformedPart"
 
 
 @pytest.mark.parametrize("pause_mode", ["keep", "wait"])
@@ -196,9 +195,12 @@ def test_a_request_is_answered_by_its_version(
     version = server.trainer.version
     whole = server.engine.complete(**LONG)["choices"][0]["text"]
     body, headers = {**LONG, "stream": stream}, {"X-Weight-Version": str(version)}
-    request = {"json": body, "headers": headers, "timeout": 120}
+
+    def ask() -> httpx.Response:
+        return server.engine.post("/v1/completions", json=body, headers=headers)
+
     with ThreadPoolExecutor(1) as threads:
-        asking = threads.submit(httpx.post, f"{server.engine.url}/v1/completions", **request)
+        asking = threads.submit(ask)
         time.sleep(0.3)
         server.sync(pause_mode=pause_mode)
         answer = asking.result()

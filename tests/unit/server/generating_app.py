@@ -64,7 +64,7 @@ class Generator:
             found.append(token)
         return JSONResponse(found)
 
-    async def _waits(self, request: Request) -> Response | None:
+    async def _waits(self, request: Request) -> Response:
         """As vLLM does: wait for the end of the client next to the answer."""
         await request.body()
 

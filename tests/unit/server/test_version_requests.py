@@ -11,7 +11,7 @@ import pytest
 
 from delta_server.version_requests import Wanted
 from engine_ext.errors import MalformedPart
-from tests.support.delta_bodies import OTHER_STEP, VERSION, delta_part, full_part
+from tests.support.delta_bodies import OTHER_STEP, STEP, VERSION, after, delta_part, full_part
 from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, assert_error
 from tests.unit.server.generating_app import (
     LINES,
@@ -212,7 +212,7 @@ def test_a_failed_write_stops_a_request(rig: Rig, generator: Generator) -> None:
 def test_a_number_with_other_weights_stops_a_request(rig: Rig, generator: Generator) -> None:
     """Another run has led to the same version."""
     generator.tokens = 1000
-    other = full_part({n: b ^ 1 for n, b in rig.engine.weights.items()}, VERSION)
+    other = full_part(after(rig.engine.weights, STEP), VERSION)
     assert_error(during(rig, generator, WHOLE, "7", other), 409, "VersionNotServed", version=7)
 
 
