@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from delta_server.version_requests import Wanted
 from engine_ext.errors import MalformedPart
@@ -243,6 +244,59 @@ def test_a_client_that_leaves_is_noticed(rig: Rig, generator: Generator) -> None
 
     rig.run(leave())
     assert generator.gone == [WHOLE]
+
+
+# A real server -----------------------------------------------------------------------------------
+
+
+def connected(rig: Rig, generator: Generator, path: str) -> tuple[int, str, bool]:
+    """Status and text of an answer that a commit stops, and whether it was cut off."""
+
+    async def ask(url: str) -> tuple[int, str, bool]:
+        headers, text = {HEADER: "7"}, ""
+        async with (
+            httpx.AsyncClient(base_url=url, trust_env=False) as client,
+            client.stream("POST", path, headers=headers) as response,
+        ):
+            try:
+                async for piece in response.aiter_text():
+                    text += piece
+            except httpx.RemoteProtocolError:
+                return response.status_code, text, True
+            return response.status_code, text, False
+
+    async def serve() -> tuple[int, str, bool]:
+        config = uvicorn.Config(rig.app, port=0, log_level="critical", lifespan="off")
+        server = uvicorn.Server(config)
+        serving = asyncio.ensure_future(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        asking = asyncio.ensure_future(ask(f"http://127.0.0.1:{port}"))
+        await generator.until_running()
+        await asyncio.sleep(0.05)
+        assert (await rig.sending(delta_part())).json()["status"] == "committed"
+        found = await asking
+        while not generator.gone:
+            await asyncio.sleep(0.01)
+        server.should_exit = True
+        await serving
+        return found
+
+    found: tuple[int, str, bool] = rig.run(serve())
+    return found
+
+
+@pytest.mark.parametrize("path", [WHOLE, WAITS, STREAM, LINES])
+def test_a_client_sees_why_its_answer_ends(rig: Rig, generator: Generator, path: str) -> None:
+    generator.tokens = 10000
+    status, text, was_cut = connected(rig, generator, path)
+    assert was_cut is (path == LINES)
+    assert status == (200 if path in (STREAM, LINES) else 409)
+    tokens, error = tokens_of(path, text)
+    assert {*tokens} == ({7} if path in (STREAM, LINES) else set())
+    assert (error is None) is was_cut
+    assert generator.gone == [path]
 
 
 # Several processes -------------------------------------------------------------------------------
