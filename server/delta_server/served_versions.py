@@ -23,6 +23,7 @@ import msgspec
 from delta_server.board import SERVED, Item
 from delta_server.engine import Engine
 from delta_server.process_identity import is_alive, new_name
+from engine_ext.structs import prepare
 
 UNKNOWN: Final = -1
 """Instead of a version: the weights are of none, or of one that had another content before."""
@@ -39,6 +40,9 @@ class ServedFiles(msgspec.Struct, frozen=True):
     """Where the page is, by the process that has a link to it; the value of the item `SERVED`."""
 
     paths: dict[str, str] = {}
+
+
+prepare(ServedFiles)
 
 
 class ServedVersions:
