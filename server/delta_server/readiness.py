@@ -19,6 +19,7 @@ from delta_server.sources.log import LogReplay
 from delta_server.sources.log_follower import LogFollower
 from engine_ext.ranks.operations import RankState
 from engine_ext.ranks.status import HealthState
+from engine_ext.structs import prepare
 
 Reason = Literal[
     "no_answer", "uncertain", "mismatched", "changed_externally", "asleep", "awaits_full_sync",
@@ -40,6 +41,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     state: HealthState = "certain"
     version: int | None = None  # of the weights; None if they are of none
     wanted: int | None = None  # the least version that would be ready
+
+
+prepare(Ready)
 
 
 class Readiness:
