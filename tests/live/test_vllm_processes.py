@@ -206,7 +206,7 @@ def test_a_version_is_kept_across_processes(live: Live) -> None:
     """A request of one process for a version ends when another one commits."""
     first, second = live.clients
     wanted = {"X-Weight-Version": str(live.trainer.version)}
-    options = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    options = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
     with ThreadPoolExecutor(1) as threads:
         asking = threads.submit(live.generate, second, **options, headers=wanted)
         time.sleep(0.3)
