@@ -18,6 +18,7 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
     │   ├── RunConflict        409  another run owns the engine
     │   │   └── RunFenced      409  another run, or a later process of this one, has taken over
     │   ├── WeightsAsleep      409  the engine has released its weights
+    │   ├── VersionNotServed   409  a request asked for a version that the engine does not serve
     │   └── LogDamaged         409  the delta log has no sound route from here
     │       └── LogDiverged    409  the delta log does not continue the engine's history
     ├── TooLarge               413  body or declared size over a limit
@@ -154,6 +155,10 @@ class RunFenced(RunConflict):
 
 class WeightsAsleep(Conflict):
     """The engine has released its weights' memory (sleep mode)."""
+
+
+class VersionNotServed(Conflict):
+    """The request asked for a version that the engine does not serve, or has left meanwhile."""
 
 
 class LogDamaged(Conflict):

@@ -51,6 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     stage_timeout: float = 60.0
     allow_from: tuple[str, ...] = ()
     base_version: int = 0
+    min_version: int | None = None
     apply: Literal["scatter", "masked"] = "scatter"
     undo_bytes: int = 4 << 30
     shadow_bytes: int = 16 << 30
@@ -254,6 +255,13 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "N",
             _parse_version,
             f"Version of the loaded weights (default: {_DEFAULTS.base_version}).",
+        ),
+        Flag(
+            "min_version",
+            "--delta-min-version",
+            "N",
+            _parse_version,
+            "GET /delta_ready answers 503 before the weights have this version (default: none).",
         ),
         Flag(
             "keep_plain",

@@ -38,6 +38,8 @@ class RankState(Reply, frozen=True, kw_only=True):
     engine_state: Literal["certain", "mismatched", "uncertain"]
     resume_owed: bool  # a commit has paused the engine and not resumed it yet
     paused: CallerPause | None = None  # as it was last recorded
+    asleep: bool = False  # the engine has released the weights' memory
+    foreign: str | None = None  # what changed the weights outside of delta sync since the last sync
 
 
 class BoardItem(Reply, frozen=True, kw_only=True):
@@ -163,8 +165,6 @@ class ScrubState(Reply, frozen=True, kw_only=True):
 class RankStatus(RankState, frozen=True, kw_only=True):
     """The state of one rank's receiver."""
 
-    asleep: bool  # the engine has released the weights' memory
-    foreign: str | None  # what changed the weights outside of delta sync since the last sync
     run: str | None  # the version's run; None: as for `Written`
     owner: RunOwner | None  # the only run that can change it; None: anyone can
     loaded: bool  # nothing was written since the engine has started

@@ -14,6 +14,8 @@ from typing import Any, Final
 import msgspec
 
 import engine_ext
+from delta_server.generation_guard import READY_PATH
+from delta_server.readiness import Ready
 from delta_server.request_options import (
     COMMITS,
     PAUSE_MODES,
@@ -90,6 +92,7 @@ _QUERIES: Final[dict[str, tuple[str, ...]]] = {
     "/pull_weights": (),
     "/collective_rpc": (),
     "/delta_status": ("plan", "history", "adapter"),
+    "/delta_ready": ("min_version",),
     "/delta_digest": ("scan", "adapter"),
     "/delta_dashboard": (),
     "/delta_rollback": ("pause_mode", "flush_cache", "adapter"),
@@ -105,6 +108,7 @@ _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "weight_version": _VERSION,
     "base_version": _VERSION,
     "version": _VERSION,
+    "min_version": _VERSION,
     "pause_mode": {"enum": list(PAUSE_MODES), "default": "keep"},
     "commit": {"enum": list(COMMITS), "default": COMMITS[0]},
     "flush_cache": {"type": "boolean", "default": True},
@@ -119,11 +123,11 @@ _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
 
 def document() -> str:
     """Return the OpenAPI description as JSON text."""
-    types = [*_BODIES.values(), EngineStatus]
+    types = [*_BODIES.values(), EngineStatus, Ready]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
-    bodies = dict(zip(_BODIES, schemas[:-1], strict=True))
+    bodies = dict(zip(_BODIES, schemas[: len(_BODIES)], strict=True))
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for route in routes():
         for method in route.methods:
@@ -175,6 +179,10 @@ def _operation(path: str, endpoint: object, bodies: Mapping[str, dict[str, Any]]
 def _responses(path: str, updates: bool) -> dict[str, Any]:
     """Return the answers by status; queries and rollbacks share one entry for every error."""
     refusal = {"$ref": "#/components/schemas/Refusal"}
+    if path == READY_PATH:
+        found = {"$ref": "#/components/schemas/Ready"}
+        answers = {"200": _response("Ready", found), "503": _response("Not ready", found)}
+        return {**answers, "default": _response("Refused", refusal)}
     if not updates:
         described = {"$ref": "#/components/schemas/EngineStatus"}
         done = _response("Done", described if path == "/delta_status" else {"type": "object"})

@@ -30,6 +30,7 @@ HISTORY: Final = "history"
 LOG: Final = "log"
 PULLS: Final = "pulls"
 SCRUB: Final = "scrub"
+SERVED: Final = "served"
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 

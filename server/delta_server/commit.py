@@ -32,6 +32,7 @@ from delta_server.board import Item
 from delta_server.engine import Engine, call_all_ranks, rank_states, rank_statuses
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
+from delta_server.served_versions import UNKNOWN, ServedVersions
 from engine_ext.errors import (
     AuditUnavailable,
     CommitFailed,
@@ -77,9 +78,13 @@ class EngineCommitter:
 
     Other HTTP processes can serve the same engine. The ranks keep the lease, and know whether a
     failed commit has left the engine paused, so that any process can recover from that.
+
+    Attributes:
+        served: the version of the model's weights; it changes before generation is resumed.
     """
 
     def __init__(self, engine: Engine, audit: Audit | None = None) -> None:
+        self.served = ServedVersions()
         self._uncertain = False
         self._engine, self._audit = engine, audit
         self._use = Item(engine, ENGINE, EngineUse)
@@ -113,6 +118,12 @@ class EngineCommitter:
         """Return what every HTTP process must know of the ranks."""
         return await rank_states(self._engine)
 
+    async def refreshed(self) -> list[RankState]:
+        """Return what `states` does, and update `uncertain`."""
+        states = await rank_states(self._engine)
+        self._update_state(states)
+        return states
+
     async def is_uncertain(self) -> bool:
         """Return whether generation must not be served; asks the ranks if the engine is shared.
 
@@ -123,7 +134,7 @@ class EngineCommitter:
         if self._engine.shared and now - self._state_read_at >= _STATE_MAX_AGE_S:
             self._state_read_at = now
             try:
-                self._update_state(await rank_states(self._engine))
+                await self.refreshed()
             except Exception:
                 logger.exception("the state of the ranks could not be read")
         return self.uncertain
@@ -151,6 +162,7 @@ class EngineCommitter:
                 change, failed after that.
             DeltaError: every rank has refused, and none has written.
         """
+        is_model = engine is None or engine is self._engine
         async with self._lease(pauses=True) as lease:
             audited = await self._begin_record(request, engine or self._engine, origin, lease)
             start = time.perf_counter()
@@ -159,19 +171,28 @@ class EngineCommitter:
                     await self._engine.pause(options.pause_mode, flush_cache=options.flush_cache)
                 elif options.flush_cache:
                     await self._engine.flush_cache()
+                if is_model:
+                    self.served.begin_write()
                 written = await self._write(request, engine or self._engine)
             except CommitFailed:
                 # The engine stays paused: neither this process nor the other HTTP processes
                 # must generate from mixed weights.
                 self.uncertain = True
+                self.served.lose()
                 if audited is not None:
                     await audited.failed()
                 raise
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, Exception):  # else it is not known whether they have written
+                    self.served.keep()
                 if not lease.was_paused or (lease.resume_owed and not self.uncertain):
                     await self._resume(lease)
                 raise
             self.uncertain = False
+            if is_model:
+                self.served.move(written.version, written.digest)
+            elif self.served.version == UNKNOWN:  # an adapter's failed write has ended so
+                self.served.see((await rank_states(self._engine))[0].version)
             await self._publish(written, lease, engine or self._engine, audited)
             return written, (time.perf_counter() - start) * 1e3
 
@@ -180,9 +201,11 @@ class EngineCommitter:
         self.uncertain = True
         try:
             async with self._lease(pauses=True) as lease:
+                self.served.lose()
                 if not lease.was_paused:
                     await self._engine.pause(options.pause_mode, flush_cache=options.flush_cache)
         except Exception:
+            self.served.lose()
             logger.exception("generation could not be paused; its requests answer 503")
 
     async def publish(self, engine: Engine | None = None) -> dict[str, Any]:
@@ -343,6 +366,10 @@ class EngineCommitter:
                 await asyncio.sleep(0 if dead else _POLL_S)
             elif lease.written or not pauses:  # else it might be another one's pause that was seen
                 self._update_state(lease.states)
+                if self.uncertain:
+                    self.served.lose()
+                else:
+                    self.served.see(lease.states[0].version)
                 use = self._use.value
                 return _HeldLease(was_paused, use.resume_owed, use.pause)
 

@@ -114,6 +114,15 @@ def parse_pin(query: Mapping[str, str]) -> int | None:
     return optional_version(query, "version")
 
 
+def parse_min_version(query: Mapping[str, str]) -> int | None:
+    """Return the version that an engine must have at least to be ready; None without one.
+
+    Raises:
+        MalformedPart: it is no version.
+    """
+    return optional_version(query, "min_version")
+
+
 def parse_adapter(query: Mapping[str, str], body: str | None = None) -> str | None:
     """Return the LoRA adapter that a query string or a JSON body names; None if neither does.
 

@@ -13,12 +13,8 @@ from fastapi.responses import JSONResponse, Response
 from delta_server.auth import check_access
 from delta_server.dashboard import denied_response, from_browser, page_response
 from delta_server.engine import rank_states
-from delta_server.guards import (
-    MAX_JSON_BYTES,
-    ApplyFromDisk,
-    UncertainGuard,
-    error_response,
-)
+from delta_server.generation_guard import READY_PATH, GenerationGuard, ready
+from delta_server.guards import MAX_JSON_BYTES, ApplyFromDisk, error_response
 from delta_server.part_server import PartResponse
 from delta_server.request_options import (
     DiskRequest,
@@ -62,13 +58,14 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
 
     Args:
         app: the engine's app.
-        generation: prefixes of further paths where it generates, see `GENERATION`.
+        generation: prefixes of further paths where it generates, see `GenerationGuard`.
     """
     app.add_api_route("/update_weights_delta", update_weights_delta, methods=["POST"])
     app.add_api_route("/update_weights_from_disk", update_weights_from_disk, methods=["POST"])
     app.add_api_route("/pull_weights", pull_weights, methods=["POST"])
     app.add_api_route("/update_weight_version", update_weight_version, methods=["POST"])
     app.add_api_route("/delta_status", delta_status, methods=["GET"])
+    app.add_api_route(READY_PATH, delta_ready, methods=["GET"])
     app.add_api_route("/delta_digest", delta_digest, methods=["GET"])
     app.add_api_route("/delta_dashboard", delta_dashboard, methods=["GET"])
     app.add_api_route("/delta_rollback", delta_rollback, methods=["POST"])
@@ -84,9 +81,9 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
     app.router.routes[-1].app = ApplyFromDisk(app.router.routes[-1].app, theirs)  # type: ignore[attr-defined]
     stack = app.middleware_stack
     if stack is None:
-        app.add_middleware(UncertainGuard, state=app.state, generation=generation)
+        app.add_middleware(GenerationGuard, state=app.state, generation=generation)
     else:
-        app.middleware_stack = UncertainGuard(stack, app.state, generation)
+        app.middleware_stack = GenerationGuard(stack, app.state, generation)
 
 
 def _answering(
@@ -204,6 +201,11 @@ async def delta_status(request: Request) -> dict[str, Any]:
     found = await _service(request).status(plan=plan, history=history)
     answer: dict[str, Any] = msgspec.to_builtins(found)
     return answer
+
+
+async def delta_ready(request: Request) -> JSONResponse:
+    """Return whether clients can be sent to the engine: 200 or 503, for probes."""
+    return await ready(request, request.app.state.delta_service)
 
 
 @_answering

@@ -26,6 +26,7 @@ from delta_server.fleet import FleetCommits
 from delta_server.follow_state import FollowState
 from delta_server.intake import Intake
 from delta_server.part_server import PartServer
+from delta_server.readiness import Readiness
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import (
     RunRequest,
@@ -38,6 +39,7 @@ from delta_server.sources.log_follower import LogFollower
 from delta_server.sources.store_files import StoreFiles
 from delta_server.staging import Staging
 from delta_server.upload_limits import MinimumRate, UploadSlots
+from delta_server.version_requests import VersionRequests
 from engine_ext.audit import AuditFile
 from engine_ext.errors import (
     Conflict,
@@ -124,6 +126,10 @@ class DeltaService:
             )
             theirs, scratch = DeltaLog(PeerStore(self.peers, cache)), settings.spool_dir
             self.log_replay = LogReplay(self.inlet, engine, theirs, None, scratch)
+        self.readiness = Readiness(
+            engine, self.committer, self.log_replay, self.follower, settings.min_version
+        )
+        self.versions = VersionRequests(self.committer.served)
         self._scrubbing: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._ending_pauses: asyncio.Task[None] | None = None
@@ -168,6 +174,8 @@ class DeltaService:
         versions = [reply.version for reply in replies]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
+        digest, folder = total_digest(reply.digest for reply in replies), self.intake.directory
+        await self.committer.served.share(self._engine, folder, versions[0], digest)
         metrics.VERSION.set(versions[0])
         metrics.show_run(replies[0].run)
         await self.committer.record_start()

@@ -29,6 +29,7 @@ STATUS = {
     "RunConflict": 409,
     "RunFenced": 409,
     "WeightsAsleep": 409,
+    "VersionNotServed": 409,
     "LogDamaged": 409,
     "LogDiverged": 409,
     "TooLarge": 413,
