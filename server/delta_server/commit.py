@@ -246,6 +246,12 @@ class EngineCommitter:
             async with self._lease(pauses=False):
                 await self._audit.settle(self._engine)
 
+    async def check_audit(self, engine: Engine) -> None:
+        """Raise `AuditUnavailable` if a change of the weights could not be recorded now."""
+        if self._audit is not None:
+            async with self._lease(pauses=False):
+                await self._audit.begin(engine)
+
     async def run_external_change(self, change: Callable[[], Awaitable[_T]]) -> _T:
         """Let the caller pause or resume the engine, but not during a commit.
 

@@ -185,12 +185,14 @@ class Coordinator:
         If it is held for this group, its lease alone is changed.
 
         Raises:
+            AuditUnavailable: its commit could not be recorded.
             SyncInProgress: it is held for another group.
             DeltaError: each class fixes the state that the engine is in then. Nothing of the sync
                 stays staged.
         """
         request = HoldSync(version=part.version, sync_id=part.sync_id, prepared=prepared)
         try:
+            await self._committer.check_audit(self._engine)
             await call_all_ranks(self._engine, request)
         except Exception as error:
             with contextlib.suppress(Exception):

@@ -224,6 +224,16 @@ def test_unwritable_file_refuses_before_first_byte(start: Start, file: Path, pau
     assert kinds(file) == [("loaded", None, 7), ("committed", 7, 8)]
 
 
+def test_unwritable_file_refuses_to_prepare(start: Start, file: Path) -> None:
+    rig = start()
+    broken(file)
+    step = {"action": "prepare", "group": "g", "version": 8, "sync_id": "s", "lease": 60}
+    rig.send(delta_part(sync_id="s"), commit="hold").raise_for_status()
+    assert_error(rig.post("/delta_commit", json=step), 507, "AuditUnavailable", file=str(file))
+    assert rig.status().staged is None
+    assert same(rig.engine.weights, BASE)
+
+
 def test_unwritable_at_start_is_served_and_said(start: Start, file: Path) -> None:
     mend = broken(file)
     rig = start()
