@@ -57,6 +57,7 @@ from delta_server.coordinator import Coordinator, Held
 from delta_server.engine import Engine
 from delta_server.request_options import GroupRequest, Options
 from delta_server.request_record import RequestRecord
+from delta_server.waiting import wait_for_event
 from engine_ext.answers import failure_in_words
 from engine_ext.errors import (
     Conflict,
@@ -429,8 +430,7 @@ class FleetCommits:
                 as_delta_error(error)  # which logs what is a bug
                 logger.warning("delta updates: a prepared sync is not settled: %s", error)
                 left, again = again, min(2 * again, _MOST_AGAIN_S)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._lease_changed.wait(), left)
+            await wait_for_event(self._lease_changed, left)
 
 
 def _part_of(staged: StagedSync) -> PartId:

@@ -22,6 +22,7 @@ from delta_server.engine import Engine
 from delta_server.follow_state import FollowState, LogLook
 from delta_server.request_options import Options
 from delta_server.sources.log import LogReplay
+from delta_server.waiting import wait_for_event
 from engine_ext.errors import DeltaError, LogDiverged, VersionConflict, WeightsAsleep
 from engine_ext.log import (
     FollowerState,
@@ -115,8 +116,7 @@ class LogFollower:
                 # loop, and what ends this loop does not stop a commit half-way.
                 turn = asyncio.ensure_future(self._turn(woken))
                 await self._beat_until(turn)
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._wait_s())
+                await wait_for_event(self._wake, self._wait_s())
         finally:
             self._is_over = True
             if self._shared.leads:

@@ -60,7 +60,7 @@ def test_current_environment_is_kept(folder: Path) -> None:
     [
         ("line-length = 100", "line-length = 99"),
         ("timeout = 300", "timeout = 200"),
-        ('"cli",\n    "adapters"', '"adapters",\n    "cli"'),
+        ('"sync",\n    "startup"', '"startup",\n    "sync"'),
     ],
     ids=["ruff", "pytest", "import-linter"],
 )

@@ -314,7 +314,7 @@ def test_log_that_cannot_be_written_keeps_all_back(
         assert logged(log) == [versions(fleet)[0]]
 
 
-def out_of_space(draft: Draft) -> Path:
+def out_of_space(draft: Draft, key: str | None = None) -> Path:
     raise OSError("no space")
 
 

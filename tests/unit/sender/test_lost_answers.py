@@ -288,10 +288,10 @@ def test_closed_while_the_log_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     writing, go = threading.Event(), threading.Event()
     finish = Draft.finish
 
-    def slow(draft: Draft) -> Path:
+    def slow(draft: Draft, key: str | None = None) -> Path:
         writing.set()
         assert go.wait(20)
-        return finish(draft)
+        return finish(draft, key)
 
     def interrupted(*arguments: object) -> None:
         assert writing.wait(20)
