@@ -74,19 +74,6 @@ def looked(rig: Rig) -> dict[str, Any]:
     return until(rig)
 
 
-def test_stopped_in_the_moment_in_which_it_is_woken(log: Path, started: Callable[..., Rig]) -> None:
-    rig = started(follow_interval=1000.0)
-    while until(rig)["looked_at"] is None:
-        rig.run(asyncio.sleep(0.005))
-    rig.run(asyncio.sleep(0.05))  # it waits for the next look
-
-    async def woken_and_stopped() -> None:
-        assert (await rig.request("POST", PIN)).status_code == 200
-        await asyncio.wait_for(rig.service.stop(), 10)
-
-    rig.run(woken_and_stopped())
-
-
 def test_versions_that_wait_are_one_pause(log: Path, started: Callable[..., Rig]) -> None:
     rig = started()
     until(rig, version=VERSION, failures=0)
