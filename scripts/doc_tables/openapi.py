@@ -99,7 +99,7 @@ _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "base_version": _VERSION,
     "version": _VERSION,
     "pause_mode": {"enum": list(PAUSE_MODES), "default": "keep"},
-    "flush_cache": {"type": "boolean", "default": True},
+    "flush_cache": {"enum": [True, False, "salt"], "default": True},
     "reason": {"type": "string", "pattern": "^[ -~]{1,200}$"},
     "adapter": {"type": "string", "minLength": 1},
     **{name: {"type": "boolean", "default": False} for name in ("plan", "history", "scan")},

@@ -139,10 +139,13 @@ class EngineCommitter:
         async with self._lease(pauses=True) as lease:
             start = time.perf_counter()
             try:
+                flushes = options.flush_cache is True
                 if not lease.was_paused:
-                    await self._engine.pause(options.pause_mode, flush_cache=options.flush_cache)
-                elif options.flush_cache:
+                    await self._engine.pause(options.pause_mode, flush_cache=flushes)
+                elif flushes:
                     await self._engine.flush_cache()
+                if options.flush_cache == "salt":
+                    await self._engine.salt_cache()
                 written = await self._write(request, engine or self._engine)
             except CommitFailed:
                 # The engine stays paused: neither this process nor the other HTTP processes
@@ -163,7 +166,8 @@ class EngineCommitter:
         try:
             async with self._lease(pauses=True) as lease:
                 if not lease.was_paused:
-                    await self._engine.pause(options.pause_mode, flush_cache=options.flush_cache)
+                    flushes = options.flush_cache is True
+                    await self._engine.pause(options.pause_mode, flush_cache=flushes)
         except Exception:
             logger.exception("generation could not be paused; its requests answer 503")
 
