@@ -317,23 +317,19 @@ class EngineCommitter:
         self._state_read_at = time.monotonic()
 
     async def _publish(self, version: str, lease: _HeldLease, engine: Engine) -> None:
-        """Publish the version and resume in any case; raise what failed, see `run`."""
-        failures: list[Exception] = []
+        """Publish the version, then resume; raise what failed, see `run`.
+
+        An engine whose version is not published stays paused: its tokens would get the old one.
+        """
         try:
             await engine.set_weight_version(version)
-        except Exception as error:
-            failures.append(error)
-        if lease.resume_owed:
-            try:
+            if lease.resume_owed:
                 await self._resume(lease)
-            except Exception as error:
-                failures.append(error)
-        if failures:
-            why = f"{type(failures[0]).__name__}: {failures[0]}"
+        except Exception as error:
             raise CommittedNotResumed(
                 f"version {version} is committed, but publishing the version or resuming "
-                f"generation failed: {why}; send the sync again"
-            ) from failures[0]
+                f"generation failed: {type(error).__name__}: {error}; send the sync again"
+            ) from error
 
     async def _resume(self, lease: _HeldLease) -> None:
         """Resume generation; if that fails, the next commit or repeat does it."""

@@ -98,10 +98,11 @@ def ask(engine: EngineProcess, prompt: Sequence[int]) -> tuple[list[tuple[int, f
     return _tokens(choice), cached_of(answer["usage"])
 
 
-def counted(engine: EngineProcess, name: str) -> float:
-    """Return the sum of a metric of the engine's own."""
-    lines = [line for line in engine.get("/metrics").text.splitlines() if line.startswith(name)]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+def counted(engine: EngineProcess, name: str, label: str = "") -> float:
+    """Return the sum of a metric of the engine's own, of the rows with a label."""
+    rows = engine.get("/metrics").text.splitlines()
+    found = [row for row in rows if row.startswith(name) and label in row]
+    return sum(float(row.rpartition(" ")[2]) for row in found)
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
@@ -119,7 +120,7 @@ def computed(engine: EngineProcess) -> float:
     Of vLLM how often requests were preempted; of SGLang the tokens of prompts that were computed.
     """
     preempted = counted(engine, "vllm:num_preemptions_total")
-    return preempted + counted(engine, 'sglang:realtime_tokens_total{mode="prefill_compute"')
+    return preempted + counted(engine, "sglang:realtime_tokens_total", 'mode="prefill_compute"')
 
 
 def test_salted_kv_is_that_of_requests_in_flight(engine: EngineProcess) -> None:

@@ -99,7 +99,9 @@ def install(state: Any, manager: Any) -> None:
 
 def _spans(meta_info: Any) -> Spans | None:
     found = meta_info.get("weight_versions")
-    return None if found is None else spans((one["start"], one["version"]) for one in found)
+    if found is None:
+        return None
+    return spans((one["start"], one["version"]) for one in found if one["start"] < one["end"])
 
 
 def _allow_spans() -> None:

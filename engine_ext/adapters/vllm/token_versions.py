@@ -33,7 +33,8 @@ def _note(result: Any, first: int, found: dict[int, Spans]) -> None:
     for output in result.outputs:
         labels = getattr(output, "weight_versions", None)
         if labels is not None:
-            found[first + output.index] = spans((one.start, one.version) for one in labels)
+            known = ((one.start, one.version) for one in labels if one.start < one.end)
+            found[first + output.index] = spans(known)
 
 
 def _add(response: Any, found: dict[int, Spans]) -> None:

