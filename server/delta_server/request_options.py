@@ -29,8 +29,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: int | None = None  # None: that in the part's metadata
     base_version: int | None = None
     pause_mode: str = "keep"  # what happens to requests in flight, one of `PAUSE_MODES`
-    # Whether cached KV of the old weights is dropped; "salt": requests in flight keep theirs, and no
-    # other request gets any of it.
+    # Whether cached KV of the old weights is dropped; "salt": requests in flight keep theirs, and
+    # no other request gets any of it.
     flush_cache: Flush = True
     reason: str | None = None  # why the sync is full, if it is
 

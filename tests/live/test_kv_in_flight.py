@@ -25,7 +25,7 @@ SYNCS = 20
 SHARED = [3 + number % 250 for number in range(64)]
 TURN = 130  # tokens that a request in flight generates
 HEAD = "lm_head.weight"
-# What a bf16 log probability differs by when the batch or the way to compute it is another.
+# A bf16 log probability is another by that much in another batch, or in a prompt.
 NOISE = 0.06
 ARGUMENTS = {
     "vllm": ["--enable-prompt-tokens-details"],
@@ -70,7 +70,8 @@ class Flight(threading.Thread):
         """Wait until so many tokens have come."""
         deadline = time.monotonic() + 60
         while len(self.tokens) < count:
-            assert self.is_alive() and time.monotonic() < deadline, self.tokens
+            assert self.is_alive(), self.tokens
+            assert time.monotonic() < deadline, self.tokens
             time.sleep(0.002)
 
 
@@ -117,7 +118,7 @@ def engine(
 def computed(engine: EngineProcess) -> float:
     """Return a count that rises by what is computed again, by the engine's own metrics.
 
-    Of vLLM how often requests were preempted; of SGLang the tokens of prompts that were computed.
+    vLLM counts how often requests are preempted, and SGLang the tokens of prompts that it computes.
     """
     preempted = counted(engine, "vllm:num_preemptions_total")
     return preempted + counted(engine, "sglang:realtime_tokens_total", 'mode="prefill_compute"')
@@ -156,7 +157,7 @@ def test_salted_kv_is_that_of_requests_in_flight(engine: EngineProcess) -> None:
             assert flight.spans is not None
             assert [version for _, version in flight.spans] == [number, number + 1]
             needed += len(flight.prompt) - cached_of(flight.usage)
-            # What it has added was computed from older KV, and is nobody else's.
+            # Nobody gets what it has added, which was computed from older KV.
             longer = [*flight.prompt, *(token for token, _ in flight.tokens)]
             _, cached = asked(longer[:200])
             assert cached <= len(flight.prompt)

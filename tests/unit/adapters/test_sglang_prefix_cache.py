@@ -6,13 +6,15 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine_ext.adapters.sglang import prefix_cache, scheduler
 from engine_ext.adapters.sglang.prefix_cache import SaltCache, Salts
 from engine_ext.adapters.sglang.rpc import Call
 from engine_ext.errors import NotUpdatable
-from engine_ext.ranks.operations import Reply, encode_request
+from engine_ext.ranks.operations import Reply, encode_answer, encode_request
+from tests.support.thread_group import Group, ThreadRanks
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +63,15 @@ def test_sessions_that_keep_kv_are_refused(serving: SimpleNamespace) -> None:
 def test_a_rank_salts_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     salts, make = Salts(), request_type()
     monkeypatch.setattr(prefix_cache, "SALTS", salts)
+    monkeypatch.setattr(scheduler, "_ranks_of_replica", lambda: ThreadRanks(Group(1), 0))
+    monkeypatch.setattr(scheduler, "_replica", lambda: 0)
+    output = SimpleNamespace(UpdateWeightFromDiskReqOutput=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", output)
     salts.follow(make)
     name, arguments = encode_request(SaltCache(salt="s1"))
     call = Call(call="c", operation=name, arguments=arguments)
-    updater = SimpleNamespace(scheduler=scheduler_of())
-    assert scheduler._carry_out(updater, call) == Reply()
+    request = SimpleNamespace(manifest=msgspec.to_builtins(call))
+    answer = scheduler.answer(SimpleNamespace(scheduler=scheduler_of()), request)
+    assert answer.success
+    assert answer.message == call.reply([encode_answer(Reply)])
     assert make().extra_key == "s1:"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -281,7 +281,7 @@ class SglangServing:
 
 
 class Choice:
-    model_config: dict[str, Any] = {}
+    model_config: ClassVar[dict[str, Any]] = {}
 
     @classmethod
     def model_rebuild(cls, *, force: bool) -> None:
@@ -300,9 +300,7 @@ def test_sglang_answers_the_spans_of_every_choice(monkeypatch: pytest.MonkeyPatc
         {"index": 0, "meta_info": meta_info(OLD_AND_NEW)},
     ]
     manager = SimpleNamespace(generate_request=lambda request: each(results))
-    completion = SglangServing(
-        manager, "_build_completion_response", "_generate_completion_stream"
-    )
+    completion = SglangServing(manager, "_build_completion_response", "_generate_completion_stream")
     chat = SglangServing(manager, "_build_chat_response", "_generate_chat_stream")
     state = SimpleNamespace(openai_serving_completion=completion, openai_serving_chat=chat)
     sglang.install(state, manager)

@@ -21,13 +21,11 @@ PROMPT = list(range(1, 14))  # three blocks and one token
 
 
 class Core:
-    """What `prefix_cache.salt` uses of an engine core; its scheduler runs what it is given."""
+    """An engine core as `prefix_cache.salt` uses it; its scheduler runs what it is given."""
 
     def __init__(self, *, caching: bool = True) -> None:
         init_none_hash(sha256)
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         config = KVCacheConfig(
             num_blocks=32,
             kv_cache_tensors=[],
@@ -99,7 +97,7 @@ def test_new_requests_get_no_block_of_before(core: Core) -> None:
     assert core.blocks(flying) == held
     assert flying.num_computed_tokens == len(PROMPT)
     assert core.prefill(core.add("new")) == 0
-    # What the new request has computed is shared as ever.
+    # The new request's own blocks are shared as ever.
     assert core.prefill(core.add("newer")) == 3 * BLOCK
 
 
