@@ -36,6 +36,7 @@ class Salts:
             request.delta_extra_key = request.extra_key
             self._add(request)
 
+        init.delta_updates = True  # type: ignore[attr-defined]
         request_type.__init__ = init
 
     def change(self, salt: str, scheduler: Any) -> None:
@@ -68,5 +69,5 @@ def install() -> None:
     """Salt the requests of this process; safe to call more than once."""
     from sglang.srt.managers.schedule_batch import Req
 
-    if not hasattr(Req.__init__, "__wrapped__"):
+    if not hasattr(Req.__init__, "delta_updates"):
         SALTS.follow(Req)
