@@ -165,8 +165,8 @@ def test_salted_kv_is_that_of_requests_in_flight(engine: EngineProcess) -> None:
     assert rise == (needed if isinstance(engine, ENGINES["sglang"]) else 0)
     # The same steps, each with a flushed cache and nothing in flight.
     base = tiny_models.load_tensors(engine.model)
-    options = {"base_version": SYNCS, "full": "allow"}
-    with DeltaSender(engine.url, base=trainer.tensors, **options) as sender:
+    end = trainer.tensors
+    with DeltaSender(engine.url, base=end, base_version=SYNCS, full="allow") as sender:
         sender.sync(base)
         for tensors, (first, again) in zip(steps, seen, strict=True):
             sender.sync(tensors)
@@ -209,8 +209,9 @@ def test_every_token_is_of_its_version(engine: EngineProcess, flush: Any) -> Non
         head = torch.randn(base[HEAD].shape, generator=generator).to(base[HEAD].dtype) / 4
         weights.append({**base, HEAD: head})
     at = int(engine.weight_version())
-    options = {"flush_cache": flush, "full": "allow"}
-    with DeltaSender(engine.url, base=base, base_version=at, **options) as sender:
+    with DeltaSender(
+        engine.url, base=base, base_version=at, flush_cache=flush, full="allow"
+    ) as sender:
         sender.sync(base)
         first = int(engine.weight_version())
         flights = [Flight(engine, [*SHARED[:20], 5 + number]) for number in range(3)]

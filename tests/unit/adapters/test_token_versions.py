@@ -16,10 +16,11 @@ import pytest
 from delta_sender import rollouts
 from engine_ext.adapters import token_versions
 from engine_ext.adapters.sglang import token_versions as sglang
+from engine_ext.adapters.token_versions import Spans
 from engine_ext.adapters.vllm import token_versions as vllm
 
-OLD_AND_NEW = [[0, 7], [3, 8]]
-NEW = [[0, 8]]
+OLD_AND_NEW: Spans = [[0, 7], [3, 8]]
+NEW: Spans = [[0, 8]]
 
 
 def event(**body: Any) -> str:
@@ -52,14 +53,16 @@ def test_versions_are_numbers_and_other_labels_texts() -> None:
 # vLLM ----------------------------------------------------------------------------------------
 
 
-def output(index: int, spans: list[list[Any]] | None, finish: str | None = "stop") -> Any:
-    labels = spans and [
-        SimpleNamespace(start=first, end=first + 1, version=str(version))
-        for first, version in [*spans, [9, 9]]
-    ]
-    if labels:
-        labels[-1].end = labels[-1].start  # its tokens were behind a stop string
+def output(index: int, spans: Spans | None, finish: str | None = "stop") -> Any:
+    labels = None
+    if spans is not None:
+        labels = [label(first, first + 1, version) for first, version in spans]
+        labels.append(label(9, 9, 9))  # its tokens were behind a stop string
     return SimpleNamespace(index=index, weight_versions=labels, finish_reason=finish)
+
+
+def label(start: Any, end: Any, version: Any) -> Any:
+    return SimpleNamespace(start=start, end=end, version=str(version))
 
 
 def choices_of(outputs: list[Any]) -> list[Any]:
@@ -253,7 +256,7 @@ def test_a_version_that_returns_is_the_last_one(scheduler: Scheduler) -> None:
     assert running.weight_version_events == [Event("1", 2), Event("2", 3)]
 
 
-def meta_info(spans: list[list[Any]] | None) -> dict[str, Any]:
+def meta_info(spans: Spans | None) -> dict[str, Any]:
     if spans is None:
         return {"finish_reason": None}
     labels = [{"version": str(version), "start": first, "end": 9} for first, version in spans]
@@ -289,8 +292,11 @@ class Choice:
 
 
 def test_sglang_answers_the_spans_of_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("CompletionResponseChoice", "ChatCompletionResponseChoice")
-    names += ("CompletionResponse", "ChatCompletionResponse")
+    names = [
+        f"{kind}Response{what}"
+        for kind in ("Completion", "ChatCompletion")
+        for what in ("", "Choice")
+    ]
     protocol = SimpleNamespace(**dict.fromkeys(names, Choice))
     package = SimpleNamespace(protocol=protocol)
     monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.openai", package)
