@@ -56,7 +56,7 @@ def test_versions_are_numbers_and_other_labels_texts() -> None:
 def output(index: int, spans: Spans | None, finish: str | None = "stop") -> Any:
     labels = None
     if spans is not None:
-        labels = [label(first, first + 1, version) for first, version in spans]
+        labels = [label(first, int(first) + 1, version) for first, version in spans]
         labels.append(label(9, 9, 9))  # its tokens were behind a stop string
     return SimpleNamespace(index=index, weight_versions=labels, finish_reason=finish)
 
