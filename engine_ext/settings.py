@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from engine_ext.store_urls import is_store_url, store_url
+from engine_ext.structs import prepare
 
 ENVIRONMENT = "DELTA_UPDATES_SETTINGS"
 API_KEY_ENVIRONMENT = "DELTA_API_KEY"
@@ -67,6 +68,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def export(self) -> None:
         """Write the settings to the environment of every process that this one starts."""
         os.environ[ENVIRONMENT] = msgspec.json.encode(self).decode()
+
+
+prepare(Settings)
 
 
 def bearer_headers(token: str | None = None) -> dict[str, str]:

@@ -22,6 +22,7 @@ from engine_ext.dtypes import NAME_OF_CODE, SAFETENSORS_CODE, itemsize
 from engine_ext.errors import MalformedPart, TooLarge
 from engine_ext.format.manifest import PACKED_ENCODINGS, Limits, Manifest, parse_manifest
 from engine_ext.format.zstd_frames import ZSTD_MAGIC
+from engine_ext.structs import prepare
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -42,6 +43,9 @@ class _HeaderJson(msgspec.Struct, forbid_unknown_fields=True):
     metadata: dict[str, str] = msgspec.field(name="__metadata__")
     positions: _Tensor = msgspec.field(name="__positions__")
     values: _Tensor = msgspec.field(name="__values__")
+
+
+prepare(_HeaderJson)
 
 
 @dataclass(frozen=True, slots=True)

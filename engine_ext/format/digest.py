@@ -42,6 +42,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from engine_ext.kernels import array, compile_loop, made_once
+from engine_ext.structs import prepare
 
 ALGORITHM: Final = "multilinear-1"
 """The algorithm's name in a part's metadata."""
@@ -99,6 +100,9 @@ class Digest(msgspec.Struct, frozen=True, gc=False):
         if not re.fullmatch(r"[0-9a-f]{32}", text):
             raise ValueError(f"a digest is 32 lower-case hex digits, not {text[:80]!r}")
         return cls(int(text[:16], 16), int(text[16:], 16))
+
+
+prepare(Digest)
 
 
 Digest.ZERO = Digest(0, 0)

@@ -19,6 +19,7 @@ from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import ChecksumMismatch, MalformedPart, TooLarge
 from engine_ext.format.checksum import is_state_checksum
 from engine_ext.format.digest import ALGORITHM
+from engine_ext.structs import prepare
 
 # encoding -> legal `pos_width` of a sparse param; a dense one has 0 in all of them
 POSITION_WIDTHS: Final[dict[str, tuple[int, ...]]] = {
@@ -95,6 +96,9 @@ class ParamEntry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     def is_dense(self) -> bool:
         """Whether every element is sent, in row-major order, without positions."""
         return self.pos_width == 0 and self.nnz == self.numel
+
+
+prepare(ParamEntry)
 
 
 def skip_symbol(width: int) -> int:

@@ -26,6 +26,7 @@ from engine_ext.format.container import Header
 from engine_ext.format.identity import part_identity
 from engine_ext.format.manifest import PACKED_ENCODINGS, Manifest
 from engine_ext.format.part import DecodedPart, UnpackedPart, expand_part, unpack_part
+from engine_ext.structs import prepare
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -42,6 +43,9 @@ class PartLayout(msgspec.Struct, frozen=True, array_like=True):
     positions: int  # offset of the params' positions, in bytes
     values: int  # offset of the params' values
     cleared: int | None = None  # offset of the bits cleared before, in the order of the values
+
+
+prepare(PartLayout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ import msgspec
 
 from engine_ext.errors import LogDamaged
 from engine_ext.files import INDEX
+from engine_ext.structs import prepare
 
 DONE: Final = "DONE"
 REFUSED: Final = "REFUSED"
@@ -62,6 +63,9 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     base_version: int | None  # that it starts from; None if it is full
     files: dict[str, FileFacts]  # the parts, by file name
     refused: bool = False  # its number is used up; written where a folder cannot be renamed
+
+
+prepare(Done)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import msgspec
 
 from engine_ext.log.catalog import DONE, Done, folder_name
 from engine_ext.log.objects import Objects
+from engine_ext.structs import prepare
 
 _CLAIMS: Final = "claims"
 _MAX_CLAIM_BYTES: Final = 1 << 12
@@ -29,6 +30,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     writer: str  # unique
     version: int | None  # that is written; None when the log was opened
     refuses: bool = False  # the version is in the log, and is marked: no engine took it
+
+
+prepare(Claim)
 
 
 class Claims:

@@ -19,6 +19,7 @@ import msgspec
 
 from engine_ext.errors import LogDamaged
 from engine_ext.log.delta_log import DeltaLog
+from engine_ext.structs import prepare
 
 FOLDER: Final = "followers"
 _SUFFIX: Final = ".json"
@@ -59,6 +60,9 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True):
     versions: int
     nbytes: int
     seconds: float
+
+
+prepare(Heartbeat, Lag)
 
 
 def write_heartbeat(log: DeltaLog, heartbeat: Heartbeat) -> None:

@@ -45,6 +45,7 @@ from engine_ext.ranks.replies import (
     SyncRecord,
     Written,
 )
+from engine_ext.structs import prepare
 
 __all__ = [
     "AbortSync",
@@ -272,8 +273,16 @@ class GetDigest(Operation[RankDigest], frozen=True, kw_only=True, tag="digest"):
     scan: bool
 
 
+def _reply_type(operation: type[Operation[ReplyT]]) -> type[ReplyT]:
+    [base] = operation.__orig_bases__  # type: ignore[attr-defined]
+    reply_type: type[ReplyT]
+    [reply_type] = get_args(base)
+    return reply_type
+
+
 # The operations above; an adapter can define more for itself.
 Request: Any = Union[tuple(Operation.__subclasses__())]  # noqa: UP007
+prepare(Request, *map(_reply_type, Operation.__subclasses__()))
 
 
 # Transport -----------------------------------------------------------------------------------
@@ -319,8 +328,7 @@ def decode_answers(
     Raises:
         msgspec.ValidationError: an answer is not one to this operation.
     """
-    [operation] = type(request).__orig_bases__  # type: ignore[attr-defined]
-    [reply_type] = get_args(operation)
+    reply_type = _reply_type(type(request))
     return [
         from_wire(answer["error"])
         if "error" in answer

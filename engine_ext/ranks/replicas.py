@@ -19,6 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from engine_ext.ranks.group import RankGroup
+from engine_ext.structs import prepare
 
 ENVIRONMENT: Final = "DELTA_UPDATES_REPLICAS"
 
@@ -36,6 +37,9 @@ class _Meeting(msgspec.Struct, frozen=True):
     port: int
     replicas: int
     key: str
+
+
+prepare(_Meeting)
 
 
 _hosted: list[Any] = []

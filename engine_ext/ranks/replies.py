@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine_ext.structs import prepare
+
 Admission = Literal["new", "staged", "already_applied"]
 
 
@@ -213,6 +215,9 @@ class LogRecords(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = 0  # the engine's
     records: dict[str, str] = {}  # by folder's name, see `engine_ext.log.records`
+
+
+prepare(EngineUse, LogRecords)
 
 
 class RankPlan(Reply, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from engine_ext.ranks.replies import (
     StagedSync,
     SyncRecord,
 )
+from engine_ext.structs import prepare
 
 OTHER_FORM: Final = (
     "no status of this version of delta-updates; engine and client must be of one version"
@@ -99,6 +100,9 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     adapters: list[LoadedAdapter] | None  # None if the engine takes none
     plan: list[list[dict[str, Any]]] | msgspec.UnsetType | None = msgspec.UNSET  # on request
     history: list[SyncRecord] | msgspec.UnsetType = msgspec.UNSET  # on request
+
+
+prepare(EngineStatus)
 
 
 def decode_status(content: bytes) -> EngineStatus:

@@ -63,7 +63,7 @@ class _Kind(NamedTuple):
     offset: int
 
 
-class _Tensor(msgspec.Struct, frozen=True, gc=False):
+class _Tensor(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The consecutive rows of one tensor, from row `first` on."""
 
     kind: _Kind

@@ -17,6 +17,7 @@ import msgspec
 from engine_ext.dtypes import NAME_OF_CODE, itemsize
 from engine_ext.errors import MalformedPart, TooLarge
 from engine_ext.format import CHECKSUM_DIGITS, Limits
+from engine_ext.structs import prepare
 from engine_ext.version_folders.index import LENGTH_BYTES, METADATA, VersionIndex
 
 _HEX: Final = re.compile(r"[0-9a-fA-F]+")
@@ -27,6 +28,9 @@ class _Tensor(msgspec.Struct):
     dtype: str
     shape: tuple[_Count, ...]
     data_offsets: tuple[_Count, _Count]
+
+
+prepare(_Tensor)
 
 
 @dataclass(frozen=True, slots=True)

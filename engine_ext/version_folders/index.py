@@ -22,6 +22,7 @@ import msgspec
 from engine_ext.errors import MalformedPart, TooLarge
 from engine_ext.files import INDEX
 from engine_ext.format import CHECKSUM_DIGITS, MAX_VERSION, Limits
+from engine_ext.structs import prepare
 
 LENGTH_BYTES: Final = 8  # of the header's length, at the start of a safetensors file
 METADATA: Final = "__metadata__"  # in the header
@@ -37,6 +38,9 @@ _NUMBERED: Final = re.compile(r"model-[0-9]+-of-([0-9]+)\.safetensors")
 class _IndexJson(msgspec.Struct):
     weight_map: dict[str, str]
     metadata: dict[str, object] | None = None
+
+
+prepare(_IndexJson)
 
 
 @dataclass(frozen=True, slots=True)

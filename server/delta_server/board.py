@@ -22,6 +22,7 @@ from engine_ext.ranks.operations import (
     PutItem,
     RankState,
 )
+from engine_ext.structs import prepare
 
 FOLLOW: Final = "follow"
 HISTORY: Final = "history"
@@ -156,3 +157,6 @@ class Item(Generic[_T]):
 
 class Nothing(msgspec.Struct, frozen=True):
     """The value of an item that is a lease alone."""
+
+
+prepare(Nothing)

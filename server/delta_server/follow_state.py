@@ -18,6 +18,7 @@ from delta_server.board import FOLLOW, Item
 from delta_server.engine import Engine
 from delta_server.process_identity import new_name, pid_of
 from engine_ext.log import Listing
+from engine_ext.structs import prepare
 
 
 class LogLook(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +41,9 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     was_read: bool = False  # the log was, since the engine's start
     failures: int = 0  # looks that an error has ended
     in_a_row: int = 0  # of these, since one ended well
+
+
+prepare(Following)
 
 
 class FollowState:

@@ -15,6 +15,7 @@ from engine_ext.format import (
     check_run,
     optional_version,
 )
+from engine_ext.structs import prepare
 
 _T = TypeVar("_T")
 PAUSE_MODES = ("keep", "wait", "abort")
@@ -206,3 +207,6 @@ def parse_version_request(body: bytes) -> VersionRequest:
         MalformedPart: the body is not JSON, or a value has the wrong type.
     """
     return _parse_json(body, VersionRequest)
+
+
+prepare(Options, DiskRequest, VersionRequest, RunRequest, PullRequest, RpcRequest)

@@ -13,6 +13,7 @@ from delta_server import metrics
 from delta_server.board import SCRUB, Item
 from delta_server.engine import Engine, call_all_ranks
 from engine_ext.ranks.operations import GetStatus, RankStatus, ScrubState
+from engine_ext.structs import prepare
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ class Counted(msgspec.Struct, frozen=True):
     """The findings of all ranks that some HTTP process has counted."""
 
     findings: int = 0
+
+
+prepare(Counted)
 
 
 async def count_findings(engine: Engine, interval: float) -> None:

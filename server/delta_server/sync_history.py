@@ -13,6 +13,7 @@ import msgspec
 from delta_server.board import HISTORY, Item
 from delta_server.engine import Engine
 from engine_ext.ranks.operations import SyncRecord
+from engine_ext.structs import prepare
 
 _MOST: Final = 50
 
@@ -21,6 +22,9 @@ class _Staged(msgspec.Struct, frozen=True):
     """The sum of the staged parts of the sync in progress; there is at most one."""
 
     record: SyncRecord | None = None
+
+
+prepare(_Staged)
 
 
 class SyncHistory:

@@ -55,7 +55,7 @@ def spoilt(harness: FollowHarness, end: str, spoil: Spoil, *, repaired: bool) ->
         harness.publish()
         folder = folder_name(harness.newest)
         [found] = harness.log.store.list(folder).values()
-        [name] = [f"{folder}/{one}" for one in found.names if one.endswith(end)]
+        [name] = [name for one in found.names if (name := f"{folder}/{one}").endswith(end)]
         good = harness.log.store.read(name, MOST)
         bad = spoil(good)
         if bad is None:

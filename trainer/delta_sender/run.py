@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from engine_ext.structs import prepare
+
 _NOT_IN_HOSTS = re.compile(r"[^\x21-\x7e]")
 
 
@@ -45,6 +47,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     def request(self) -> dict[str, Any]:
         """Fields of a request to ``/delta_run``, without the action."""
         return {"run": self.name, "epoch": self.epoch, "host": self.host, "pid": self.pid}
+
+
+prepare(Run)
 
 
 def owner_in_words(owner: Any) -> str:

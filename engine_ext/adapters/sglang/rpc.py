@@ -24,6 +24,7 @@ from engine_ext.adapters.sglang.prefix_cache import SaltCache
 from engine_ext.errors import DeltaError
 from engine_ext.ranks import operations as ops
 from engine_ext.ranks import replicas
+from engine_ext.structs import prepare
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return _message(CallReply(call=self.call, replica=replica, failure=reason))
 
 
+prepare(Call)
+
+
 class CallReply(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's answers to one call, in rank order, or the reason why there are none."""
 
@@ -64,6 +68,9 @@ class CallReply(msgspec.Struct, frozen=True, kw_only=True):
     replica: int = 0
     answers: list[dict[str, Any]] = []
     failure: str | None = None
+
+
+prepare(CallReply)
 
 
 def _message(reply: CallReply) -> str:

@@ -22,6 +22,7 @@ from engine_ext.adapters.vllm.engine import VllmEngine
 from engine_ext.adapters.vllm.transfer_group import JoinGroup, LeaveGroup, ReceivePart, Transfer
 from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable, UploadTooSlow, as_delta_error
 from engine_ext.ranks.operations import PartProgress
+from engine_ext.structs import prepare
 
 NAME: Final = "delta_updates"
 PATHS: Final = (
@@ -64,6 +65,9 @@ class InitInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     master_port: int | None = None
     backend: str = "gloo"
     timeout: float = 300.0  # limit of each wait for the trainer, in seconds
+
+
+prepare(InitInfo)
 
 
 def install(client: Any, service: Any, engine: VllmEngine) -> Any:

@@ -25,6 +25,7 @@ from engine_ext.ranks.operations import (
     decode_request,
     encode_answer,
 )
+from engine_ext.structs import prepare
 
 TRAINER, WORKER = 0, 1
 ANNOUNCED = "worker"  # the key that the worker sets before it makes its group
@@ -54,6 +55,9 @@ class Transfer(Operation[PartProgress], frozen=True, kw_only=True, tag="transfer
     """Begin a step, or none, and ask whether what was begun last has ended; raises its error."""
 
     step: JoinGroup | ReceivePart | LeaveGroup | None = None
+
+
+prepare(Transfer)
 
 
 class TransferGroup:

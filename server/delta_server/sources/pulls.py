@@ -38,6 +38,7 @@ from engine_ext.errors import (
 )
 from engine_ext.format import PartId
 from engine_ext.store_urls import is_store_url
+from engine_ext.structs import prepare
 
 _MOST_PULLED: Final = 16
 
@@ -68,6 +69,9 @@ class Pulls(msgspec.Struct, frozen=True):
         """Return these with another one, in place of an earlier one of its name."""
         kept = [(name, one) for name, one in self.by_checkpoint.items() if name != checkpoint]
         return Pulls(dict([*kept, (checkpoint, pulled)][-_MOST_PULLED:]))
+
+
+prepare(Pulls)
 
 
 async def pull(inlet: Inlet, wanted: PullRequest, record: RequestRecord) -> str:

@@ -24,6 +24,7 @@ from delta_server.sources.files import Files
 from delta_server.sources.push import SinglePart, received
 from engine_ext.errors import Conflict, MalformedPart, TooLarge
 from engine_ext.format import PartId
+from engine_ext.structs import prepare
 
 MAX_INLINE_BYTES: Final = 32 << 20  # of a part; larger ones go by path or by a collective
 MAX_REQUEST_BYTES: Final = MAX_INLINE_BYTES // 3 * 4 + (1 << 20)
@@ -52,6 +53,9 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Return what is also a key of a disk request."""
         keys = {key: getattr(self, key) for key in Options.__struct_fields__}
         return DiskRequest(model_path=self.model_path or "", files=self.files, **keys)
+
+
+prepare(UpdateInfo)
 
 
 def parse_update_info(given: Any) -> UpdateInfo:

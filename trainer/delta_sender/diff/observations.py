@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from delta_sender.diff.compare import Bits, Change
+from engine_ext.structs import prepare
 
 
 @dataclass
@@ -131,6 +132,9 @@ class Observed:
                 next((one.first for one in rounded if one.first), ""),
             ),
         )
+
+
+prepare(Observed)
 
 
 class Round(Protocol):

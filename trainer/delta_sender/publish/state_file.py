@@ -14,6 +14,7 @@ from delta_sender.encode.sync_round import SyncRound
 from delta_sender.run import Run
 from engine_ext.files import FileLock, sync_folder, write_file
 from engine_ext.format import Digest
+from engine_ext.structs import prepare
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -54,6 +55,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
                 return each.version, any(one.digest != digest for one in others)
         version = otherwise if own is None else own.version
         return version, bool(self.engines) or any(each.version == version for each in known)
+
+
+prepare(State)
 
 
 class StateFile:

@@ -16,6 +16,7 @@ import msgspec
 
 from delta_sender.sharded.box import Box
 from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.structs import prepare
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
@@ -34,6 +35,9 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     def box(self) -> Box:
         """Where it is in its tensor."""
         return Box(self.shape, self.offsets, self.sizes)
+
+
+prepare(Held)
 
 
 @dataclass(frozen=True)
