@@ -12,12 +12,16 @@ from typing import Any
 
 from engine_ext.errors import NotUpdatable
 from engine_ext.ranks.operations import Operation, Reply
+from engine_ext.structs import prepare
 
 
 class SaltCache(Operation[Reply], frozen=True, kw_only=True, tag="salt_cache"):
     """Separate the KV of requests to come from what is cached now; the engine is paused."""
 
     salt: str
+
+
+prepare(SaltCache)
 
 
 class Salts:
