@@ -38,7 +38,7 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     await service.start()
     for name in ("pause_generation", "continue_generation"):
         setattr(manager, name, serialize_with_commits(service.committer, getattr(manager, name)))
-    token_versions.install(app.state, manager)
+    token_versions.install(manager)
     app.state.delta_service = service
     theirs = list(app.router.routes)
     attach(app, [os.environ[name] for name in _GENERATION_ROUTES if name in os.environ])

@@ -79,19 +79,23 @@ def extended(events: Sequence[Any], version: str, tokens: int) -> list[Any]:
 # HTTP process --------------------------------------------------------------------------------
 
 
-def install(state: Any, manager: Any) -> None:
-    """Let the OpenAI routes of an app's state answer the spans of all choices, also in streams.
+def install(manager: Any) -> None:
+    """Let the OpenAI routes of this process answer the spans of all choices, also in streams.
+
+    SGLang makes the objects behind these routes later.
 
     Args:
-        manager: SGLang's tokenizer manager, which these routes generate with.
+        manager: SGLang's tokenizer manager, which the routes generate with.
     """
+    from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+
     followed: dict[int, dict[int, Spans]] = {}
     _follow_requests(manager, followed)
-    for name, build, stream in (
-        ("openai_serving_completion", "_build_completion_response", "_generate_completion_stream"),
-        ("openai_serving_chat", "_build_chat_response", "_generate_chat_stream"),
+    chat = manager.serving_chat_class
+    for serving, build, stream in (
+        (OpenAIServingCompletion, "_build_completion_response", "_generate_completion_stream"),
+        (chat, "_build_chat_response", "_generate_chat_stream"),
     ):
-        serving = getattr(state, name)
         _follow_answers(serving, build)
         _follow_streams(serving, stream, followed)
     _allow_spans()
@@ -119,8 +123,8 @@ def _follow_answers(serving: Any, name: str) -> None:
     build_now = getattr(serving, name)
 
     @functools.wraps(build_now)
-    def build(request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-        response = build_now(request, results, *args, **kwargs)
+    def build(own: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
+        response = build_now(own, request, results, *args, **kwargs)
         for choice, result in zip(getattr(response, "choices", ()), results, strict=False):
             found = _spans(result["meta_info"])
             if found is not None:
@@ -155,10 +159,12 @@ def _follow_streams(serving: Any, name: str, followed: dict[int, dict[int, Spans
     stream_now = getattr(serving, name)
 
     @functools.wraps(stream_now)
-    async def stream(adapted: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+    async def stream(
+        own: Any, adapted: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[str, None]:
         found = followed[id(adapted)] = {}
         try:
-            async with contextlib.aclosing(stream_now(adapted, *args, **kwargs)) as events:
+            async with contextlib.aclosing(stream_now(own, adapted, *args, **kwargs)) as events:
                 async for event in events:
                     yield add_to_event(event, found)
         finally:

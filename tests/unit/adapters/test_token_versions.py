@@ -264,23 +264,28 @@ def meta_info(spans: Spans | None) -> dict[str, Any]:
     return {"finish_reason": {"type": "stop"}, "weight_versions": labels}
 
 
-class SglangServing:
-    """SGLang's serving of completions or chats, with the two names that it has there."""
+class Completions:
+    """SGLang's serving of completions."""
 
-    def __init__(self, manager: Any, build: str, stream: str) -> None:
+    def __init__(self, manager: Any) -> None:
         self._manager = manager
-        setattr(self, build, self._build)
-        setattr(self, stream, self._stream)
 
-    def _build(self, request: Any, results: Any, created: int) -> Any:
+    def _build_completion_response(self, request: Any, results: Any, created: int) -> Any:
         return SimpleNamespace(choices=choices_of(results))
 
-    async def _stream(self, adapted: Any, request: Any) -> AsyncIterator[str]:
+    async def _generate_completion_stream(self, adapted: Any, request: Any) -> AsyncIterator[str]:
         async for result in self._manager.generate_request(adapted):
             finish = result["meta_info"]["finish_reason"]
             named = finish and finish["type"]
             yield event(choices=[{"index": result["index"], "finish_reason": named}])
         yield "data: [DONE]\n\n"
+
+
+class Chats(Completions):
+    """SGLang's serving of chats."""
+
+    _build_chat_response = Completions._build_completion_response
+    _generate_chat_stream = Completions._generate_completion_stream
 
 
 class Choice:
@@ -292,31 +297,29 @@ class Choice:
 
 
 def test_sglang_answers_the_spans_of_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [
-        f"{kind}Response{what}"
-        for kind in ("Completion", "ChatCompletion")
-        for what in ("", "Choice")
-    ]
+    kinds = ("CompletionResponse", "ChatCompletionResponse")
+    names = [f"{kind}{what}" for kind in kinds for what in ("", "Choice")]
+    package = "sglang.srt.entrypoints.openai"
     protocol = SimpleNamespace(**dict.fromkeys(names, Choice))
-    package = SimpleNamespace(protocol=protocol)
-    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.openai", package)
+    completions = SimpleNamespace(OpenAIServingCompletion=type("Own", (Completions,), {}))
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(protocol=protocol))
+    monkeypatch.setitem(sys.modules, f"{package}.serving_completions", completions)
     results = [
         {"index": 0, "meta_info": meta_info(None)},
         {"index": 1, "meta_info": meta_info(NEW)},
         {"index": 0, "meta_info": meta_info(OLD_AND_NEW)},
     ]
-    manager = SimpleNamespace(generate_request=lambda request: each(results))
-    completion = SglangServing(manager, "_build_completion_response", "_generate_completion_stream")
-    chat = SglangServing(manager, "_build_chat_response", "_generate_chat_stream")
-    state = SimpleNamespace(openai_serving_completion=completion, openai_serving_chat=chat)
-    sglang.install(state, manager)
-    for serving, build, stream in (
-        (completion, "_build_completion_response", "_generate_completion_stream"),
-        (chat, "_build_chat_response", "_generate_chat_stream"),
-    ):
-        answer = getattr(serving, build)(None, [results[2], results[1]], 0)
+    chats: Any = type("Own", (Chats,), {})
+    manager = SimpleNamespace(
+        generate_request=lambda request: each(results), serving_chat_class=chats
+    )
+    sglang.install(manager)
+    completion, chat = completions.OpenAIServingCompletion(manager), chats(manager)
+    for build in (completion._build_completion_response, chat._build_chat_response):
+        answer = build(None, [results[2], results[1]], 0)
         assert rollouts.spans(answer) == [OLD_AND_NEW, NEW]
-        events = asyncio.run(listed(getattr(serving, stream)(object(), None)))
+    for stream in (completion._generate_completion_stream, chat._generate_chat_stream):
+        events = asyncio.run(listed(stream(object(), None)))
         assert streamed(events) == {0: OLD_AND_NEW, 1: NEW}
     # Requests of other routes pass as they are.
     assert asyncio.run(listed(manager.generate_request(object()))) == results
