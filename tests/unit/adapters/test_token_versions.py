@@ -264,28 +264,26 @@ def meta_info(spans: Spans | None) -> dict[str, Any]:
     return {"finish_reason": {"type": "stop"}, "weight_versions": labels}
 
 
-class Completions:
-    """SGLang's serving of completions."""
+def serving_type(build: str, stream: str) -> Any:
+    """SGLang's serving of completions or chats, by the names of its two methods."""
 
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
+    class Serving:
+        def __init__(self, manager: Any) -> None:
+            self.manager = manager
 
-    def _build_completion_response(self, request: Any, results: Any, created: int) -> Any:
+    def built(own: Any, request: Any, results: Any, created: int) -> Any:
         return SimpleNamespace(choices=choices_of(results))
 
-    async def _generate_completion_stream(self, adapted: Any, request: Any) -> AsyncIterator[str]:
-        async for result in self._manager.generate_request(adapted):
+    async def streamed(own: Any, adapted: Any, request: Any) -> AsyncIterator[str]:
+        async for result in own.manager.generate_request(adapted):
             finish = result["meta_info"]["finish_reason"]
             named = finish and finish["type"]
             yield event(choices=[{"index": result["index"], "finish_reason": named}])
         yield "data: [DONE]\n\n"
 
-
-class Chats(Completions):
-    """SGLang's serving of chats."""
-
-    _build_chat_response = Completions._build_completion_response
-    _generate_chat_stream = Completions._generate_completion_stream
+    setattr(Serving, build, built)
+    setattr(Serving, stream, streamed)
+    return Serving
 
 
 class Choice:
@@ -301,7 +299,12 @@ def test_sglang_answers_the_spans_of_every_choice(monkeypatch: pytest.MonkeyPatc
     names = [f"{kind}{what}" for kind in kinds for what in ("", "Choice")]
     package = "sglang.srt.entrypoints.openai"
     protocol = SimpleNamespace(**dict.fromkeys(names, Choice))
-    completions = SimpleNamespace(OpenAIServingCompletion=type("Own", (Completions,), {}))
+    methods = {
+        "completion": ("_build_completion_response", "_generate_completion_stream"),
+        "chat": ("_build_chat_response", "_generate_chat_stream"),
+    }
+    types = {kind: serving_type(*names) for kind, names in methods.items()}
+    completions = SimpleNamespace(OpenAIServingCompletion=types["completion"])
     monkeypatch.setitem(sys.modules, package, SimpleNamespace(protocol=protocol))
     monkeypatch.setitem(sys.modules, f"{package}.serving_completions", completions)
     results = [
@@ -309,17 +312,15 @@ def test_sglang_answers_the_spans_of_every_choice(monkeypatch: pytest.MonkeyPatc
         {"index": 1, "meta_info": meta_info(NEW)},
         {"index": 0, "meta_info": meta_info(OLD_AND_NEW)},
     ]
-    chats: Any = type("Own", (Chats,), {})
     manager = SimpleNamespace(
-        generate_request=lambda request: each(results), serving_chat_class=chats
+        generate_request=lambda request: each(results), serving_chat_class=types["chat"]
     )
     sglang.install(manager)
-    completion, chat = completions.OpenAIServingCompletion(manager), chats(manager)
-    for build in (completion._build_completion_response, chat._build_chat_response):
-        answer = build(None, [results[2], results[1]], 0)
+    for kind, (build, stream) in methods.items():
+        serving = types[kind](manager)
+        answer = getattr(serving, build)(None, [results[2], results[1]], 0)
         assert rollouts.spans(answer) == [OLD_AND_NEW, NEW]
-    for stream in (completion._generate_completion_stream, chat._generate_chat_stream):
-        events = asyncio.run(listed(stream(object(), None)))
+        events = asyncio.run(listed(getattr(serving, stream)(object(), None)))
         assert streamed(events) == {0: OLD_AND_NEW, 1: NEW}
     # Requests of other routes pass as they are.
     assert asyncio.run(listed(manager.generate_request(object()))) == results
