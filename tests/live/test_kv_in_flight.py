@@ -66,9 +66,12 @@ class Flight(threading.Thread):
         options = _options(self.engine, self.prompt, self.count) | streaming
         url = f"{self.engine.url}/v1/completions"
         with httpx.stream("POST", url, json=options, timeout=60) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    yield json.loads(line.removeprefix("data: "))
+            rest = b""
+            for piece in answer.iter_bytes():  # texts have characters that `iter_lines` splits at
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: {"):
+                        yield json.loads(line.removeprefix(b"data: "))
 
     def wait_for(self, count: int) -> None:
         """Wait until so many tokens have come."""
