@@ -109,7 +109,11 @@ def ask(engine: EngineProcess, prompt: Sequence[int]) -> tuple[list[tuple[int, f
 @contextlib.contextmanager
 def paused(engine: EngineProcess) -> Iterator[None]:
     """Pause the engine as a caller does: a small model's answer ends sooner than a sync."""
-    engine.pause()
+    if isinstance(engine, ENGINES["vllm"]):  # its route drops all KV, unless asked not to
+        keep = {"mode": "keep", "clear_cache": "false"}
+        engine.post("/pause", params=keep).raise_for_status()
+    else:
+        engine.pause()
     try:
         yield
     finally:
@@ -249,7 +253,7 @@ def test_every_token_is_of_its_version(engine: EngineProcess, flush: Any) -> Non
             seen = [version for _, version in flight.spans]
             assert seen == sorted({*seen} & {*versions})  # it might end before the last sync
             assert flight.spans[0] == [0, first]
-        assert sum(len(flight.spans or []) for flight in flights) >= 7
+        assert sum(len(flight.spans or []) for flight in flights) >= 6
         scores = []
         for tensors in weights:
             sender.sync(tensors)
