@@ -115,6 +115,9 @@ class PlainEngine:
     async def flush_cache(self) -> None:
         pass
 
+    async def salt_cache(self) -> None:
+        pass
+
     async def resume(self) -> None:
         pass
 

@@ -111,7 +111,7 @@ _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "min_version": _VERSION,
     "pause_mode": {"enum": list(PAUSE_MODES), "default": "keep"},
     "commit": {"enum": list(COMMITS), "default": COMMITS[0]},
-    "flush_cache": {"type": "boolean", "default": True},
+    "flush_cache": {"enum": [True, False, "salt"], "default": True},
     "reason": {"type": "string", "pattern": "^[ -~]{1,200}$"},
     "adapter": {"type": "string", "minLength": 1},
     **{

@@ -167,10 +167,13 @@ class EngineCommitter:
             audited = await self._begin_record(request, engine or self._engine, origin, lease)
             start = time.perf_counter()
             try:
+                flushes = options.flush_cache is True
                 if not lease.was_paused:
-                    await self._engine.pause(options.pause_mode, flush_cache=options.flush_cache)
-                elif options.flush_cache:
+                    await self._engine.pause(options.pause_mode, flush_cache=flushes)
+                elif flushes:
                     await self._engine.flush_cache()
+                if options.flush_cache == "salt":
+                    await self._engine.salt_cache()
                 if is_model:
                     self.served.begin_write()
                 written = await self._write(request, engine or self._engine)
@@ -203,7 +206,8 @@ class EngineCommitter:
             async with self._lease(pauses=True) as lease:
                 self.served.lose()
                 if not lease.was_paused:
-                    await self._engine.pause(options.pause_mode, flush_cache=options.flush_cache)
+                    flushes = options.flush_cache is True
+                    await self._engine.pause(options.pause_mode, flush_cache=flushes)
         except Exception:
             self.served.lose()
             logger.exception("generation could not be paused; its requests answer 503")
@@ -406,7 +410,10 @@ class EngineCommitter:
     async def _publish(
         self, written: Written, lease: _HeldLease, engine: Engine, audited: Audited | None
     ) -> None:
-        """Record and publish the version, and resume in any case; raise what failed, see `run`."""
+        """Record and publish the version, then resume; raise what failed, see `run`.
+
+        An engine whose version is not published stays paused: its tokens would get the old one.
+        """
         failures: list[Exception] = []
         version = str(written.version)
         if audited is not None:
@@ -416,13 +423,10 @@ class EngineCommitter:
                 failures.append(error)
         try:
             await engine.set_weight_version(version)
+            if lease.resume_owed:
+                await self._resume(lease)
         except Exception as error:
             failures.append(error)
-        if lease.resume_owed:
-            try:
-                await self._resume(lease)
-            except Exception as error:
-                failures.append(error)
         if failures:
             why = f"{type(failures[0]).__name__}: {failures[0]}"
             raise CommittedNotResumed(

@@ -51,6 +51,15 @@ class Engine(Protocol):
 
     async def flush_cache(self) -> None: ...
 
+    async def salt_cache(self) -> None:
+        """Keep what requests in flight have cached, but let no other request get it.
+
+        The engine is paused, and its weights change before it resumes.
+
+        Raises:
+            NotUpdatable: the engine cannot do that as it was started; nothing has changed.
+        """
+
     async def resume(self) -> None: ...
 
     async def set_weight_version(self, version: str) -> None: ...
@@ -69,7 +78,8 @@ class AdapterEngine:
         self.name, self.shared, self.address = engine.name, engine.shared, engine.address
         self._engine, self.adapter = engine, adapter
         self.is_paused, self.pause, self.resume = engine.is_paused, engine.pause, engine.resume
-        self.flush_cache, self.get_weight_version = engine.flush_cache, engine.get_weight_version
+        self.flush_cache, self.salt_cache = engine.flush_cache, engine.salt_cache
+        self.get_weight_version = engine.get_weight_version
 
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
         """Carry out one operation for the adapter on every rank."""

@@ -55,7 +55,7 @@ import msgspec
 from delta_server.board import FLEET, Item
 from delta_server.coordinator import Coordinator, Held
 from delta_server.engine import Engine
-from delta_server.request_options import GroupRequest, Options
+from delta_server.request_options import Flush, GroupRequest, Options
 from delta_server.request_record import RequestRecord
 from delta_server.waiting import wait_for_event
 from engine_ext.answers import failure_in_words
@@ -101,7 +101,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     peers: list[str] = []
     unreachable: list[str] = []
     pause_mode: str = "keep"
-    flush_cache: bool = True
+    flush_cache: Flush = True
 
 
 class Records(msgspec.Struct, frozen=True):

@@ -22,6 +22,8 @@ _PEER = Annotated[str, msgspec.Meta(pattern=r"^https?://[\x21-\x7e]{1,500}$")]
 PAUSE_MODES = ("keep", "wait", "abort")
 # Once all of it is staged; or it stays staged, and is committed by ``POST /delta_commit``.
 COMMITS = ("complete", "hold")
+Flush = bool | Literal["salt"]
+_FLUSHES: Final[dict[str, Flush]] = {"true": True, "false": False, "salt": "salt"}
 _REASON: Final = re.compile(r"[\x20-\x7e]{1,200}")
 
 
@@ -31,7 +33,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: int | None = None  # None: that in the part's metadata
     base_version: int | None = None
     pause_mode: str = "keep"  # what happens to requests in flight, one of `PAUSE_MODES`
-    flush_cache: bool = True  # whether cached KV of the old weights is dropped
+    # Whether cached KV of the old weights is dropped; "salt": requests in flight keep theirs, and
+    # no other request gets any of it.
+    flush_cache: Flush = True
     reason: str | None = None  # why the sync is full, if it is
 
 
@@ -47,7 +51,7 @@ class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str | int | None = None
     base_version: str | int | None = None
     pause_mode: str | None = None
-    flush_cache: bool | None = None
+    flush_cache: Flush | None = None
     reason: str | None = None
     adapter: str | None = None
 
@@ -75,8 +79,8 @@ def parse_query(query: Mapping[str, str]) -> Options:
         MalformedPart: a value is invalid.
     """
     flush = query.get("flush_cache", "true").lower()
-    if flush not in ("true", "false"):
-        raise MalformedPart(f"flush_cache must be true or false, not {flush!r}")
+    if flush not in _FLUSHES:
+        raise MalformedPart(f"flush_cache must be true, false or salt, not {flush!r}")
     pause_mode = query.get("pause_mode", "keep")
     if pause_mode not in PAUSE_MODES:
         known = ", ".join(PAUSE_MODES)
@@ -88,7 +92,7 @@ def parse_query(query: Mapping[str, str]) -> Options:
         weight_version=optional_version(query, "weight_version"),
         base_version=optional_version(query, "base_version"),
         pause_mode=pause_mode,
-        flush_cache=flush == "true",
+        flush_cache=_FLUSHES[flush],
         reason=reason,
     )
 

@@ -308,6 +308,9 @@ class Engine:
     async def flush_cache(self) -> None:
         self._record("flush_cache")
 
+    async def salt_cache(self) -> None:
+        self._record("salt_cache")
+
     async def resume(self) -> None:
         self._record("resume")
         self.paused = False

@@ -33,6 +33,7 @@ Rooms, in the order in which the data passes:
 - `publish`: deliver them to engines and logs; the senders.
 - `sharded`: send from all ranks of a trainer that holds shards.
 - `integrations`: put it into trainers.
+- `rollouts`: read which weights have computed each token of an engine's answers.
 - `options`, `results`, `arguments`, `locations`, `names`, `run`: what the senders take, return and
   raise.
 - `cli`, `send_command`: the command.

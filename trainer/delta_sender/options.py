@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from delta_sender.results import SyncError
 from engine_ext.resources import RateLimit
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 CHOICES: Final = ("indices", "deltas", "deltas_zstd", "gap8_exp", "gap8_ulp", "auto")
 FORMS: Final = ("fp8_block", "fp8_channel", "int8_channel")
 FULL: Final = ("own", "allow")
+Flush = bool | Literal["salt"]
 # Fields that only senders to engines have. A delta log has no owner and keeps what it was given.
 ENGINE_ONLY: Final = (
     "takeover", "full", "adapter", "delta_log", "state", "quantize", "lag_limit",
@@ -61,7 +62,8 @@ class SenderOptions:
         hmac_key: Key to sign the parts with, for engines with ``DELTA_HMAC_KEY``.
         pause_mode: What happens to requests in flight: they continue with the new weights (keep),
             finish first (wait), or end (abort).
-        flush_cache: Drop KV entries of the old weights.
+        flush_cache: Drop KV entries of the old weights. ``"salt"``: requests in flight keep theirs,
+            and no other request gets any of them. False: all requests can get them, without end.
         bandwidth_limit: Most bytes per second to all engines together, for links that are shared;
             or a `RateLimit` that several senders share. None: no limit. Engines refuse uploads that
             are slower than `min-upload-rate`.
@@ -133,7 +135,7 @@ class SenderOptions:
     api_key: str | None = None
     hmac_key: str | None = None
     pause_mode: str = "keep"
-    flush_cache: bool = True
+    flush_cache: Flush = True
     bandwidth_limit: float | RateLimit | None = None
     timeout: float = 600.0
     client: httpx.Client | None = None
@@ -160,6 +162,8 @@ class SenderOptions:
             raise ValueError(f"encoding {self.encoding!r} is not one of {', '.join(CHOICES)}")
         if self.full not in FULL:
             raise ValueError(f"full {self.full!r} is not one of {', '.join(FULL)}")
+        if self.flush_cache not in (True, False, "salt"):
+            raise ValueError(f"flush_cache {self.flush_cache!r} is not True, False or 'salt'")
         if self.posts_in_flight < 1:
             raise ValueError("posts_in_flight is 1 at least")
         if isinstance(limit := self.bandwidth_limit, (int, float)):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import uuid
 from typing import Any
 
+from engine_ext.adapters.sglang.prefix_cache import SaltCache
 from engine_ext.adapters.sglang.rpc import Channel
 from engine_ext.errors import DeltaError
 from engine_ext.ranks.operations import Operation, ReplyT
@@ -60,6 +62,12 @@ class SglangEngine:
         """Drop all KV of a paused engine; the requests in flight are recomputed. See `pause`."""
         await self._pause("retract")
         await self._flush()
+
+    async def salt_cache(self) -> None:
+        """See `delta_server.engine.Engine`. All ranks use the same salt."""
+        for answer in await self.call(SaltCache(salt=uuid.uuid4().hex)):
+            if isinstance(answer, DeltaError):
+                raise answer
 
     async def resume(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput

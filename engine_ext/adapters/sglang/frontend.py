@@ -9,6 +9,7 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from engine_ext.adapters.sglang import token_versions
 from engine_ext.adapters.sglang.engine import SglangEngine
 from engine_ext.adapters.sglang.names import LOAD_FORMAT
 from engine_ext.settings import Settings
@@ -37,6 +38,7 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     await service.start()
     for name in ("pause_generation", "continue_generation"):
         setattr(manager, name, serialize_with_commits(service.committer, getattr(manager, name)))
+    token_versions.install(manager)
     app.state.delta_service = service
     theirs = list(app.router.routes)
     attach(app, [os.environ[name] for name in _GENERATION_ROUTES if name in os.environ])

@@ -14,12 +14,13 @@ import os
 import signal
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import psutil
 
 from engine_ext.adapters.sglang.names import LOAD_FORMAT
+from engine_ext.adapters.sglang.prefix_cache import SaltCache
 from engine_ext.errors import DeltaError
 from engine_ext.ranks import operations as ops
 from engine_ext.ranks import replicas
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MARK = "delta-updates:"
 _DEATH_POLL_S = 0.5
+_REQUEST: Final[Any] = ops.Request | SaltCache
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +47,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     def request(self) -> Any:
         """Return the operation; DeltaError as from `ops.decode_request`."""
-        return ops.decode_request(self.operation, self.arguments)
+        return ops.decode_request(self.operation, self.arguments, _REQUEST)
 
     def reply(self, answers: list[dict[str, Any]], replica: int = 0) -> str:
         """Return a message that carries the answers of one replica's ranks."""

@@ -12,7 +12,13 @@ import torch
 
 from engine_ext import settings
 from engine_ext.adapters.observer import observations
-from engine_ext.adapters.sglang import draft, image_embeddings, refusals
+from engine_ext.adapters.sglang import (
+    draft,
+    image_embeddings,
+    prefix_cache,
+    refusals,
+    token_versions,
+)
 from engine_ext.adapters.sglang.checkpoint import (
     Observer,
     checkpoints,
@@ -62,6 +68,8 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
     if runner.is_draft_worker:
         draft.load(runner, load)
         return
+    prefix_cache.install()
+    token_versions.follow_batches()
     loading, states = LoadingTrace(), UnprocessedModules(chosen.shadow_bytes)
     target = observer_of(draft.target_role(runner), runner, loading, states)
     with target:
@@ -176,6 +184,9 @@ def _replica() -> int:
 
 def _carry_out(updater: Any, call: Call) -> Reply:
     request = call.request()
+    if isinstance(request, prefix_cache.SaltCache):
+        prefix_cache.SALTS.change(request.salt, updater.scheduler)
+        return Reply()
     receiver: Receiver | None = getattr(updater.tp_worker.model_runner, "delta_receiver", None)
     if receiver is None:
         raise DeltaError("this rank was started without --enable-delta-updates")

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from engine_ext.adapters.vllm import prefix_cache
 from engine_ext.adapters.vllm.features import may_span_hosts
-from engine_ext.errors import DeltaError
+from engine_ext.errors import DeltaError, NotUpdatable
 from engine_ext.ranks import replicas
 from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
 
@@ -82,6 +83,19 @@ class VllmEngine:
         ):
             raise RuntimeError("vLLM did not reset its prefix cache")
         await self._unless_dead(self._client.reset_encoder_cache())
+
+    async def salt_cache(self) -> None:
+        """See `delta_server.engine.Engine`. All replicas do it."""
+        call = self._client.engine_core.call_utility_async(prefix_cache.METHOD)
+        try:
+            await self._unless_dead(call)
+        except Exception as error:
+            if "no attribute" not in str(error):
+                raise
+            raise NotUpdatable(
+                "flush_cache=salt needs the plugin in vLLM's engine core, which has loaded none; "
+                "the source patches do not reach it"
+            ) from error
 
     async def resume(self) -> None:
         await self._unless_dead(self._resume())

@@ -11,7 +11,7 @@ from argparse import Namespace
 from typing import Any
 
 from engine_ext import settings
-from engine_ext.adapters.vllm import transfer_frontend
+from engine_ext.adapters.vllm import token_versions, transfer_frontend
 from engine_ext.adapters.vllm.engine import VllmEngine
 from engine_ext.errors import DeltaError
 from engine_ext.ranks.operations import AbortSync
@@ -58,6 +58,7 @@ class DeltaEndpoints:
             _follow_unloading(state.openai_serving_models, engine)
         if transfer_frontend.is_chosen(engine_client.vllm_config.weight_transfer_config):
             state.delta_transfer = transfer_frontend.install(engine_client, service, engine)
+        token_versions.install(state)
         state.delta_service = service
 
 

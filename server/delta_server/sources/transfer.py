@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from delta_server.request_options import DiskRequest, Options
+from delta_server.request_options import DiskRequest, Flush, Options
 from delta_server.request_record import RequestRecord
 from delta_server.sources import Inlet, deliver
 from delta_server.sources.files import Files
@@ -46,7 +46,7 @@ class UpdateInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     weight_version: str | int | None = None
     base_version: str | int | None = None
     pause_mode: str | None = None
-    flush_cache: bool | None = None
+    flush_cache: Flush | None = None
     reason: str | None = None
 
     def disk_request(self) -> DiskRequest:

@@ -227,6 +227,15 @@ def test_endpoint_query_and_token() -> None:
     assert request.headers["Content-Type"] == "application/octet-stream"
 
 
+def test_requests_in_flight_can_keep_their_kv() -> None:
+    model = model_of()
+    engine = Engine.of(model)
+    sender_of(engine, model, flush_cache="salt").sync(model.items())
+    assert engine.requests[0].url.params["flush_cache"] == "salt"
+    with pytest.raises(ValueError, match="'pepper' is not True, False or 'salt'"):
+        sender_of(engine, model, flush_cache="pepper")
+
+
 def test_parts_are_signed_with_a_key(naps: list[float]) -> None:
     """Over the bytes that are sent, also when they are sent again; a question is no part."""
     model = model_of()

@@ -46,6 +46,9 @@ def test_the_models_version_is_not_published(rig: Rig, ranks: list[ToyAdapters])
 def test_the_cache_is_dropped_unless_asked_not_to(rig: Rig, ranks: list[ToyAdapters]) -> None:
     assert rig.send(part(), **ONE, pause_mode="wait", flush_cache="false").status_code == 200
     assert rig.engine.events[0] == ("pause", "wait", False)
+    rig.engine.events.clear()
+    assert rig.post("/delta_rollback", params={**ONE, "flush_cache": "salt"}).status_code == 200
+    assert rig.engine.events[:2] == [("pause", "keep", False), ("salt_cache",)]
 
 
 def test_status_history_and_plan_are_the_adapters(rig: Rig, ranks: list[ToyAdapters]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from delta_server.board import Item
 from delta_server.commit import EngineCommitter, serialize_with_commits
 from delta_server.service import DeltaService
+from engine_ext.errors import NotUpdatable
 from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import EngineUse
 from tests.support.delta_bodies import (
@@ -214,6 +215,25 @@ def test_an_engine_that_the_caller_paused_stays_paused(rig: Rig, flush: bool) ->
     assert rig.engine.events == [("flush_cache",)] * flush + COMMITTED
     assert rig.engine.paused
     assert same(rig.engine.weights, NEXT)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_salted_kv_stays_with_the_requests_in_flight(rig: Rig, paused: bool) -> None:
+    rig.engine.paused = paused
+    response = rig.send(delta_part(), flush_cache="salt")
+    assert response.json()["status"] == "committed"
+    pause, resume = [("pause", "keep", False)], [("resume",)]
+    middle = [("salt_cache",), *COMMITTED]
+    assert rig.engine.events == (middle if paused else [*pause, *middle, *resume])
+    assert rig.engine.paused == paused
+
+
+def test_an_engine_that_salts_nothing_refuses(rig: Rig) -> None:
+    rig.engine.fails["salt_cache"] = NotUpdatable("not as it was started")
+    assert_error(rig.send(delta_part(), flush_cache="salt"), 422, "NotUpdatable")
+    assert rig.engine.events == [("pause", "keep", False), ("salt_cache",), ("resume",)]
+    assert same(rig.engine.weights, BASE)
+    rig.assert_committed(rig.send(delta_part()), NEXT, 8)
 
 
 def test_a_cache_that_is_not_reset_is_an_error(rig: Rig) -> None:

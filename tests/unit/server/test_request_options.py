@@ -59,12 +59,14 @@ def test_other_pause_modes_are_refused(mode: str) -> None:
         parse_query({"pause_mode": mode})
 
 
-@pytest.mark.parametrize(("text", "flush"), [("true", True), ("false", False)])
-def test_flush_cache(text: str, flush: bool) -> None:
-    assert parse_query({"flush_cache": text}).flush_cache is flush
+@pytest.mark.parametrize(
+    ("text", "flush"), [("true", True), ("false", False), ("salt", "salt"), ("SALT", "salt")]
+)
+def test_flush_cache(text: str, flush: bool | str) -> None:
+    assert parse_query({"flush_cache": text}).flush_cache == flush
 
 
-@pytest.mark.parametrize("text", ["", "0", "1", "no", "none"])
+@pytest.mark.parametrize("text", ["", "0", "1", "no", "none", "pepper"])
 def test_other_values_of_flush_cache_are_refused(text: str) -> None:
     with pytest.raises(MalformedPart, match="flush_cache"):
         parse_query({"flush_cache": text})
@@ -148,13 +150,14 @@ def test_disk_request_options_stand_in_body_or_query(
     assert options == Options(weight_version=12, base_version=4, pause_mode="abort")
 
 
+@pytest.mark.parametrize("flush", [False, "salt"])
 @pytest.mark.parametrize("place", ["body", "query"])
-def test_disk_request_flush_cache(place: str) -> None:
+def test_disk_request_flush_cache(place: str, flush: bool | str) -> None:
     if place == "body":
-        options = disk_request(flush_cache=False).options({})
+        options = disk_request(flush_cache=flush).options({})
     else:
-        options = disk_request().options({"flush_cache": "false"})
-    assert options.flush_cache is False
+        options = disk_request().options({"flush_cache": str(flush).lower()})
+    assert options.flush_cache == flush
 
 
 @pytest.mark.parametrize(
@@ -164,6 +167,7 @@ def test_disk_request_flush_cache(place: str) -> None:
         ({"base_version": 3}, {"base_version": "4"}),
         ({"pause_mode": "keep"}, {"pause_mode": "abort"}),
         ({"flush_cache": True}, {"flush_cache": "false"}),
+        ({"flush_cache": "salt"}, {"flush_cache": "true"}),
     ],
 )
 def test_disk_request_and_query_must_agree(keys: dict[str, Any], query: dict[str, str]) -> None:

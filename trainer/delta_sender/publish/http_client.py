@@ -55,12 +55,11 @@ class EngineClient(Destination):
     def __init__(self, url: str, options: SenderOptions) -> None:
         self.name = self._url = engine_root(url)
         self._timeout = options.timeout
-        flush_cache = "true" if options.flush_cache else "false"
         self._adapter = options.adapter
         self._named = {} if self._adapter is None else {"adapter": self._adapter}
         self._query = {
             "pause_mode": options.pause_mode,
-            "flush_cache": flush_cache,
+            "flush_cache": str(options.flush_cache).lower(),
             **self._named,
         }
         key = options.api_key

@@ -13,7 +13,7 @@ import httpx
 
 from delta_sender.arguments import Base, Tensors
 from delta_sender.locations import log_of
-from delta_sender.options import SenderOptions
+from delta_sender.options import Flush, SenderOptions
 from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.notify import Notifier
 from delta_sender.publish.publisher import Publisher
@@ -84,7 +84,7 @@ class LogSender(SingleSender):
         api_key: str | None = None,
         hmac_key: str | None = None,
         pause_mode: str = "keep",
-        flush_cache: bool = True,
+        flush_cache: Flush = True,
         bandwidth_limit: float | RateLimit | None = None,
         timeout: float = 600.0,
         client: httpx.Client | None = None,

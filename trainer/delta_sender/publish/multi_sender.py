@@ -10,7 +10,7 @@ import httpx
 from delta_sender.arguments import Base, Tensors, check_urls
 from delta_sender.diff.snapshot import Snapshot
 from delta_sender.locations import engine_root, names_log
-from delta_sender.options import SenderOptions
+from delta_sender.options import Flush, SenderOptions
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.publisher import Connect, Publisher
 from delta_sender.publish.senders import Sender
@@ -102,7 +102,7 @@ class MultiSender(Sender):
         api_key: str | None = None,
         hmac_key: str | None = None,
         pause_mode: str = "keep",
-        flush_cache: bool = True,
+        flush_cache: Flush = True,
         bandwidth_limit: float | RateLimit | None = None,
         timeout: float = 600.0,
         client: httpx.Client | None = None,

@@ -9,7 +9,7 @@ import httpx
 
 from delta_sender.arguments import Base, Tensors
 from delta_sender.locations import engine_root, log_location
-from delta_sender.options import SenderOptions
+from delta_sender.options import Flush, SenderOptions
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.log_sender import log_publisher
 from delta_sender.publish.publisher import Publisher
@@ -113,7 +113,7 @@ class DeltaSender(SingleSender):
         api_key: str | None = None,
         hmac_key: str | None = None,
         pause_mode: str = "keep",
-        flush_cache: bool = True,
+        flush_cache: Flush = True,
         bandwidth_limit: float | RateLimit | None = None,
         timeout: float = 600.0,
         client: httpx.Client | None = None,

@@ -15,7 +15,7 @@ from delta_sender.diff.snapshot import Snapshot
 from delta_sender.encode.sync_round import SyncRound
 from delta_sender.encode.warm_up import warm_up
 from delta_sender.models import Checkpoint, read_base
-from delta_sender.options import SenderOptions
+from delta_sender.options import Flush, SenderOptions
 from delta_sender.publish.contact import release_all, release_at_exit
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.results import ShardedReport, SyncError
@@ -86,7 +86,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         api_key: str | None = None,
         hmac_key: str | None = None,
         pause_mode: str = "keep",
-        flush_cache: bool = True,
+        flush_cache: Flush = True,
         bandwidth_limit: float | RateLimit | None = None,
         timeout: float = 600.0,
         client: httpx.Client | None = None,

@@ -1,0 +1,77 @@
+"""SGLang's prefix cache when weights change while requests keep their KV.
+
+SGLang finds cached KV by a request's tokens and its `extra_key`. A salt in that key separates the
+requests that compute all of their KV after the change from those in flight: these keep their key,
+and what they add to the cache is never found by the others. Old KV that nobody uses ages out.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from engine_ext.errors import NotUpdatable
+from engine_ext.ranks.operations import Operation, Reply
+from engine_ext.structs import prepare
+
+
+class SaltCache(Operation[Reply], frozen=True, kw_only=True, tag="salt_cache"):
+    """Separate the KV of requests to come from what is cached now; the engine is paused."""
+
+    salt: str
+
+
+prepare(SaltCache)
+
+
+class Salts:
+    """The salt of new requests in one scheduler's process; none at first."""
+
+    def __init__(self) -> None:
+        self._salt: str | None = None
+
+    def follow(self, request_type: Any) -> None:
+        """Give every request that is made from now on, and can use the cache, the salt of then."""
+        init_now = request_type.__init__
+
+        @functools.wraps(init_now)
+        def init(request: Any, *args: Any, **kwargs: Any) -> None:
+            init_now(request, *args, **kwargs)
+            request.delta_extra_key = request.extra_key
+            self._add(request)
+
+        init.delta_updates = True  # type: ignore[attr-defined]
+        request_type.__init__ = init
+
+    def change(self, salt: str, scheduler: Any) -> None:
+        """Use another salt, also for the requests that wait and hold no KV.
+
+        Raises:
+            NotUpdatable: streaming sessions keep KV for their next turn, whatever its key is.
+        """
+        from sglang.srt.runtime_context import get_serving
+
+        if get_serving().enable_streaming_session:
+            raise NotUpdatable(
+                "flush_cache=salt does not work with --enable-streaming-session: a session keeps "
+                "KV of old weights for its next turn; use flush_cache=true"
+            )
+        self._salt = salt
+        for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
+            if not request.kv.holds_kv:
+                self._add(request)
+
+    def _add(self, request: Any) -> None:
+        if self._salt is not None:
+            request.extra_key = f"{self._salt}:{request.delta_extra_key or ''}"
+
+
+SALTS = Salts()
+
+
+def install() -> None:
+    """Salt the requests of this process; safe to call more than once."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    if not hasattr(Req.__init__, "delta_updates"):
+        SALTS.follow(Req)

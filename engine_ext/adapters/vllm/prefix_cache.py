@@ -1,0 +1,45 @@
+"""vLLM's prefix cache when weights change while requests keep their KV.
+
+An engine core finds cached blocks by hashes, each of a block's tokens and of the hash before it. So
+it forgets the hashes of all blocks, and gives new ones to the requests that hold blocks: what they
+fill from now on was computed from KV of old weights, and no other request must get it. Nothing is
+copied, freed or recomputed; a block whose last request ends is free.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, Final
+
+# The method of an engine core; the front end calls it by name.
+METHOD: Final = "delta_salt_cache"
+
+
+def install() -> None:
+    """Give the engine cores of this process the method; safe to call more than once."""
+    from vllm.v1.engine.core import EngineCore
+
+    setattr(EngineCore, METHOD, salt)
+
+
+def salt(core: Any) -> None:
+    """Let no request get cached KV or image embeddings that others have; requests keep their own.
+
+    The core's scheduler is paused, and no forward pass runs. A request that is preempted later
+    computes all of its KV with the weights of then. One that is in the middle of an image computes
+    the image's embeddings again.
+    """
+    from vllm.v1.request import RequestStatus
+
+    for request in core.scheduler.requests.values():
+        # The others wait with no KV, or will compute theirs again.
+        if request.num_computed_tokens > 0 or request.status == RequestStatus.RUNNING:
+            request.cache_salt = f"{request.cache_salt or ''}:{uuid.uuid4().hex}"
+            request.block_hashes.clear()
+            request.update_block_hashes()
+    coordinator = core.scheduler.kv_cache_manager.coordinator
+    managers = (coordinator, *coordinator.single_type_managers)
+    for pool in {id(one.block_pool): one.block_pool for one in managers}.values():
+        pool.evict_blocks({one.block_id for one in pool.blocks if one.block_hash is not None})
+    core.scheduler.reset_encoder_cache()
+    core.model_executor.reset_encoder_cache()

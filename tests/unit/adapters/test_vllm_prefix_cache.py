@@ -1,0 +1,164 @@
+"""vLLM's own KV cache manager, salted while requests hold blocks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request, RequestStatus
+
+from engine_ext.adapters.vllm import prefix_cache
+
+BLOCK = 4
+PROMPT = list(range(1, 14))  # three blocks and one token
+
+
+class Core:
+    """An engine core as `prefix_cache.salt` uses it; its scheduler runs what it is given."""
+
+    def __init__(self, *, caching: bool = True) -> None:
+        init_none_hash(sha256)
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        config = KVCacheConfig(
+            num_blocks=32,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(layer_names=["a"], kv_cache_spec=spec)],
+        )
+        self.manager = KVCacheManager(config, 256, BLOCK, BLOCK, enable_caching=caching)
+        self.requests: dict[str, Request] = {}
+        self.dropped = 0
+        self.scheduler = SimpleNamespace(
+            requests=self.requests,
+            kv_cache_manager=self.manager,
+            reset_encoder_cache=self._drop,
+        )
+        self.model_executor = SimpleNamespace(reset_encoder_cache=self._drop)
+
+    def _drop(self) -> None:
+        self.dropped += 1
+
+    def add(self, name: str, tokens: list[int] = PROMPT, salt: str | None = None) -> Request:
+        """Add a request that waits."""
+        request = Request(
+            request_id=name,
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=64),
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=get_request_block_hasher(BLOCK, sha256),
+        )
+        self.requests[name] = request
+        return request
+
+    def prefill(self, request: Request) -> int:
+        """Run a request's prompt; return how many tokens came from the cache."""
+        blocks, cached, *_ = self.manager.get_computed_blocks(request)
+        new = request.num_tokens - cached
+        assert self.manager.allocate_slots(request, new, cached, blocks) is not None
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = request.num_tokens
+        return cached
+
+    def decode(self, request: Request, tokens: list[int]) -> None:
+        for token in tokens:
+            request.append_output_token_ids(token)
+            assert self.manager.allocate_slots(request, 1) is not None
+            request.num_computed_tokens += 1
+
+    def end(self, request: Request) -> None:
+        self.manager.free(request)
+        del self.requests[request.request_id]
+
+    def blocks(self, request: Request) -> list[int]:
+        [found] = self.manager.get_block_ids(request.request_id)
+        return found
+
+
+@pytest.fixture
+def core() -> Core:
+    return Core()
+
+
+def test_new_requests_get_no_block_of_before(core: Core) -> None:
+    ended, flying = core.add("ended"), core.add("flying")
+    assert core.prefill(ended) == 0
+    assert core.prefill(flying) == 3 * BLOCK
+    core.end(ended)
+    held = core.blocks(flying)
+    prefix_cache.salt(core)
+    assert core.dropped == 2
+    assert core.blocks(flying) == held
+    assert flying.num_computed_tokens == len(PROMPT)
+    assert core.prefill(core.add("new")) == 0
+    # The new request's own blocks are shared as ever.
+    assert core.prefill(core.add("newer")) == 3 * BLOCK
+
+
+def test_nothing_that_a_request_in_flight_adds_is_shared(core: Core) -> None:
+    """Its later blocks were computed from KV of old weights, though after the change."""
+    flying = core.add("flying")
+    core.prefill(flying)
+    prefix_cache.salt(core)
+    core.decode(flying, list(range(50, 70)))
+    whole = list(flying.all_token_ids)
+    assert core.prefill(core.add("new")) == 0  # the same first blocks, of new weights
+    assert core.prefill(core.add("longer", [*whole, 99])) == 3 * BLOCK
+    core.end(flying)
+    assert core.prefill(core.add("after", [*whole, 98])) > 3 * BLOCK  # those of "longer"
+
+
+def test_a_request_that_waits_shares_what_is_new(core: Core) -> None:
+    core.prefill(core.add("flying"))
+    waiting = core.add("waiting")
+    prefix_cache.salt(core)
+    assert core.prefill(core.add("new")) == 0
+    assert core.prefill(waiting) == 3 * BLOCK
+
+
+def test_a_preempted_request_computes_its_kv_again(core: Core) -> None:
+    flying = core.add("flying")
+    core.prefill(flying)
+    prefix_cache.salt(core)
+    core.decode(flying, [50, 51, 52, 53])
+    core.manager.free(flying)
+    flying.status, flying.num_computed_tokens = RequestStatus.PREEMPTED, 0
+    assert core.prefill(flying) == 0
+
+
+def test_salting_again_separates_again(core: Core) -> None:
+    flying = core.add("flying", salt="mine")
+    core.prefill(flying)
+    for _ in range(3):
+        prefix_cache.salt(core)
+        assert core.prefill(core.add("new", salt="mine")) == 0
+        core.end(core.requests["new"])
+    core.end(flying)
+    pool = core.manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def test_without_a_prefix_cache_nothing_breaks() -> None:
+    core = Core(caching=False)
+    flying = core.add("flying")
+    core.prefill(flying)
+    prefix_cache.salt(core)
+    core.decode(flying, list(range(50, 60)))
+    assert core.prefill(core.add("new")) == 0
+
+
+def test_engine_cores_get_the_method() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    prefix_cache.install()
+    method: Any = getattr(EngineCore, prefix_cache.METHOD)
+    core = Core()
+    core.prefill(core.add("flying"))
+    method(core)
+    assert core.prefill(core.add("new")) == 0
