@@ -4,6 +4,7 @@ ENGINE ?= vllm
 DEMO_ARGS ?=
 SOAK_ARGS ?=
 GPU_PYTHON ?= python3
+BUNDLE_ARGS ?=
 VERSIONS ?= vllm vllm-0.31 vllm-0.33-sources sglang sglang-0.5.22
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 600
@@ -26,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup .venv-sglang .venv-trainers demo soak test test-fast test-slow test-all programs test-gpu test-versions fuzz bench-gate lint format docs tables package clean clean-all
+.PHONY: help setup .venv-sglang .venv-trainers demo soak test test-fast test-slow test-all programs test-gpu gpu-bundle test-versions fuzz bench-gate lint format docs tables package clean clean-all
 
 ifneq ($(filter demo soak,$(MAKECMDGOALS)),)
 ifeq ($(filter $(ENGINES),$(ENGINE)),)
@@ -42,6 +43,7 @@ help: ## list the targets
 	@echo "  ENGINE=vllm         the engine of make demo and make soak, vllm or sglang"
 	@echo "  DEMO_ARGS=...       goes to scripts.demo, SOAK_ARGS=... (--syncs 1000) to scripts.soak"
 	@echo "  PYTEST_ARGS=...     goes to pytest"
+	@echo "  BUNDLE_ARGS=...     goes to scripts.gpu.bundle (--python 3.12, --arch 90, --wheel FILE)"
 	@echo "  VERSIONS=...        environments of make test-versions: $(VERSIONS)"
 	@echo "  FUZZ_SECONDS=600    how long make fuzz takes; FUZZ_SEED=... repeats one"
 
@@ -91,6 +93,9 @@ test-gpu: ## the receiver's tests on a CUDA device, by GPU_PYTHON=python3
 	@echo "test-gpu: placement, start-up, sync and kernels on cuda:0"
 	@DELTA_TEST_DEVICE=cuda:0 OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m "not engine and not full" -n 8 \
 		$(addprefix tests/unit/,kernels model placement startup sync) $(PYTEST_ARGS)
+
+gpu-bundle: setup ## vLLM for CUDA in a few pieces, for python -m scripts.gpu on a host without network
+	@$(BIN)/python -m scripts.gpu.bundle $(BUNDLE_ARGS)
 
 test-versions: setup ## the basics on every supported version of both engines
 	@set -e; for name in $(VERSIONS); do \

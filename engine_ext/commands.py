@@ -58,6 +58,23 @@ def leaving_at_once(prog: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def output_on_stderr() -> Iterator[None]:
+    """Send to standard error what this process and its children print inside the block.
+
+    Engines print to standard output, which is for the command's own result alone.
+    """
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def positive_seconds(text: str) -> float:
     """Return an argument's number of seconds; argparse prints why it is none."""
     with suppress(ValueError):

@@ -14,9 +14,11 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
     │   ├── VersionConflict    409  the engine is not at the sync's base version
     │   ├── BaseMismatch       409  the engine's old bytes are not the sender's
     │   ├── SyncInProgress     409  another sync has parts staged; retry later
+    │   ├── GroupAborted       409  the group of engines has decided against the sync
     │   ├── RunConflict        409  another run owns the engine
     │   │   └── RunFenced      409  another run, or a later process of this one, has taken over
     │   ├── WeightsAsleep      409  the engine has released its weights
+    │   ├── VersionNotServed   409  a request asked for a version that the engine does not serve
     │   └── LogDamaged         409  the delta log has no sound route from here
     │       └── LogDiverged    409  the delta log does not continue the engine's history
     ├── TooLarge               413  body or declared size over a limit
@@ -26,6 +28,7 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
     ├── TooManyUploads         429  too many updates in progress; retry later
     ├── PartUnavailable        502  another host of the engine could not get the part
     ├── SpoolFull              507  no room for the body
+    ├── AuditUnavailable       507  no record of the sync can be written
     ├── WriteUndone            500  the write failed, and every rank was put back
     ├── CommittedNotResumed    500  committed, but publishing or resuming failed: send it again
     └── CommitFailed           500  the write failed half-way: the engine is ``uncertain``
@@ -138,6 +141,10 @@ class SyncInProgress(Conflict):
     """Another sync has staged parts; retry in ``retry_after`` seconds."""
 
 
+class GroupAborted(Conflict):
+    """The engines that were to commit the sync together have decided against it."""
+
+
 class RunConflict(Conflict):
     """Another run owns the weights (``owner``): only its sender can change them."""
 
@@ -148,6 +155,10 @@ class RunFenced(RunConflict):
 
 class WeightsAsleep(Conflict):
     """The engine has released its weights' memory (sleep mode)."""
+
+
+class VersionNotServed(Conflict):
+    """The request asked for a version that the engine does not serve, or has left meanwhile."""
 
 
 class LogDamaged(Conflict):
@@ -194,6 +205,12 @@ class PartUnavailable(DeltaError):
 
 class SpoolFull(DeltaError):
     """The spool folder, or the cache of another host, has no room for the body."""
+
+    status = 507
+
+
+class AuditUnavailable(DeltaError):
+    """No record can be appended to the audit file, without which no version is taken."""
 
     status = 507
 

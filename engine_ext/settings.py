@@ -1,6 +1,6 @@
 """The ``--delta-*`` flags, the same for every engine.
 
-Twelve flags in groups are what users choose; ``--delta-tuning KEY=VALUE`` has the rest. The
+The flags in groups are what users choose; ``--delta-tuning KEY=VALUE`` has the rest. The
 engine's own parser parses them in the API server's process. The workers receive the result in
 one environment variable, which reaches every process that an engine spawns without touching the
 engine's own configuration.
@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -39,6 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     roots: tuple[str, ...] = ()
     log: str | None = None
     follow: bool = False
+    peers: tuple[str, ...] = ()
+    own_url: str | None = None
     follow_interval: float = 5.0
     follow_hold: int = 0
     spool_dir: str | None = None
@@ -48,10 +51,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     stage_timeout: float = 60.0
     allow_from: tuple[str, ...] = ()
     base_version: int = 0
+    min_version: int | None = None
     apply: Literal["scatter", "masked"] = "scatter"
     undo_bytes: int = 4 << 30
     shadow_bytes: int = 16 << 30
+    device_bytes: int = 256 << 20
     keep_plain: bool = False
+    audit_file: str | None = None
     scrub_interval: float | None = None
     max_pause: float | None = None
     part_port: int = 0
@@ -169,6 +175,13 @@ def _parse_directory(text: str) -> str:
     return os.path.realpath(text)
 
 
+def _parse_file(text: str) -> str:
+    folder, name = os.path.split(text)
+    if not name or os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"not a file: {text}")
+    return os.path.join(_parse_directory(folder or "."), name)
+
+
 def _parse_location(text: str) -> str:
     if not is_store_url(text):
         return _parse_directory(text)
@@ -183,6 +196,19 @@ def _parse_network(text: str) -> str:
         return str(ipaddress.ip_network(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not a network: {error}") from None
+
+
+def _parse_peer(text: str) -> str:
+    try:
+        found = urlsplit(text)
+        is_root = not (found.path.strip("/") or found.query or found.fragment or found.username)
+        good = found.scheme in ("http", "https") and found.hostname and is_root
+        good = good and found.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise argparse.ArgumentTypeError(f"not the root of an engine's server: {text!r}")
+    return text.rstrip("/")
 
 
 class _StoreInEnvironment(argparse.Action):
@@ -231,6 +257,13 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             f"Version of the loaded weights (default: {_DEFAULTS.base_version}).",
         ),
         Flag(
+            "min_version",
+            "--delta-min-version",
+            "N",
+            _parse_version,
+            "GET /delta_ready answers 503 before the weights have this version (default: none).",
+        ),
+        Flag(
             "keep_plain",
             "--delta-keep-plain",
             "",
@@ -255,10 +288,8 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "LOG",
             _parse_location,
             "A folder, or a URL in an object store (s3://BUCKET/PREFIX; also gs:// and az://), "
-            "that a sender writes its versions into (its --delta-log). Versions newer than the "
-            "loaded weights are replayed before the engine serves, each verified as if it came by "
-            "HTTP, and later by POST /delta_catch_up. If one is damaged or missing, the engine "
-            "stays on the last good version and reports it.",
+            "with a sender's versions. Those newer than the loaded weights are replayed before the "
+            "engine serves, and by POST /delta_catch_up.",
         ),
         Flag(
             "follow",
@@ -268,6 +299,17 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "Follow the delta log: look for new versions, stage them while generating and commit "
             "them. Versions that queue up are merged into one commit. The engine then takes "
             "versions from the log alone: updates by requests are refused.",
+        ),
+        Flag(
+            "peers",
+            "--delta-peer",
+            "URL",
+            _parse_peer,
+            "Another engine of the same log, http://HOST:PORT; repeatable. Give all engines of a "
+            "group the same URLs. A part that this engine lacks is asked for there before the "
+            "store is read, and verified by its hash; one engine of the group reads it from the "
+            "store. For a log in an object store (default: none).",
+            repeatable=True,
         ),
     ],
     "DeltaUpdates: access": [
@@ -284,24 +326,30 @@ FLAGS: Final[dict[str, list[Flag]]] = {
     ],
     "DeltaUpdates: checks and memory": [
         Flag(
+            "audit_file",
+            "--delta-audit-file",
+            "FILE",
+            _parse_file,
+            "Append one record for each version that is committed or rolled back to this file: who "
+            "sent it, its digests and when it was committed, signed if DELTA_HMAC_KEY is set. "
+            "While no record can be written, no version is taken. `delta-log audit` verifies it "
+            "(default: none).",
+        ),
+        Flag(
             "scrub_interval",
             "--delta-scrub-interval",
             "SECONDS",
             _parse_seconds,
-            "Compare every tensor in live memory with the tracked digest once per so many "
-            "seconds, in the background and with at most a twentieth of one core per rank, which "
-            "can take longer. Differences are counted, logged and shown in the status "
-            "(default: off).",
+            "Compare live memory with the digest, each tensor once per so many seconds, with at "
+            "most a twentieth of one core per rank (default: off).",
         ),
         Flag(
             "max_pause",
             "--delta-max-pause",
             "SECONDS",
             _parse_seconds,
-            "Resume generation that a caller has paused for longer, such as a trainer that died "
-            "before it resumed. It must be longer than any pause that a trainer needs: weights "
-            "that something else than a delta is writing would be served half-written "
-            "(default: off).",
+            "Resume generation that a caller has paused for longer, such as a trainer that died. "
+            "Give more than any pause that a trainer needs (default: off).",
         ),
         Flag(
             "undo_bytes",
@@ -317,9 +365,9 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "--delta-shadow-bytes",
             "BYTES",
             parse_size,
-            "Host memory per rank for weights as they are before post-load processing, of the "
-            "modules that the engine quantises or packs: a sync rebuilds these from it. A module "
-            f"that does not fit is not updated (default: {_DEFAULTS.shadow_bytes >> 30}G).",
+            "Host memory per rank for the unprocessed weights of modules that the engine "
+            "quantises or packs. A module that does not fit is not updated "
+            f"(default: {_DEFAULTS.shadow_bytes >> 30}G).",
         ),
     ],
 }
@@ -373,6 +421,13 @@ TUNING: Final[dict[str, Tuned]] = {
         _parse_version,
         f"Stay so many versions behind the log's newest (default: {_DEFAULTS.follow_hold}).",
     ),
+    "own-url": Tuned(
+        "URL",
+        _parse_peer,
+        "URL at which other engines reach this one. It is in the heartbeat, so that engines that "
+        "follow the same log, and have this key too, ask each other for parts as --delta-peer "
+        "does, without a token (default: none).",
+    ),
     "part-port": Tuned(
         "PORT",
         _parse_port,
@@ -402,6 +457,14 @@ TUNING: Final[dict[str, Tuned]] = {
         parse_size,
         "Most bytes per second that this engine fetches from an object store, for links that are "
         "shared (default: no limit).",
+    ),
+    "device-bytes": Tuned(
+        "BYTES",
+        parse_size,
+        "Memory per GPU that is reserved at start-up, before the engine takes the rest for its KV "
+        "cache, for what syncs keep there: 6 bytes per changed bf16 element until the commit, 4 "
+        "until the next one. Beyond that they are in pinned host memory, and the write is slower "
+        f"(default: {_DEFAULTS.device_bytes >> 20}M).",
     ),
     "apply": Tuned(
         "scatter|masked",

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/ as SVG, from the boxes and arrows below.
+"""Draw the pictures of docs/ as SVG, from the boxes, grids and arrows below.
 
     python -m scripts.draw_pictures
 
@@ -18,8 +18,15 @@ from typing import Any, Final
 
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "pictures"
 LINE: Final = 18  # height of a line of text, in the picture's units
-_LIGHT: Final = "--line:#5c6670;--text:#1b1f24;--box:#eef2fb;--group:#fafbfc;--page:#ffffff"
-_DARK: Final = "--line:#9aa5b1;--text:#e8ebef;--box:#2b3347;--group:#22262e;--page:#1a1d23"
+CELL: Final = 16  # an element of a tensor
+_LIGHT: Final = (
+    "--line:#5c6670;--text:#1b1f24;--box:#eef2fb;--group:#fafbfc;--page:#ffffff"
+    ";--q:#dbe6fb;--k:#d9f0e1;--v:#f6e7cf;--mark:#c62f3f"
+)
+_DARK: Final = (
+    "--line:#9aa5b1;--text:#e8ebef;--box:#2b3347;--group:#22262e;--page:#1a1d23"
+    ";--q:#2f4370;--k:#2a5440;--v:#5c4726;--mark:#ff7b86"
+)
 _STYLE: Final = (
     f".picture{{{_LIGHT};font:14px sans-serif;max-width:100%;min-width:560px;height:auto}}"
     f"@media(prefers-color-scheme:dark){{.picture{{{_DARK}}}}}"
@@ -28,6 +35,8 @@ _STYLE: Final = (
     ".picture text{fill:var(--text)}.picture .b{font-weight:bold}"
     ".picture rect{fill:var(--box);stroke:var(--line)}.picture .g{fill:var(--group)}"
     ".picture .p{fill:var(--page);stroke:none}"
+    ".picture .q{fill:var(--q)}.picture .k{fill:var(--k)}.picture .v{fill:var(--v)}"
+    ".picture .m{fill:var(--mark)}"
     ".picture path{fill:none;stroke:var(--line);stroke-width:1.5}"
     ".picture marker path{fill:var(--line);stroke:none}.picture .d{stroke-dasharray:5 4}"
 )
@@ -46,6 +55,34 @@ class Box:
     @property
     def height(self) -> int:
         return LINE * len(self.lines) + 16
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Elements of a tensor as cells; `x` is its middle.
+
+    Attributes:
+        kind: the class of its cells: ``q``, ``k`` or ``v``.
+        changed: row and column of those that have changed.
+        label: text at its left.
+    """
+
+    name: str
+    x: int
+    y: int
+    rows: int
+    columns: int
+    kind: str
+    changed: tuple[tuple[int, int], ...] = ()
+    label: str = ""
+
+    @property
+    def width(self) -> int:
+        return CELL * self.columns
+
+    @property
+    def height(self) -> int:
+        return CELL * self.rows
 
 
 @dataclass(frozen=True)
@@ -80,7 +117,69 @@ class Picture:
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...]
     groups: tuple[Group, ...] = ()
+    grids: tuple[Grid, ...] = ()
 
+
+TENSOR: Final = Picture(
+    "tensor",
+    760,
+    404,
+    "One tensor",
+    "A checkpoint has q_proj of 8 rows, k_proj and v_proj of 4 rows each. With two ranks the "
+    "engine holds them as one fused weight, qkv_proj: rank 0 has q rows 0 to 3, k rows 0 and "
+    "1, v rows 0 and 1, and rank 1 has the others. Three elements change. q_proj[1, 2] goes "
+    "from 0.5, 3f00, to 3f01, and is in row 1 of rank 0. v_proj[0, 3] goes from 0.25, 3e80, "
+    "to 3e7f, and is in row 6 of rank 0. k_proj[3, 0] goes from -1, bf80, to bf81, and is in "
+    "row 5 of rank 1. Three positions and three values are sent; all other elements keep "
+    "their bytes.",
+    (
+        Box(
+            "change0", 625, 44, 230, ("*q_proj[1, 2]: 3f00 to 3f01", "0.5 to 0.504, rank 0, row 1")
+        ),
+        Box(
+            "change1",
+            625,
+            108,
+            230,
+            ("*v_proj[0, 3]: 3e80 to 3e7f", "0.25 to 0.249, rank 0, row 6"),
+        ),
+        Box(
+            "change2", 625, 244, 230, ("*k_proj[3, 0]: bf80 to bf81", "-1 to -1.008, rank 1, row 5")
+        ),
+        Box("sent", 625, 328, 230, ("*sent: 3 positions, 3 values", "all other bytes stay")),
+    ),
+    (
+        Arrow("q0", "rank0q"),
+        Arrow("q1", "rank1q"),
+        Arrow("k0", "rank0k"),
+        Arrow("k1", "rank1k"),
+        Arrow("v0", "rank0v"),
+        Arrow("v1", "rank1v"),
+        Arrow("change0", "rank0q", dashed=True),
+        Arrow("change1", "rank0v", dashed=True),
+        Arrow("change2", "rank1k", dashed=True),
+    ),
+    (
+        Group(8, 8, 212, 388, "Checkpoint"),
+        Group(290, 8, 160, 180, "Rank 0: qkv_proj"),
+        Group(290, 216, 160, 180, "Rank 1: qkv_proj"),
+        Group(500, 8, 252, 388, "Three elements change"),
+    ),
+    (
+        Grid("q0", 170, 44, 4, 4, "q", ((1, 2),), "q_proj, rows 0-3"),
+        Grid("q1", 170, 116, 4, 4, "q", (), "rows 4-7"),
+        Grid("k0", 170, 200, 2, 4, "k", (), "k_proj, rows 0-1"),
+        Grid("k1", 170, 240, 2, 4, "k", ((1, 0),), "rows 2-3"),
+        Grid("v0", 170, 296, 2, 4, "v", ((0, 3),), "v_proj, rows 0-1"),
+        Grid("v1", 170, 336, 2, 4, "v", (), "rows 2-3"),
+        Grid("rank0q", 370, 44, 4, 4, "q", ((1, 2),)),
+        Grid("rank0k", 370, 108, 2, 4, "k"),
+        Grid("rank0v", 370, 140, 2, 4, "v", ((0, 3),)),
+        Grid("rank1q", 370, 252, 4, 4, "q"),
+        Grid("rank1k", 370, 316, 2, 4, "k", ((1, 0),)),
+        Grid("rank1v", 370, 348, 2, 4, "v"),
+    ),
+)
 
 SYNC: Final = Picture(
     "sync",
@@ -293,12 +392,13 @@ START: Final = Picture(
     ),
 )
 
-PICTURES: Final = (SYNC, FLOW, START)
+PICTURES: Final = (TENSOR, SYNC, FLOW, START)
 
 
 def svg(picture: Picture) -> str:
     """Return a picture's file: one element without empty lines, as a page can hold it."""
-    boxes = {box.name: box for box in picture.boxes}
+    boxes: dict[str, Box | Grid] = {box.name: box for box in picture.boxes}
+    boxes |= {grid.name: grid for grid in picture.grids}
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" role="img"'
         f' width="{picture.width}" height="{picture.height}"'
@@ -316,6 +416,8 @@ def svg(picture: Picture) -> str:
         lines += [_text(group.x + 10, group.y + 20, group.label, "b")]
     for arrow in picture.arrows:
         lines += _arrow(picture.name, arrow, boxes[arrow.start], boxes[arrow.end])
+    for grid in picture.grids:
+        lines += _grid(grid)
     for box in picture.boxes:
         lines += [_rect(box.x - box.width // 2, box.y, box.width, box.height)]
         for number, line in enumerate(box.lines):
@@ -345,7 +447,20 @@ def _text(x: float, y: float, text: str, kind: str = "", *, middle: bool = False
     return f'<text x="{x:g}" y="{y:g}"{attributes}>{escape(text)}</text>'
 
 
-def _arrow(picture: str, arrow: Arrow, start: Box, end: Box) -> list[str]:
+def _grid(grid: Grid) -> list[str]:
+    left = grid.x - grid.width // 2
+    lines = [
+        f'<rect class="{"m" if (row, column) in grid.changed else grid.kind}"'
+        f' x="{left + CELL * column}" y="{grid.y + CELL * row}" width="{CELL}" height="{CELL}"/>'
+        for row in range(grid.rows)
+        for column in range(grid.columns)
+    ]
+    middle = grid.y + grid.height // 2 + 5
+    end = f'<text text-anchor="end" x="{left - 8}" y="{middle}">{escape(grid.label)}</text>'
+    return [*lines, end] if grid.label else lines
+
+
+def _arrow(picture: str, arrow: Arrow, start: Box | Grid, end: Box | Grid) -> list[str]:
     """Return a line from edge to edge, and its label next to its middle."""
     y1: float
     y2: float

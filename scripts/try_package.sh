@@ -47,9 +47,10 @@ say "3/4 installing $wheel[sender] into an empty environment"
 
 say "4/4 using it"
 cd "$scratch"
-for command in delta-send delta-plan delta-log delta-top; do
+for command in delta-send delta-plan delta-log delta-top delta-conformance; do
     "venv/bin/$command" --help >/dev/null || die "$command --help failed"
 done
+venv/bin/delta-conformance --only "fused qkv" >/dev/null || die "delta-conformance failed"
 venv/bin/python -m delta_patches --help >/dev/null || die "python -m delta_patches --help failed"
 venv/bin/python - <<'PYTHON'
 import importlib.util

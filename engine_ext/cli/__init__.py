@@ -1,4 +1,4 @@
-"""One module for each console script: ``delta-plan``, ``delta-log`` and ``delta-top``.
+"""One module for each of ``delta-plan``, ``delta-log``, ``delta-top`` and ``delta-conformance``.
 
 Imports: any room of `engine_ext`, inside of functions if it is an adapter. Nobody imports this.
 """

@@ -1,4 +1,4 @@
-"""``delta-log``: list, verify, fold and prune the versions in a delta log.
+"""``delta-log``: list, verify, audit, fold and prune the versions in a delta log.
 
 ``python -m engine_ext.cli.log`` is the same command.
 """
@@ -15,6 +15,7 @@ from typing import Any
 from engine_ext import log as delta_log
 from engine_ext import settings
 from engine_ext.answers import answer_in_words, failure_in_words
+from engine_ext.cli import audit
 from engine_ext.commands import INTERRUPTED, CommandParser
 from engine_ext.errors import LogDamaged, PartUnavailable
 from engine_ext.log import CannotFold, DeltaLog, Entry, Listing, route
@@ -28,6 +29,7 @@ examples:
   delta-log fold /mnt/log 0 40                write one delta from version 0 to 40
   delta-log prune /mnt/log --keep 10          keep 10 versions, and those that engines need
   delta-log prune /mnt/log --url http://host:8000 --dry-run
+  delta-log audit /mnt/log                    who has sent what; see delta-log audit --help
   delta-log list s3://bucket/run-7            the same for a log in an object store
 
 exit status:
@@ -136,6 +138,14 @@ def _parser() -> argparse.ArgumentParser:
         help=f"bearer token (default: that in {settings.API_KEY_ENVIRONMENT})",
     )
     add.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    add = commands.add_parser(
+        "audit",
+        help=audit.HELP,
+        description=audit.HELP,
+        epilog=audit.EPILOG,
+    )
+    audit.add_options(add)
+    add.set_defaults(run=audit.run)
     return parser
 
 
@@ -318,6 +328,7 @@ def _prune(options: argparse.Namespace) -> int:
             print(f"delta-log: {problem}", file=sys.stderr)
     if not options.dry_run:
         if gone:
+            delta_log.keep_publications(options.log.store, gone)
             options.log.discard(*(entry.folder.name for entry in gone))
         options.log.tidy(listing)
     size = sum(entry.nbytes for entry in gone)

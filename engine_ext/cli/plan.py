@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine_ext.answers import answer_in_words, failure_in_words
-from engine_ext.commands import CommandParser, without_traceback
+from engine_ext.commands import CommandParser, output_on_stderr, without_traceback
 from engine_ext.settings import API_KEY_ENVIRONMENT, Settings, bearer_headers
 
 Row = dict[str, Any]
@@ -138,11 +138,9 @@ def _ask(url: str) -> list[list[Row]]:
 def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row]]:
     Settings(keep_plain=options.delta_keep_plain).export()
     offline = importlib.import_module(f"engine_ext.adapters.{options.engine}.offline_plan")
-    # The engine and its processes print to standard output, which is for the plan alone.
-    kept = os.dup(1)
-    os.dup2(2, 1)
     try:
-        plan: list[list[Row]] = offline.load_plan(options.target, engine_flags)
+        with output_on_stderr():
+            plan: list[list[Row]] = offline.load_plan(options.target, engine_flags)
     except ModuleNotFoundError as error:
         if error.name != options.engine:
             raise
@@ -150,9 +148,6 @@ def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row
             f"loading a folder needs {options.engine}, which is not installed; start an engine "
             "with --enable-delta-updates elsewhere and give its address"
         ) from error
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
     return plan
 
 

@@ -25,6 +25,7 @@ from engine_ext.kernels.simd import (
     register_intrinsics,
     trailing_zeros,
 )
+from engine_ext.kernels.threads import same_device
 
 __all__ = [
     "AHEAD",
@@ -42,6 +43,7 @@ __all__ = [
     "popcount",
     "prefetch",
     "register_intrinsics",
+    "same_device",
     "trailing_zeros",
     "typed",
     "warm_up",

@@ -3,12 +3,14 @@
 | file | what it has |
 | --- | --- |
 | `delta_log` | the log: list, fetch, write, delete; `open_log` opens one by its location |
-| `store` | the port below it, with two implementations: `folder_store`, `object_store` |
+| `store` | the port below it: `folder_store`, `object_store`, `peer_store` (another engine's log) |
 | `objects` | the client of object stores; `claims` keeps the writers of a log in one apart |
 | `catalog` | what ``DONE`` says, and the routes from one version to another |
 | `writer` | a version that is being written |
 | `records` | what identifies a version by its content |
+| `publication` | what the sender says about a version: signed, and kept when it is pruned |
 | `fold` | one delta of several versions; `merged`, `spilled` and `values` add them up |
+| `shared_parts` | the parts that an engine hands on to others |
 | `heartbeats` | the engines that follow a log, and how far they are behind |
 
 To list and prune a folder takes a moment, as what reads and writes parts is imported later.
@@ -26,9 +28,11 @@ from engine_ext.log.catalog import (
     DONE,
     MAX_DONE_BYTES,
     CannotFold,
+    Done,
     Entry,
     FileFacts,
     Listing,
+    folder_name,
     parse_done,
     removable,
     route,
@@ -48,11 +52,18 @@ from engine_ext.log.heartbeats import (
     write_heartbeat,
 )
 from engine_ext.log.objects import ObjectFacts, Objects
+from engine_ext.log.publication import (
+    done_of,
+    is_signed,
+    keep_publications,
+    read_publications,
+)
 from engine_ext.log.store import Store
 
 if TYPE_CHECKING:
     from engine_ext.log.fold import fold_versions, read_manifests, read_version, verify_version
     from engine_ext.log.object_store import ObjectStore, fetch_object
+    from engine_ext.log.peer_store import PeerStore
     from engine_ext.log.records import (
         declared_digests,
         listed_record,
@@ -60,6 +71,7 @@ if TYPE_CHECKING:
         read_identities,
         read_record,
     )
+    from engine_ext.log.shared_parts import SharedParts
     from engine_ext.log.writer import Draft, LogWriter
 
 # What imports torch and all of `engine_ext.format`, by module.
@@ -73,6 +85,8 @@ _LATER: Final = {
         "read_identities",
         "read_record",
     ),
+    "peer_store": ("PeerStore",),
+    "shared_parts": ("SharedParts",),
     "writer": ("Draft", "LogWriter"),
 }
 
@@ -81,6 +95,7 @@ __all__ = [
     "MAX_DONE_BYTES",
     "CannotFold",
     "DeltaLog",
+    "Done",
     "Draft",
     "Entry",
     "FileFacts",
@@ -93,11 +108,17 @@ __all__ = [
     "ObjectFacts",
     "ObjectStore",
     "Objects",
+    "PeerStore",
+    "SharedParts",
     "Store",
     "declared_digests",
+    "done_of",
     "fetch_object",
     "fold_versions",
+    "folder_name",
     "follower_lags",
+    "is_signed",
+    "keep_publications",
     "listed_record",
     "live_heartbeats",
     "open_log",
@@ -106,6 +127,7 @@ __all__ = [
     "read_heartbeats",
     "read_identities",
     "read_manifests",
+    "read_publications",
     "read_record",
     "read_version",
     "removable",

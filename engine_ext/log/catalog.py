@@ -56,6 +56,21 @@ class FileFacts(msgspec.Struct, frozen=True):
     xxh3_128: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
+class Publication(msgspec.Struct, frozen=True, kw_only=True):
+    """Who has written a version of a log, and what it leads to, as its sender says.
+
+    Digests are of the whole model, 32 hex digits; None if no part declares one.
+    """
+
+    at: float  # Unix time on the sender's clock
+    run: str | None = None
+    epoch: int | None = None  # which opening of the run this is
+    owner: str | None = None  # HOST:PID
+    digest_before: str | None = None
+    digest_after: str | None = None
+    signature: str | None = None  # see `engine_ext.log.publication`
+
+
 class Done(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The content of ``DONE``."""
 
@@ -63,6 +78,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     base_version: int | None  # that it starts from; None if it is full
     files: dict[str, FileFacts]  # the parts, by file name
     refused: bool = False  # its number is used up; written where a folder cannot be renamed
+    publication: Publication | None = None  # None: its writer did not say
 
 
 prepare(Done)
@@ -82,6 +98,7 @@ class Entry:
     nbytes: int  # of all parts
     foreign: bool = False  # a folder with an index, which is applied as a whole
     written_at: float = 0.0  # Unix time by the clock of where the log is
+    publication: Publication | None = None
 
     @property
     def full(self) -> bool:

@@ -31,7 +31,7 @@ from engine_ext.store_urls import is_store_url, store_url
 
 if TYPE_CHECKING:
     from engine_ext.log.writer import Draft, LogWriter
-    from engine_ext.remote_parts import PartCache
+    from engine_ext.remote_parts import PartCache, Peers
     from engine_ext.resources import RateLimit
 
 _UNFINISHED_S: Final = 86400.0
@@ -44,6 +44,7 @@ def open_log(
     scratch: str | None = None,
     streams: int = STREAMS,
     limit: RateLimit | None = None,
+    peers: Peers | None = None,
 ) -> DeltaLog:
     """Return the log in a folder, or below the URL of an object store.
 
@@ -53,6 +54,7 @@ def open_log(
             None.
         streams: requests at once for one object of a store.
         limit: of the bytes that are fetched from a store.
+        peers: engines that are asked for a part before the store is.
 
     Raises:
         ValueError: it is a URL that is not valid.
@@ -63,7 +65,7 @@ def open_log(
     from engine_ext.log.object_store import ObjectStore
 
     objects = Objects(store_url(str(location)), streams=streams, limit=limit)
-    return DeltaLog(ObjectStore(objects, cache, scratch))
+    return DeltaLog(ObjectStore(objects, cache, scratch, peers))
 
 
 class DeltaLog:
@@ -169,7 +171,9 @@ class DeltaLog:
         if any(one in ("", "..") or "\0" in one or Path(one).name != one for one in done.files):
             raise LogDamaged(f"its {DONE} names a file outside the folder")
         nbytes = sum(one.bytes for one in done.files.values())
-        return Entry(folder, version, base, {**done.files}, nbytes, written_at=written_at)
+        facts = {**done.files}
+        said = done.publication
+        return Entry(folder, version, base, facts, nbytes, written_at=written_at, publication=said)
 
     def _read_index(self, name: str, files: Files) -> Entry:
         """Read a folder with an index; its files are read when it is applied or verified."""

@@ -196,7 +196,7 @@ def _write(
                 **sender,
             )
             draft.add(body, None if key is None else sign(key, body))
-        return draft.finish()
+        return draft.finish(key)
     except BaseException:
         draft.drop()
         raise

@@ -24,7 +24,7 @@ from typing import BinaryIO, Final
 
 from engine_ext.errors import LogDamaged
 from engine_ext.files import FileLock, sync_folder, write_file
-from engine_ext.log.catalog import DONE, PART_SUFFIX, REFUSED, Entry
+from engine_ext.log.catalog import DONE, PART_SUFFIX, REFUSED, Entry, FileFacts
 from engine_ext.log.store import Files
 
 _GONE: Final = (errno.ENOENT, errno.ESTALE)  # deleted meanwhile, by another host too
@@ -70,13 +70,28 @@ class FolderStore:
         """Nothing is copied: the files are there."""
         return contextlib.nullcontext()
 
-    def put(self, name: str, data: bytes) -> None:
+    def part(self, name: str, facts: FileFacts, *, reads: bool) -> Path | None:
+        """Return the file itself, if it has its length."""
+        path = self.local / name
+        try:
+            found = os.lstat(path)
+        except OSError:
+            return None
+        return path if stat.S_ISREG(found.st_mode) and found.st_size == facts.bytes else None
+
+    def put(self, name: str, data: bytes, *, durable: bool = False) -> None:
         """Write a small file, and rename it to its name."""
         path = self.local / name
         path.parent.mkdir(exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")  # another process can write it, too
-        draft.write_bytes(data)
+        if durable:
+            write_file(draft, data)
+        else:
+            draft.write_bytes(data)
         draft.replace(path)
+        if durable:
+            sync_folder(path.parent)
+            sync_folder(self.local)
 
     def draft(self, folder: str) -> FolderDraft:
         """Begin a version in a hidden folder."""

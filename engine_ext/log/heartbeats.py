@@ -39,6 +39,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     state: FollowerState
     failures: int  # looks at the log that failed, since it started
     error: str | None = None  # of the last look
+    url: str | None = None  # where other engines can ask it for parts; None: it does not say
     at: float  # Unix time on its own clock
     expires_s: float  # seconds after which it counts no more
 

@@ -38,7 +38,7 @@ from engine_ext.log.catalog import MARKS, PART_SUFFIX, REFUSED, Entry, FileFacts
 from engine_ext.log.claims import Claims
 from engine_ext.log.objects import ObjectFacts, Objects
 from engine_ext.log.store import Files
-from engine_ext.remote_parts import LocalFolder, PartCache
+from engine_ext.remote_parts import LocalFolder, PartCache, Peers
 
 _AT_ONCE: Final = 8  # small objects
 _ATTEMPTS: Final = 2  # at a file that is not found, or whose bytes are not those that were written
@@ -52,6 +52,7 @@ class ObjectStore:
     Args:
         objects: those below the prefix.
         cache: keeps parts that are fetched, for all engines of this host; None reads the store.
+        peers: asked for a part before the store is; only with a cache.
         scratch: folder for fetched files without a cache; the temporary folder if None.
     """
 
@@ -59,9 +60,13 @@ class ObjectStore:
     reads_at_once = _AT_ONCE
 
     def __init__(
-        self, objects: Objects, cache: PartCache | None = None, scratch: str | None = None
+        self,
+        objects: Objects,
+        cache: PartCache | None = None,
+        scratch: str | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        self.objects, self._cache, self._scratch = objects, cache, scratch
+        self.objects, self._cache, self._scratch, self._peers = objects, cache, scratch, peers
         self._local: LocalFolder | None = None
         self._lock = threading.Lock()
 
@@ -120,14 +125,25 @@ class ObjectStore:
             raise entry.damaged(f"{name} is not in the store", file=name)
         facts = entry.files.get(name)
         try:
-            fetch_object(self.objects, listed, entry.folder / name, facts, self._cache)
+            path = entry.folder / name
+            fetch_object(self.objects, listed, path, facts, self._cache, self._peers)
         except FileNotFoundError as error:
             raise entry.damaged(f"{name} is not in the store", file=name) from error
         except (ChecksumMismatch, TooLarge) as error:
             raise entry.damaged(f"{name}: {error.message}", file=name) from error
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write or replace a small object."""
+    def part(self, name: str, facts: FileFacts, *, reads: bool) -> Path | None:
+        """Return a part in the host's cache; without a cache there is none."""
+        if self._cache is None:
+            return None
+        if not reads and not self._cache.holds(facts.xxh3_128, facts.bytes):
+            return None
+        return self._cache.get(
+            facts.xxh3_128, facts.bytes, _reading(self.objects, name, facts.bytes)
+        )
+
+    def put(self, name: str, data: bytes, *, durable: bool = False) -> None:
+        """Write or replace a small object; a store keeps what it has taken."""
         self.objects.put(name, data)
 
     def draft(self, folder: str) -> ObjectDraft:
@@ -232,12 +248,14 @@ def fetch_object(
     path: Path,
     facts: FileFacts | None,
     cache: PartCache | None,
+    peers: Peers | None = None,
 ) -> None:
     """Have an object as a new file.
 
     Args:
         facts: what the version's ``DONE`` says about it; None if that says nothing.
         cache: keeps it by its hash, for others on this host; on the file system of `path`.
+        peers: asked for it first; what they have sent is not asked for again.
 
     Raises:
         FileNotFoundError: it is not in the store.
@@ -252,21 +270,12 @@ def fetch_object(
     limit = Limits().max_part_bytes
     if listed.size > limit:
         raise TooLarge(f"it has {listed.size} bytes", limit=limit)
-
-    def get(file: BinaryIO) -> None:
-        try:
-            objects.fetch(listed.name, listed.size, file)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            if error.filename is None:  # of this host
-                raise
-            why = f"{error.filename} cannot be fetched: {error.strerror}"
-            raise PartUnavailable(why) from error
-
+    get = _reading(objects, listed.name, listed.size)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             if cache is not None and facts is not None:
+                if peers is not None and attempt == 1:
+                    peers.bring(cache, facts.xxh3_128, facts.bytes)
                 cached = cache.get(facts.xxh3_128, facts.bytes, get)
                 try:
                     os.link(cached, path)
@@ -278,6 +287,23 @@ def fetch_object(
         except (ChecksumMismatch, FileNotFoundError):
             if attempt == _ATTEMPTS:
                 raise
+
+
+def _reading(objects: Objects, name: str, size: int) -> Callable[[BinaryIO], None]:
+    """Return what writes an object into an empty file."""
+
+    def get(file: BinaryIO) -> None:
+        try:
+            objects.fetch(name, size, file)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.filename is None:  # of this host
+                raise
+            why = f"{error.filename} cannot be fetched: {error.strerror}"
+            raise PartUnavailable(why) from error
+
+    return get
 
 
 def _write(path: Path, get: Callable[[BinaryIO], None], facts: FileFacts | None) -> None:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from engine_ext.log.catalog import Entry
+from engine_ext.log.catalog import Entry, FileFacts
 
 
 class Files(Protocol):
@@ -154,10 +154,23 @@ class Store(Protocol):
         """
         ...
 
-    def put(self, name: str, data: bytes) -> None:
+    def part(self, name: str, facts: FileFacts, *, reads: bool) -> Path | None:
+        """Return a file of this host that has a part, to be opened at once; None if there is none.
+
+        Args:
+            facts: what ``DONE`` says about it.
+            reads: whether it is read from the store if it is not on this host.
+
+        Raises:
+            DeltaError: it cannot be read now, or not be kept on this host.
+            OSError: likewise.
+        """
+        ...
+
+    def put(self, name: str, data: bytes, *, durable: bool = False) -> None:
         """Write or replace a small file; readers see the old one or the new one.
 
-        It need not survive a crash of the host.
+        Unless it is `durable`, it need not survive a crash of the host.
 
         Raises:
             OSError: it cannot be written.

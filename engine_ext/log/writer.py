@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,9 +18,11 @@ from engine_ext.log.catalog import (
     REFUSED,
     Done,
     FileFacts,
+    Publication,
     folder_name,
     version_of,
 )
+from engine_ext.log.publication import signed
 from engine_ext.log.records import read_header
 from engine_ext.log.store import Store
 
@@ -82,6 +85,7 @@ class Draft:
         self._folder, self._draft = store.local / name, store.draft(name)
         self._files: dict[str, FileFacts] = {}
         self._manifest: Manifest | None = None
+        self._last = b""  # part, which has the digest that all lead to
 
     @property
     def may_be_visible(self) -> bool:
@@ -102,9 +106,13 @@ class Draft:
         if signature is not None:
             self._draft.add(name + SIGNATURE_SUFFIX, signature.encode())
         self._files[name] = FileFacts(len(part), xxhash.xxh3_128_hexdigest(part))
+        self._last = part
 
-    def finish(self) -> Path:
+    def finish(self, key: str | None = None) -> Path:
         """Publish the version once all of it is stored, and return the folder of its entry.
+
+        Args:
+            key: signs what ``DONE`` says.
 
         Raises:
             BlockingIOError: another sender has taken over, or written this one; it is not in the
@@ -112,7 +120,8 @@ class Draft:
             OSError: it cannot be written. The version might be in the log, see `may_be_visible`.
         """
         assert self._manifest is not None
-        self._draft.publish(DONE, _done(self._manifest, self._files))
+        done = _done(self._manifest, manifest_of(self._last), self._files, key)
+        self._draft.publish(DONE, done)
         return self._folder
 
     def drop(self) -> None:
@@ -141,16 +150,26 @@ def _require_unused(store: Store, name: str) -> None:
         raise FileExistsError(f"{store.location}/{name} exists")
 
 
-def _done(manifest: Manifest, files: dict[str, FileFacts]) -> bytes:
-    """Return the content of ``DONE``, given the manifest of a part and the facts of all."""
+def _done(
+    manifest: Manifest, last: Manifest, files: dict[str, FileFacts], key: str | None
+) -> bytes:
+    """Return the content of ``DONE``, given the first and last manifest and the facts of all."""
     version, base = manifest.current_version, manifest.base_version
     assert version is not None
     if manifest.full:
         base = None
     elif base is None:
         base = version - 1  # the receiver's default
-    done = Done(version=version, base_version=base, files=files)
-    text = msgspec.json.encode(done)
+    said = Publication(
+        at=round(time.time(), 3),
+        run=manifest.run,
+        epoch=manifest.run_epoch,
+        owner=manifest.run_owner,
+        digest_before=manifest.digest_before,
+        digest_after=last.digest_after,
+    )
+    done = Done(version=version, base_version=base, files=files, publication=said)
+    text = msgspec.json.encode(signed(done, key))
     return msgspec.json.format(text) + b"\n"
 
 

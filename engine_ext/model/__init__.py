@@ -7,7 +7,14 @@ hashes of tensors (`fingerprint`), and which tensors are constants (`constants`)
 Imports: `engine_ext.kernels`, `engine_ext.format`, and the ground floor.
 """
 
-from engine_ext.model.constants import ConstantsWatch, Known, is_cache, is_constant, is_default
+from engine_ext.model.constants import (
+    Constants,
+    ConstantsWatch,
+    Known,
+    is_cache,
+    is_constant,
+    is_default,
+)
 from engine_ext.model.fingerprint import hash_memory, hash_tensor, location
 from engine_ext.model.leaves import PLAIN, leaves_of, reachable_leaves, same_leaf
 from engine_ext.model.module_walk import (
@@ -37,6 +44,7 @@ __all__ = [
     "PLAIN",
     "PROCESSING",
     "AttachedTensor",
+    "Constants",
     "ConstantsWatch",
     "Known",
     "LiveTensor",

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from engine_ext.kernels import same_device
 from engine_ext.model.constants import is_cache
 from engine_ext.model.fingerprint import hash_memory, location
 from engine_ext.model.leaves import same_leaf
@@ -176,7 +177,8 @@ def _hashing(memory: Mapping[str, torch.Tensor]) -> Iterator[dict[str, str]]:
         return
     # On a device, hashing needs much memory besides.
     host = all(one.device.type == "cpu" for one in memory.values())
-    with ThreadPoolExecutor(torch.get_num_threads() if host else 1) as pool:
+    threads = torch.get_num_threads() if host else 1
+    with ThreadPoolExecutor(threads, initializer=same_device()) as pool:
         batches = pool.map(_hash_all, _batches(memory))
         yield hashes
         for batch in batches:

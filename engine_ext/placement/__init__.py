@@ -2,15 +2,16 @@
 
 A placement is a list of strided segments for each checkpoint tensor (`segments`). It is proven on
 the bytes (`certify`), agreed on by all ranks (`ownership`, `plan`), and read and written through
-`locator`, `targets`, `live_elements` and `device_batch`, with the engine's casts and repacks
-(`casts`, `repacked`).
+`locator`, `targets`, `live_elements`, `device_batch` and `device_memory`, with the engine's casts
+and repacks (`casts`, `repacked`).
 
 Imports: `engine_ext.model`, `engine_ext.format`, `engine_ext.kernels`, and the ground floor.
 """
 
 from engine_ext.placement.casts import as_host, checkpoint_bits, has_nan, live_bits
 from engine_ext.placement.certify import Certified, certify_placement, summary, uncertified
-from engine_ext.placement.device_batch import DeviceBatch, upload
+from engine_ext.placement.device_batch import DeviceBatch, joined
+from engine_ext.placement.device_memory import DeviceMemory, Lease
 from engine_ext.placement.live_elements import (
     SAMPLED,
     DeviceElements,
@@ -32,7 +33,9 @@ __all__ = [
     "Certified",
     "DeviceBatch",
     "DeviceElements",
+    "DeviceMemory",
     "HostElements",
+    "Lease",
     "LiveElements",
     "Placed",
     "Placement",
@@ -51,6 +54,7 @@ __all__ = [
     "covered",
     "flat_bits",
     "has_nan",
+    "joined",
     "live_bits",
     "make_plan",
     "place_again",
@@ -59,5 +63,4 @@ __all__ = [
     "summary",
     "uncertified",
     "unmoved",
-    "upload",
 ]

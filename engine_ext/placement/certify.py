@@ -16,7 +16,7 @@ import torch
 
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format import Digest, digest_if_equal
-from engine_ext.kernels import Bits, bits_of, host_bits
+from engine_ext.kernels import Bits, bits_of, host_bits, same_device
 from engine_ext.placement.ownership import SourceBox, box_of
 from engine_ext.placement.repacked import gather_live
 from engine_ext.placement.segments import Placed, Placement, Segment, Status
@@ -56,7 +56,7 @@ def certify_placement(
     left = _AHEAD
     seen: set[str] = set()
     twice: set[str] = set()
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads, initializer=same_device()) as pool:
         for name, tensor in checkpoint:
             placed = placement.get(name)
             if name in seen:

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from engine_ext.format import Digest, device_digest
 from engine_ext.kernels import gather_scatter as host
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.placement.live_elements import DeviceElements
@@ -33,6 +34,7 @@ class DeviceBatch:
         self._size = len(elements)
         self._alone: list[tuple[int, DeviceElements]] = []
         self._groups: list[_Group] = []
+        self._read: list[tuple[DeviceElements, torch.Tensor]] = []
         groups: dict[tuple[torch.device, torch.dtype, torch.dtype], _Group] = {}
         for number, one in enumerate(elements):
             if not runs_kernels(one.flat.device):
@@ -46,11 +48,24 @@ class DeviceBatch:
             group.add(number, one)
 
     def read(self) -> Bits:
-        """Return their bits, copies in host memory."""
+        """Return their bits, copies in host memory, and keep what `is_as_read` compares.
+
+        That is a digest that the device computes. Without kernels it is the bits themselves.
+        """
         found: dict[int, torch.Tensor] = {number: one.read() for number, one in self._alone}
+        self._read = [(one, found[number]) for number, one in self._alone]
         for group in self._groups:
             found.update(zip(group.numbers, group.read(), strict=True))
         return [found[number] for number in range(self._size)]
+
+    def is_as_read(self) -> bool:
+        """Return whether the elements have the bits that `read` has returned.
+
+        With kernels no bits cross the bus.
+        """
+        return all(group.is_as_read() for group in self._groups) and all(
+            one.holds(bits) for one, bits in self._read
+        )
 
     def holds(self, bits: Sequence[torch.Tensor]) -> bool:
         """Return whether the elements have these bits."""
@@ -80,10 +95,10 @@ class DeviceBatch:
 
 def upload(bits: Sequence[torch.Tensor], device: torch.device) -> Bits:
     """Copy 1-D tensors of one dtype in host memory to a device at once; views of one tensor."""
-    return [*torch.split(_joined(bits).to(device), [one.numel() for one in bits])]
+    return [*torch.split(joined(bits).to(device), [one.numel() for one in bits])]
 
 
-def _joined(bits: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(bits: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return 1-D tensors of one dtype in host memory as one, [n]; a view if they are contiguous."""
     start, at = bits[0].data_ptr(), bits[0].data_ptr()
     storage = bits[0].untyped_storage().data_ptr()
@@ -107,6 +122,7 @@ class _Group:
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self.size = 0
+        self._digest = Digest.ZERO  # of the elements as they were read, one after another
         self._elements: list[DeviceElements] = []
         self._counts: list[int] = []
 
@@ -127,12 +143,21 @@ class _Group:
         return self._elements[0].flat
 
     def read(self) -> Bits:
-        old = self._on_device()
-        self._prepare(old, [], keep=True)()
+        old = self._gathered()
+        self._digest = device_digest("", old)
         return self._split(_host_memory(old.numel(), old.dtype).copy_(old))
 
+    def _gathered(self) -> torch.Tensor:
+        """Return the elements on their device, [n]."""
+        old = self._on_device()
+        self._prepare(old, [], keep=True)()
+        return old
+
+    def is_as_read(self) -> bool:
+        return device_digest("", self._gathered()) == self._digest
+
     def holds(self, bits: Bits) -> bool:
-        expected = _joined(bits).to(self._flat.device)
+        expected = joined(bits).to(self._flat.device)
         return not self._prepare(expected, [], compare=True)().any()
 
     def put(self, bits: Bits) -> None:
@@ -172,7 +197,7 @@ class _Group:
 
     def _sent(self, bits: Bits) -> Bits:
         device = self._flat.device
-        if all(one.device == device for one in bits):
+        if all(one.device == device or one.is_pinned() for one in bits):
             return bits
         return upload([one.cpu() for one in bits], device)
 

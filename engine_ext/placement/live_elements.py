@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from engine_ext.kernels import Bits, Offsets, bits_of, gather_scatter, host_bits
+from engine_ext.placement.device_memory import Lease
 from engine_ext.placement.repacked import flat_bits
 from engine_ext.placement.segments import Segment
 
@@ -80,33 +81,38 @@ class DeviceElements:
 
     Attributes:
         flat: the live tensor as integers, [extent].
-        offsets: the elements, [n], on the same device.
+        offsets: the elements, [n], on the same device or in pinned host memory.
+        lease: of the memory of `offsets`, see `engine_ext.placement.device_memory`.
     """
 
     flat: torch.Tensor
     offsets: torch.Tensor
+    lease: Lease | None = None
 
     @property
     def nbytes(self) -> int:
         return self.offsets.nbytes
 
     def read(self) -> torch.Tensor:
-        return gather_scatter.gather(self.flat, self.offsets).cpu()
+        return gather_scatter.gather(self.flat, self._places()).cpu()
 
     def holds(self, bits: torch.Tensor) -> bool:
-        live = gather_scatter.gather(self.flat, self.offsets)
+        live = gather_scatter.gather(self.flat, self._places())
         return torch.equal(live, bits.to(self.flat.device))
 
     def put(self, bits: torch.Tensor) -> None:
-        gather_scatter.scatter(self.flat, self.offsets, bits.to(self.flat.device))
+        gather_scatter.scatter(self.flat, self._places(), bits.to(self.flat.device))
 
     def swap(self, bits: torch.Tensor) -> torch.Tensor:
         """Overwrite them and return the old bits in host memory, in one pass."""
-        return gather_scatter.exchange(self.flat, self.offsets, bits.to(self.flat.device))
+        return gather_scatter.exchange(self.flat, self._places(), bits.to(self.flat.device))
 
     def within(self, tensor: torch.Tensor) -> DeviceElements:
         """Return the same elements of another tensor on the device, with the same layout."""
-        return DeviceElements(flat_bits(tensor), self.offsets)
+        return DeviceElements(flat_bits(tensor), self.offsets, self.lease)
+
+    def _places(self) -> torch.Tensor:
+        return self.offsets.to(self.flat.device)
 
 
 @dataclass(slots=True)

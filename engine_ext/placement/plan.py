@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import NAME_OF_TORCH, TORCH_DTYPE
 from engine_ext.format import Digest, change_digest, device_digest, tensor_digest
-from engine_ext.kernels import Bits
+from engine_ext.kernels import Bits, same_device
 from engine_ext.placement.casts import appended_bits, as_host, checkpoint_bits
 from engine_ext.placement.certify import Certified
 from engine_ext.placement.ownership import box_of, boxes, resolve
@@ -113,7 +113,7 @@ class Plan:
                 elif number not in taken:
                     taken.add(number)
                     found[name] = found.get(name, Digest.ZERO) + boxes_known[box]
-        with ThreadPoolExecutor(threads) as pool:
+        with ThreadPoolExecutor(threads, initializer=same_device()) as pool:
             digests = pool.map(lambda piece: self.piece_digest(*piece), pieces)
             for (name, *_), digest in zip(pieces, digests, strict=True):
                 found[name] = found.get(name, Digest.ZERO) + digest

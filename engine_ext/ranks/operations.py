@@ -29,6 +29,7 @@ from engine_ext.ranks.replies import (
     LogRecords,
     PartBegun,
     PartProgress,
+    PreparedSync,
     RankDigest,
     RankPlan,
     RankReport,
@@ -64,6 +65,7 @@ __all__ = [
     "GetItem",
     "GetPlan",
     "GetStatus",
+    "HoldSync",
     "LeaseItem",
     "LoadedAdapter",
     "LogRecords",
@@ -73,6 +75,7 @@ __all__ = [
     "Parts",
     "PollPart",
     "PrepareSync",
+    "PreparedSync",
     "PutItem",
     "RankDigest",
     "RankPlan",
@@ -201,6 +204,7 @@ class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
     stamp: FileStamp | None = None  # of that file; None: not known
     pipe: str | None = None  # named pipe that a rank holds open for writing while it stages
     source: PartSource | None = None  # for ranks of other hosts, if there are any
+    nbytes: int = 0  # of the part as it was sent
     now: float  # seconds on a clock that all HTTP processes share
     at: float = 0.0  # Unix time
 
@@ -221,18 +225,34 @@ class PrepareSync(Operation[SyncPrepared], frozen=True, kw_only=True, tag="prepa
     keep: bool = False
 
 
+class HoldSync(Operation[Reply], frozen=True, kw_only=True, tag="hold"):
+    """Vote on the complete staged sync as before its commit, and hold it for a group of engines.
+
+    If it is held for the group, its lease alone is changed.
+    """
+
+    version: int
+    sync_id: str | None
+    prepared: PreparedSync
+
+
 class AbortSync(Operation[Reply], frozen=True, kw_only=True, tag="abort"):
     """Forget the staged sync, if there is one.
+
+    One that is held for a group is kept, if the request names a part or a version, and not the
+    group.
 
     Attributes:
         part: forget this part alone, which some rank has refused.
         version, sync_id: forget the sync only if it is this one.
+        group: that has decided against it.
         unloads: requests cannot name the adapter any more, so that no more syncs are taken for it.
     """
 
     part: PartId | None = None
     version: int | None = None
     sync_id: str | None = None
+    group: str | None = None
     unloads: bool = False
 
 
@@ -253,10 +273,15 @@ class ClaimRun(Operation[RunClaimed], frozen=True, kw_only=True, tag="claim"):
 
 
 class CommitSync(Operation[CommittedSync], frozen=True, kw_only=True, tag="commit"):
-    """Write the staged sync on every rank, or on none."""
+    """Write the staged sync on every rank, or on none.
+
+    Attributes:
+        group: that has decided for it, if it is held for one.
+    """
 
     version: int
     sync_id: str | None
+    group: str | None = None
 
 
 class RollBack(Operation[RolledBack], frozen=True, tag="rollback"):

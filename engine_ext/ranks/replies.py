@@ -38,6 +38,8 @@ class RankState(Reply, frozen=True, kw_only=True):
     engine_state: Literal["certain", "mismatched", "uncertain"]
     resume_owed: bool  # a commit has paused the engine and not resumed it yet
     paused: CallerPause | None = None  # as it was last recorded
+    asleep: bool = False  # the engine has released the weights' memory
+    foreign: str | None = None  # what changed the weights outside of delta sync since the last sync
 
 
 class BoardItem(Reply, frozen=True, kw_only=True):
@@ -76,6 +78,18 @@ class RunClaimed(Reply, frozen=True, kw_only=True):
     highest: int | None  # number that a version of the run has had; None before the first
 
 
+class PreparedSync(msgspec.Struct, frozen=True, kw_only=True):
+    """A staged sync that all ranks have voted for, and that its group of engines decides on."""
+
+    group: str
+    until: float  # Unix time at which its lease ends
+    ends: float  # the same on a clock that all HTTP processes share, in seconds
+    # Known to the HTTP side alone: whether commit is recorded here, and the engines of the group
+    # that did not answer when the lease had ended.
+    recorded: bool = False
+    unreachable: list[str] = []
+
+
 class StagedSync(Reply, frozen=True, kw_only=True):
     """A sync that has parts, but is not committed."""
 
@@ -85,9 +99,11 @@ class StagedSync(Reply, frozen=True, kw_only=True):
     full: bool
     num_parts: int | None
     parts: list[int]  # numbers of the parts that all ranks have staged
+    bytes: int = 0  # of its parts so far, as they were sent
     run: str | None = None  # None: its parts name none
     owner: RunOwner | None = None  # its sender, if its parts name a run
     since: float = 0.0  # Unix time of its first part
+    prepared: PreparedSync | None = None  # None: no group of engines decides on it
 
 
 class Delivery(Reply, frozen=True, kw_only=True):
@@ -149,8 +165,6 @@ class ScrubState(Reply, frozen=True, kw_only=True):
 class RankStatus(RankState, frozen=True, kw_only=True):
     """The state of one rank's receiver."""
 
-    asleep: bool  # the engine has released the weights' memory
-    foreign: str | None  # what changed the weights outside of delta sync since the last sync
     run: str | None  # the version's run; None: as for `Written`
     owner: RunOwner | None  # the only run that can change it; None: anyone can
     loaded: bool  # nothing was written since the engine has started

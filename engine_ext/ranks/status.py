@@ -39,6 +39,15 @@ class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
     can_roll_back: bool  # the old values of the last version are kept
 
 
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP process that answers."""
+
+    host: str
+    model: str | None  # folder or name of the checkpoint, as the engine was given it
+    since: float  # when it began
+    seconds: float  # until now
+
+
 class PauseStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A pause of generation that a caller, not a commit, has asked for."""
 
@@ -80,7 +89,18 @@ class LogStatus(msgspec.Struct, frozen=True, kw_only=True):
     folder: str  # or its URL
     newest: int | None  # version in it; None if it has none, or was never read
     problem: dict[str, Any] | None  # the error that keeps the engine from the newest version
+    from_peers: int = 0  # bytes of parts that other engines have sent, since the engine's start
     follow: FollowStatus | None = None  # None if the engine does not follow the log
+
+
+class AuditStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The audit trail of the engine."""
+
+    file: str
+    records: int  # written since the engine's start
+    pending: int  # records that could not be written yet; no version is taken before they are
+    last: str | None  # SHA-256 of the last record's line
+    problem: dict[str, Any] | None  # the error of the last attempt to write
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +109,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     adapter: str | None  # whose status it is; None: the model's
     ranks: int  # that hold weights
+    server: ServerStatus | None = None
     apply: str  # how syncs are written: scatter, masked or reload
     version: VersionStatus
     health: HealthStatus
@@ -97,6 +118,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_sync: CommittedSync | None
     scrub: ScrubState | None  # of all ranks together; None if scrubbing is off
     log: LogStatus | None
+    audit: AuditStatus | None = None  # None without an audit file
     adapters: list[LoadedAdapter] | None  # None if the engine takes none
     plan: list[list[dict[str, Any]]] | msgspec.UnsetType | None = msgspec.UNSET  # on request
     history: list[SyncRecord] | msgspec.UnsetType = msgspec.UNSET  # on request

@@ -2,7 +2,8 @@
 
 The server's process spools a part on one host. Ranks on other hosts get it by its content hash:
 `fetch` reads it over HTTP from the source in the operation, and `cache` keeps it in a folder that
-all ranks and engines of a host share. Other rooms link to its files in a `local_folder`.
+all ranks and engines of a host share. Other rooms link to its files in a `local_folder`. `peers`
+are other engines, which are asked before the store of a log is.
 
 Imports: `engine_ext.ranks`, `engine_ext.files`, `engine_ext.settings`, `engine_ext.errors`.
 """
@@ -10,5 +11,6 @@ Imports: `engine_ext.ranks`, `engine_ext.files`, `engine_ext.settings`, `engine_
 from engine_ext.remote_parts.cache import PartCache
 from engine_ext.remote_parts.local_folder import LocalFolder
 from engine_ext.remote_parts.locate import Locate, PartLocator, locator
+from engine_ext.remote_parts.peers import ROUTE, Peers
 
-__all__ = ["LocalFolder", "Locate", "PartCache", "PartLocator", "locator"]
+__all__ = ["ROUTE", "LocalFolder", "Locate", "PartCache", "PartLocator", "Peers", "locator"]

@@ -5,6 +5,7 @@
     CACHE/3f…a0.part            a part, as another host's spool or an object store has it
     CACHE/3f…a0.part.verified   names the delivery for which it was verified last
     CACHE/3f…a0.fetch           locked by the rank that fetches it, or removes it
+    CACHE/3f…a0-ask.fetch       locked by the process that asks other engines for it
 
 A part gets its name once it is whole and verified. The first rank of a host that finds it in
 another delivery verifies it again: the folder might have been damaged meanwhile.
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 _PART: Final = ".part"
 _VERIFIED: Final = ".verified"
 _LOCK: Final = ".fetch"
+_ASKING: Final = "-ask"
 _UNFINISHED: Final = ".fetching"
 _READ_BYTES: Final = 1 << 20
 _GRACE_S: Final = 60.0  # from when a rank was given a file until it has mapped it
@@ -107,20 +109,59 @@ class PartCache:
                 logger.warning("delta updates: %s was damaged, and is fetched again", path)
                 _remove(path)
             self._make_room(size)
-            unfinished = path.with_suffix(_UNFINISHED)
-            try:
-                unfinished.unlink(missing_ok=True)  # of a rank that died
-                with open(unfinished, "w+b", opener=_private) as file:
-                    fetch(file)
-                if not _is_whole(unfinished, content, size):
-                    raise ChecksumMismatch("a part changed on its way here")
-                _mark_read(unfinished)
-                unfinished.replace(path)
-                _mark_verified(path, delivery)
-            except OSError as error:
-                raise self._full() if error.errno in _NO_ROOM else error from error
-            finally:
-                unfinished.unlink(missing_ok=True)
+            self._fetch(path.with_suffix(_UNFINISHED), content, size, fetch)
+            _mark_verified(path, delivery)
+        return path
+
+    @contextlib.contextmanager
+    def asking(self, content: str) -> Iterator[None]:
+        """Let one process of the host ask other engines for a part; others wait.
+
+        It is another lock than that of `get`: an engine that is asked fetches with that one.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self.prepare()
+        with _locked(self.folder / (content + _ASKING + _LOCK)):
+            yield
+
+    def holds(self, content: str, size: int) -> bool:
+        """Return whether a part is there, and whole; if so, it stays for a while."""
+        path = self.folder / (content + _PART)
+        with contextlib.suppress(FileNotFoundError):
+            if _is_whole(path, content, size):
+                _mark_read(path)
+                return True
+        return False
+
+    def add(self, content: str, size: int, fetch: Fetch) -> None:
+        """Fetch a part, whether or not it is there; call it while `asking`.
+
+        Raises:
+            ChecksumMismatch: `fetch` has written something else.
+            SpoolFull: there is no room.
+            DeltaError: what `fetch` raises.
+            OSError: the folder cannot be written.
+        """
+        self._make_room(size)
+        self._fetch(self.folder / (content + _ASKING + _UNFINISHED), content, size, fetch)
+
+    def _fetch(self, unfinished: Path, content: str, size: int, fetch: Fetch) -> Path:
+        """Fetch a part to a file, and give it its name once it is verified."""
+        path = self.folder / (content + _PART)
+        try:
+            unfinished.unlink(missing_ok=True)  # of a process that died
+            with open(unfinished, "w+b", opener=_private) as file:
+                fetch(file)
+            if not _is_whole(unfinished, content, size):
+                raise ChecksumMismatch("a part changed on its way here")
+            _mark_read(unfinished)
+            unfinished.replace(path)
+        except OSError as error:
+            raise self._full() if error.errno in _NO_ROOM else error from error
+        finally:
+            unfinished.unlink(missing_ok=True)
         return path
 
     def _make_room(self, size: int) -> None:

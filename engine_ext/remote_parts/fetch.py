@@ -16,6 +16,10 @@ _ATTEMPTS: Final = 6
 _LONGEST_WAIT_S: Final = 4.0
 
 
+class NotThere(Exception):
+    """The other host does not have the part."""
+
+
 def fetch_part(source: PartSource, file: BinaryIO) -> None:
     """Write a part into an empty file; an interrupted transfer continues where it stopped.
 
@@ -23,9 +27,26 @@ def fetch_part(source: PartSource, file: BinaryIO) -> None:
         PartUnavailable: the other host has removed it, or cannot be reached.
         OSError: the file cannot be written.
     """
+    try:
+        fetch_if_there(source, file, _ATTEMPTS)
+    except NotThere as error:
+        raise PartUnavailable(f"a part cannot be fetched from {source.url}: {error}") from error
+
+
+def fetch_if_there(source: PartSource, file: BinaryIO, attempts: int) -> None:
+    """Write a part into an empty file, as `fetch_part` does.
+
+    Args:
+        attempts: at connecting, and at the rest of an interrupted transfer.
+
+    Raises:
+        NotThere: the other host does not have it.
+        PartUnavailable: it cannot be reached, or refuses.
+        OSError: the file cannot be written.
+    """
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(httpx.TransportError),
-        stop=tenacity.stop_after_attempt(_ATTEMPTS),
+        stop=tenacity.stop_after_attempt(attempts),
         wait=tenacity.wait_random_exponential(multiplier=0.1, max=_LONGEST_WAIT_S),
         reraise=True,
     )
@@ -46,11 +67,15 @@ def _fetch_rest(client: httpx.Client, source: PartSource, file: BinaryIO) -> Non
     begin = file.seek(0, os.SEEK_END)
     if begin >= source.size:
         return
-    headers = {"Authorization": f"Bearer {source.token}", "Range": f"bytes={begin}-"}
+    headers = {"Range": f"bytes={begin}-"}
+    if source.token:
+        headers["Authorization"] = f"Bearer {source.token}"
     with client.stream("GET", source.url, headers=headers) as answer:
         if answer.status_code == httpx.codes.OK:  # all of it
             file.truncate(0)
             file.seek(0)
+        elif answer.status_code == httpx.codes.NOT_FOUND:
+            raise NotThere("HTTP status 404")
         elif answer.status_code != httpx.codes.PARTIAL_CONTENT:
             raise _Refused(f"HTTP status {answer.status_code}")
         for chunk in answer.iter_raw():

@@ -126,6 +126,8 @@ def trace_model(
     compose(placement, loaded.repacks, refusals)
     outputs = {one.path: frozenset(one.names) for one in rebuilds}
     if again is not None:
+        outputs |= again.states.refused_names(loaded.model)
+    if again is not None:
         by_loading = rebuild_by_loading(
             *(dry_run, again.loader, again.context, placement, checkpoint),
             names=untraceable,
@@ -160,7 +162,7 @@ def _unprocessed(
     rebuilds = [
         ModuleRebuild(paths[id(one.module)], one, reprocessing.context, reprocessing.probe)
         for one in states
-        if not one.moves
+        if not one.moves and one.refused is None
     ]
     share_views(model, states)
     for one in rebuilds:

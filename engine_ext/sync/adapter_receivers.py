@@ -33,7 +33,7 @@ from engine_ext.sync.receiver import Receiver, keeps_part
 logger = logging.getLogger(__name__)
 
 # They lead to a write, or are one.
-_WRITES = (ops.BeginPart, ops.PrepareSync, ops.CommitSync, ops.RollBack)
+_WRITES = (ops.BeginPart, ops.PrepareSync, ops.HoldSync, ops.CommitSync, ops.RollBack)
 
 
 @dataclass(eq=False)

@@ -9,9 +9,11 @@ import functools
 import logging
 from collections.abc import Callable
 
+import torch
+
 from engine_ext.format import gap_streams
 from engine_ext.kernels import warm_up
-from engine_ext.placement import Plan
+from engine_ext.placement import DeviceMemory, Plan
 from engine_ext.ranks import cores_per_rank
 from engine_ext.settings import Settings
 from engine_ext.startup import (
@@ -48,17 +50,20 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
         TracingError: tracing changed the model. The engine must not start.
     """
     later = LaterCopies(loaded.model, loaded.constants)
+    # Before the engine measures what is left for its KV cache.
+    memory = DeviceMemory(settings.device_bytes, _devices_of(loaded.model))
     if loaded.checkpoint is not None:
         traced, plan = plan_model(loaded, later)
         return wrap_applier(
-            loaded, settings, make_delta_applier(loaded, settings, traced, plan, later)
+            *(loaded, settings),
+            make_delta_applier(loaded, settings, traced, plan, later, memory),
         )
     initial = _initial_sync_applier(loaded, later)
     receiver = wrap_applier(loaded, settings, initial)
 
     def on_initial_sync(traced: Traced) -> None:
         plan = agree_on_plan(loaded, traced)
-        receiver.adopt(make_delta_applier(loaded, settings, traced, plan, later))
+        receiver.adopt(make_delta_applier(loaded, settings, traced, plan, later, memory))
 
     initial.on_initial_sync = on_initial_sync
     return receiver
@@ -82,13 +87,23 @@ def wrap_applier(loaded: LoadedModel, settings: Settings, applier: Applier) -> R
 
 
 def make_delta_applier(
-    loaded: LoadedModel, settings: Settings, traced: Traced, plan: Plan, later: LaterCopies
+    loaded: LoadedModel,
+    settings: Settings,
+    traced: Traced,
+    plan: Plan,
+    later: LaterCopies,
+    memory: DeviceMemory | None = None,
 ) -> DeltaApplier:
-    """Make the applier of a certified model by its plan. All ranks must call it."""
+    """Make the applier of a certified model by its plan. All ranks must call it.
+
+    Args:
+        memory: of the model's devices, for what syncs keep there; None: nothing is reserved.
+    """
     post_load = PostLoad(
         *(loaded.model, traced.live, traced.placement, loaded.ranks),
         rebuilds=traced.rebuilds,
         recomputed=traced.recomputed,
+        memory=memory,
     )
     dry_run = traced.dry_run
     make: Callable[..., DeltaApplier]
@@ -104,6 +119,7 @@ def make_delta_applier(
         ranks=loaded.ranks,
         trace_again=functools.partial(trace_again, loaded, traced),
         later=later,
+        memory=memory,
     )
 
 
@@ -123,3 +139,9 @@ def _initial_sync_applier(loaded: LoadedModel, later: LaterCopies) -> InitialSyn
     load = functools.partial(load_checkpoint, loaded)
     certify = functools.partial(certify_model, loaded)
     return InitialSyncApplier(trace, load, certify, loaded.constants, loaded.ranks)
+
+
+def _devices_of(model: torch.nn.Module) -> set[torch.device]:
+    """Return the accelerators that hold parameters or buffers of a model."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    return {device for device in devices if device.type not in ("cpu", "meta")}

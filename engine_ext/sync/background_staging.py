@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from engine_ext.errors import MalformedPart
 from engine_ext.format import DecodedPart, read_verified
+from engine_ext.kernels import same_device
 from engine_ext.ranks.operations import BeginPart, FileStamp
 from engine_ext.remote_parts import Locate
 from engine_ext.resources import no_full_collections
@@ -34,7 +35,9 @@ class BackgroundStaging:
         self, threads: int, locate: Locate | None = None, cores: int | None = None
     ) -> None:
         self._locate, self._cores = locate, cores
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="delta-stage")
+        self._threads = ThreadPoolExecutor(
+            threads, thread_name_prefix="delta-stage", initializer=same_device()
+        )
         self._parts: dict[int, Future[StagedPart]] = {}
         # Parts of dropped syncs included; one that is done is not kept alive here.
         self._running: set[Future[StagedPart]] = set()

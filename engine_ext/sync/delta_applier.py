@@ -22,6 +22,7 @@ from engine_ext.format import DecodedPart, Digest, ParamDelta, change_digest
 from engine_ext.model import StorageIndex
 from engine_ext.placement import (
     Certified,
+    DeviceMemory,
     Placed,
     Plan,
     WholeBox,
@@ -59,6 +60,7 @@ class DeltaApplier:
         ranks: of the engine, this one among them.
         trace_again: finds where moved tensors are; None if none can be followed.
         later: finds what is computed from weights only once the engine generates.
+        memory: of devices, for what syncs keep there; None: nothing is reserved.
 
     Attributes:
         threads: they stage and write.
@@ -80,6 +82,7 @@ class DeltaApplier:
         ranks: RankGroup | None = None,
         trace_again: TraceAgain | None = None,
         later: LaterCopies | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         self.plan = plan
         self.digests = plan.scan(threads, certified)
@@ -91,6 +94,7 @@ class DeltaApplier:
         self._proof = GatheredProof(plan, self._ranks)
         self._places = MovedTensors(model, index, plan.placement, self.post_load, trace_again)
         self.threads = ThreadPool(threads)
+        self._memory = memory or DeviceMemory()
         devices = {entry.tensor.device for entry in index.entries}
         self._devices = [device for device in devices if device.type != "cpu"]
         for dtype in {placed.spec.dtype for placed in plan.placement.values()}:
@@ -143,13 +147,16 @@ class DeltaApplier:
         for delta in part.deltas:
             checks.check_param(delta, self.plan, self.refusal)
         undo = not part.manifest.full or self._size() <= self._undo_bytes
-        staged = stage_part(part, self.plan, self._table, self.threads, undo=undo)
+        staged = self._stage(part, undo=undo)
         for param in staged.params:
             param.tied = not self.plan.writes(param.name)
         for delta in ignored:
             staged.skipped[delta.name] = staged.skipped.get(delta.name, 0) + delta.nnz
         staged.compared = self._compared(ignored, part)
         return staged
+
+    def _stage(self, part: DecodedPart, *, undo: bool) -> StagedPart:
+        return stage_part(part, self.plan, self._table, self.threads, self._memory, undo=undo)
 
     def _compared(self, ignored: Sequence[ParamDelta], part: DecodedPart) -> list[StagedParam]:
         """Stage ignored params as the tensors that they are tied to; they are not written."""
@@ -160,7 +167,7 @@ class DeltaApplier:
                 own = msgspec.structs.replace(delta, name=tied, new_checksum=None)
                 checks.check_param(own, self.plan, self.refusal)
                 one = replace(part, deltas=(own,))
-                [param] = stage_part(one, self.plan, self._table, self.threads, undo=False).params
+                [param] = self._stage(one, undo=False).params
                 param.name = delta.name
                 found.append(param)
         return found

@@ -16,7 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from engine_ext.kernels import typed
-from engine_ext.placement import DeviceBatch, DeviceElements, HostElements, Target, upload
+from engine_ext.placement import (
+    DeviceBatch,
+    DeviceElements,
+    DeviceMemory,
+    HostElements,
+    Target,
+    joined,
+)
 from engine_ext.sync.staged import Write
 from engine_ext.sync.thread_pool import ThreadPool
 
@@ -42,14 +49,18 @@ class GatherResult:
     Attributes:
         chosen: which of `indices` they are.
         old: their old bits in host memory, if they are read.
+        batch: what they were read with; it can say later whether they are the same.
     """
 
     chosen: Any
     elements: HostElements | DeviceElements
     old: Any
+    batch: DeviceBatch | None = None
 
 
-def gather(requests: Sequence[GatherRequest], threads: ThreadPool) -> list[GatherResult]:
+def gather(
+    requests: Sequence[GatherRequest], threads: ThreadPool, memory: DeviceMemory
+) -> list[GatherResult]:
     """Find the elements of all requests, on devices, and read the old bits that are requested."""
     if not requests:
         return []
@@ -69,15 +80,16 @@ def gather(requests: Sequence[GatherRequest], threads: ThreadPool) -> list[Gathe
             views = np.split(offsets, ends[:-1])
             pairs = [*zip(numbers, views, strict=True)]
             threads.map(lambda pair: found[pair[0]].fill(pair[1]), pairs)
-        sent = torch.from_numpy(offsets).to(device)
+        sent, lease = memory.keep(torch.from_numpy(offsets), device)
         for number, end in zip(numbers, ends.tolist(), strict=True):
             own = sent[end - found[number].count : end]
-            located[number] = DeviceElements(requests[number].target.flat, own)
+            located[number] = DeviceElements(requests[number].target.flat, own, lease)
     reading = [number for number, one in enumerate(requests) if one.reads]
-    read = DeviceBatch([located[number] for number in reading]).read()
+    batch = DeviceBatch([located[number] for number in reading])
+    read = batch.read()
     old = dict(zip(reading, read, strict=True))
     return [
-        GatherResult(one.chosen, located[number], old.get(number))
+        GatherResult(one.chosen, located[number], old.get(number), batch)
         for number, one in enumerate(found)
     ]
 
@@ -109,7 +121,7 @@ def _find(request: GatherRequest) -> _Found:
     return _Found(within, within.stop - within.start, indices[within], shift)
 
 
-def upload_new(writes: Sequence[Write]) -> None:
+def upload_new(writes: Sequence[Write], memory: DeviceMemory) -> None:
     """Copy the new bits of elements on devices there, if they are in host memory."""
     groups: dict[tuple[torch.device, torch.dtype], list[Write]] = defaultdict(list)
     for write in writes:
@@ -118,6 +130,18 @@ def upload_new(writes: Sequence[Write]) -> None:
             groups[flat.device, flat.dtype].append(write)
     for (device, dtype), own in groups.items():
         new = [typed(np.ascontiguousarray(write.new), dtype) for write in own]
-        views = upload(new, device)
+        sent, lease = memory.keep(joined(new), device)
+        views = torch.split(sent, [one.numel() for one in new])
         for write, bits in zip(own, views, strict=True):
-            write.new = bits
+            write.new, write.lease = bits, lease
+
+
+def keep_on_device(writes: Sequence[Write], memory: DeviceMemory) -> None:
+    """Move offsets and new bits of elements on devices to memory that is there for them."""
+    for write in writes:
+        elements = write.elements
+        if isinstance(elements, DeviceElements):
+            device = elements.flat.device
+            offsets, lease = memory.keep(elements.offsets, device)
+            write.elements = DeviceElements(elements.flat, offsets, lease)
+            write.new, write.lease = memory.keep(write.new, device)

@@ -27,10 +27,12 @@ import torch
 
 from engine_ext.errors import NotUpdatable
 from engine_ext.model import StorageIndex
-from engine_ext.placement import Placement, uncertified
+from engine_ext.placement import DeviceMemory, Placement, uncertified
 from engine_ext.ranks import RankGroup
 from engine_ext.startup import LockstepRunner, Rebuild, RebuildError, Recomputed, module_place
+from engine_ext.sync.device_table import keep_on_device
 from engine_ext.sync.staged import StagedModule, StagedModules, StagedPart, Write
+from engine_ext.sync.writes import read_old
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class PostLoad:
         placement: of the checkpoint, in unprocessed weights where a module is rebuilt.
         rebuilds: the proven ones on this rank.
         recomputed: what is proven to be recomputed from live weights on this rank.
+        memory: of devices, for what a sync keeps there; None: nothing is reserved.
 
     Attributes:
         model: the live model.
@@ -64,9 +67,11 @@ class PostLoad:
         *,
         rebuilds: Sequence[Rebuild] = (),
         recomputed: Sequence[Recomputed] = (),
+        memory: DeviceMemory | None = None,
     ) -> None:
         self.model, self._index, self._ranks = model, index, ranks
         self.recomputed = recomputed
+        self._memory = memory or DeviceMemory()
         self.checks_first = any(ranks.all_gather(bool(recomputed)))
         self._lockstep = LockstepRunner(ranks)
         self._by_path = {one.path: one for one in rebuilds}
@@ -270,8 +275,8 @@ class PostLoad:
             if difference.place is not None:
                 self._places.setdefault(f"{path}.{difference.path}", difference.place)
         found = [Write(d.elements, d.new, "", keep) for d in rebuilt.differences]
-        for write in found:
-            write.read_old()
+        keep_on_device(found, self._memory)
+        read_old(found)
         return StagedModule(found, rebuilt.fingerprints)
 
 

@@ -29,7 +29,7 @@ from engine_ext.sync.sync_state import SyncState
 logger = logging.getLogger(__name__)
 
 # They write weights or what the scrubber compares them with, or might let the engine do so.
-_WRITES = (ops.PrepareSync, ops.CommitSync, ops.RollBack)
+_WRITES = (ops.PrepareSync, ops.HoldSync, ops.CommitSync, ops.RollBack)
 
 
 def keeps_part(request: ops.Operation[Any]) -> bool:
@@ -154,8 +154,6 @@ class Receiver(SyncOperations):
                 logger.exception("delta updates: the model could not be searched for copies")
         return ops.RankStatus(
             **msgspec.structs.asdict(self._state()),
-            asleep=self._sync_state.asleep,
-            foreign=self._sync_state.changed_externally,
             run=self._sync_state.run,
             owner=self._sync_state.runs.owner,
             loaded=self._sync_state.loaded,
@@ -175,6 +173,8 @@ class Receiver(SyncOperations):
             engine_state=self._sync_state.engine_state,
             resume_owed=use.resume_owed,
             paused=use.pause,
+            asleep=self._sync_state.asleep,
+            foreign=self._sync_state.changed_externally,
         )
 
     def _unseen(self, parts: ops.Parts) -> list[str]:

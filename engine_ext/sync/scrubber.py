@@ -23,6 +23,7 @@ from typing import Final
 import torch
 
 from engine_ext.format import Digest
+from engine_ext.kernels import same_device
 from engine_ext.placement import Plan
 from engine_ext.ranks.operations import ScrubState
 from engine_ext.sync.applier import Applier
@@ -76,7 +77,13 @@ class Scrubber:
         if self._interval is not None:
             return
         self._interval = interval
-        threading.Thread(target=self._run, name="delta-scrub", daemon=True).start()
+        use_device = same_device()
+
+        def run() -> None:
+            use_device()
+            self._run()
+
+        threading.Thread(target=run, name="delta-scrub", daemon=True).start()
 
     @property
     def state(self) -> ScrubState | None:

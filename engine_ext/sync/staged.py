@@ -17,7 +17,7 @@ import msgspec
 
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import Digest, Manifest, ParamDelta
-from engine_ext.placement import HostElements, LiveElements, WholeBox
+from engine_ext.placement import DeviceBatch, HostElements, Lease, LiveElements, WholeBox
 
 CHANGED: Final = "a weight changed between staging and commit; send the sync again"
 
@@ -37,6 +37,8 @@ class Write(msgspec.Struct, eq=False, gc=False):
         live: the live tensor's name; empty if the engine's own processing computes it.
         keep: whether the old bits are kept for an undo.
         old: the old bits, in host memory; None until `read_old` or `put`.
+        batch: what they were read with, if it was a batch of elements on devices.
+        lease: of the memory of `new`, see `engine_ext.placement.device_memory`.
         memory: where `put` can keep the old bits of a box.
         written: whether `undo` must restore the old bits.
     """
@@ -47,6 +49,8 @@ class Write(msgspec.Struct, eq=False, gc=False):
     keep: bool = True
     old: Any = None
     memory: Any = None
+    batch: DeviceBatch | None = None
+    lease: Lease | None = None
     written: bool = False
 
     @property

@@ -30,6 +30,7 @@ from engine_ext.format import (
 )
 from engine_ext.kernels import Bits, bits_of, typed
 from engine_ext.placement import (
+    DeviceMemory,
     HostElements,
     Plan,
     Target,
@@ -57,7 +58,13 @@ _OnDevices = Mapping[int, GatherResult]  # by the number of the target
 
 
 def stage_part(
-    part: DecodedPart, plan: Plan, table: HostTable, threads: ThreadPool, *, undo: bool
+    part: DecodedPart,
+    plan: Plan,
+    table: HostTable,
+    threads: ThreadPool,
+    memory: DeviceMemory,
+    *,
+    undo: bool,
 ) -> StagedPart:
     """Prepare the writes of a part on this rank; nothing of it is kept but copies of its share.
 
@@ -67,6 +74,7 @@ def stage_part(
             the new bytes, proves that they are the sender's, so that only a digested tensor can be
             sent so.
         table: of the plan.
+        memory: for what is kept on devices.
         undo: whether the old values of dense params are kept; those of sparse ones always are.
 
     Raises:
@@ -80,7 +88,7 @@ def stage_part(
         _holds_all(delta, plan.targets.get(delta.name, ())) for delta in part.deltas
     )
     stager = _Stager(
-        *(plan.rank, manifest.full, undo, manifest.digest_part is not None, whole, threads)
+        *(plan.rank, manifest.full, undo, manifest.digest_part is not None, whole, threads, memory)
     )
     params = [StagedParam.of(delta) for delta in part.deltas]
     in_table = _stage_by_table(part, table, threads, params, undo)
@@ -89,7 +97,7 @@ def stage_part(
     staged = threads.map(lambda one: stager.stage(*one[0], one[1]), todo, _size)
     for number, piece in zip(numbers, staged, strict=True):
         params[number].absorb(piece)
-    upload_new([write for param in params for write in param.writes])
+    upload_new([write for param in params for write in param.writes], memory)
     return StagedPart(manifest, params, unproven=prove_here(part, plan, threads))
 
 
@@ -175,7 +183,7 @@ def _on_devices(
         for number, target in enumerate(targets)
         if target.host is None and delta.indices is not None
     ]
-    located = gather([one for *_, one in wanted], threads)
+    located = gather([one for *_, one in wanted], threads, stager.memory)
     found: list[dict[int, GatherResult]] = [{} for _ in pieces]
     for (piece, number, _), one in zip(wanted, located, strict=True):
         found[piece][number] = one
@@ -212,6 +220,7 @@ class _Stager:
     replaced: bool  # the old values that a full part replaces are digested, too
     whole: bool  # all of the part's tensors are on this rank, so that its memory can be kept
     threads: ThreadPool
+    memory: DeviceMemory
 
     def stage(
         self,
@@ -316,6 +325,7 @@ class _Stager:
             write.old = known.old if write.keep else None
             old = checkpoint_bits(as_host(known.old), target.dtype, delta.dtype)
             old = old.reshape(-1, copies)
+        write.batch = None if write.old is None else known.batch
         if not boxed:
             staged.writes.append(write)
         return _Found(new[::copies], indices[chosen][::copies], 0, old)
@@ -323,7 +333,7 @@ class _Stager:
     def _gathered(self, request: GatherRequest) -> GatherResult:
         """Find the elements of a request, and read their old bits if it says so."""
         if request.target.host is None:
-            return gather([request], self.threads)[0]
+            return gather([request], self.threads, self.memory)[0]
         chosen, elements = request.target.find(request.indices)
         return GatherResult(chosen, elements, elements.read() if request.reads else None)
 

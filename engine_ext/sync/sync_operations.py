@@ -71,7 +71,9 @@ class SyncOperations:
         """
         before = self._sync_state.sync
         try:
-            admission = self._sync_state.admit(request.part, request.now, request.at)
+            admission = self._sync_state.admit(
+                request.part, request.now, request.at, request.nbytes
+            )
         finally:
             if self._sync_state.sync is not before:
                 self._staging.clear()
@@ -152,8 +154,14 @@ class SyncOperations:
         return ops.SyncPrepared(complete=True, done=done, rebuilt=rebuilt)
 
     def abort(self, request: ops.AbortSync) -> ops.Reply:
-        """Forget one part, or the staged sync; if the request names a version, only that one."""
+        """Forget one part, or the staged sync; if the request names a version, only that one.
+
+        A sync that is held for a group is kept then, unless the request names the group.
+        """
         part = request.part
+        is_named = part is not None or request.version is not None
+        if is_named and self._sync_state.is_held_from(request.group):
+            return ops.Reply()
         if part is not None:
             if self._sync_state.holds(part):
                 self._sync_state.settle(part.part, staged=False)
@@ -162,23 +170,41 @@ class SyncOperations:
             self._drop_staged()
         return ops.Reply()
 
+    def hold(self, request: ops.HoldSync) -> ops.Reply:
+        """Vote on the staged sync as its commit does, and keep it until its group has decided.
+
+        Raises:
+            CommitFailed: as for `commit`.
+            SyncInProgress: another group decides on it.
+            DeltaError: some rank refuses it. Every rank is unchanged.
+        """
+
+        def prepare() -> Sequence[StagedPart]:
+            self._sync_state.check_not_held(request.prepared.group)
+            return self._ready(request.version, request.sync_id)
+
+        known = self._sync_state.describe()
+        before = None if known is None else known.prepared
+        renews = before is not None and before.group == request.prepared.group
+        # A replica that has fallen asleep holds none: the others must not wait for its vote.
+        if not all(self._ranks.all_gather(renews)):
+            self._agree(prepare)
+        self._sync_state.hold(request.prepared)
+        return ops.Reply()
+
     def commit(self, request: ops.CommitSync) -> ops.CommittedSync:
         """Write the staged sync on every rank, or leave every rank as it was.
 
         Raises:
+            SyncInProgress: the sync is held for a group that the request does not name.
             CommitFailed: some rank failed and could not be restored, or checking the sync has
                 changed its model; the engine is uncertain.
             DeltaError: some rank refused or failed; every rank is unchanged.
         """
 
         def prepare() -> Sequence[StagedPart]:
-            if not self._is_staged(request.version, request.sync_id):
-                raise Conflict(f"no sync to version {request.version} is staged")
-            staged = self._checked()
-            if not self._applier.is_prepared(staged):
-                raise Conflict("the sync was not prepared; send it again")
-            self._applier.check_base(staged)
-            return staged
+            self._sync_state.check_not_held(request.group)
+            return self._ready(request.version, request.sync_id)
 
         staged = self._agree(prepare)
         sync = self._sync_state.sync
@@ -233,11 +259,13 @@ class SyncOperations:
         """Restore the version before the last one on every rank.
 
         Raises:
+            SyncInProgress: a group of engines has yet to decide on the staged sync.
             CommitFailed: some rank failed half-way; the engine is uncertain.
             DeltaError: some rank refused; every rank is unchanged.
         """
 
         def prepare() -> Sequence[StagedPart]:
+            self._sync_state.check_not_held()
             self._sync_state.check_writable(full=False)
             if not self._undo or self._sync_state.previous is None:
                 raise Conflict("there is no version to go back to: the old values were not kept")
@@ -271,6 +299,16 @@ class SyncOperations:
         sync = self._sync_state.sync
         return sync is not None and (sync.version, sync.sync_id) == (version, sync_id)
 
+    def _ready(self, version: int, sync_id: str | None) -> Sequence[StagedPart]:
+        """Return the parts of the staged sync, if it is this one and can be written at once."""
+        if not self._is_staged(version, sync_id):
+            raise Conflict(f"no sync to version {version} is staged")
+        staged = self._checked()
+        if not self._applier.is_prepared(staged):
+            raise Conflict("the sync was not prepared; send it again")
+        self._applier.check_base(staged)
+        return staged
+
     def _drop_staged(self) -> None:
         self._sync_state.drop()
         self._staging.clear()
@@ -290,8 +328,10 @@ class SyncOperations:
     def _look_at_memory(self, part: PartId) -> None:
         """Notice what the engine has done to its model, before the first part of a sync is staged.
 
-        A search for copies takes long, so it comes before every sync whose number is a power of
-        two: before the first, after the first commit, and in case the engine generates later.
+        A search for copies takes long (over a second for 18,000 modules), so it comes before every
+        sync whose number is a power of two: before the first, after the first commit, and in case
+        the engine generates later. A walk over the modules' own attributes alone would be short,
+        and miss tensors in objects and dictionaries.
         """
         try:
             if part.full:

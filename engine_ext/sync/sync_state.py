@@ -24,9 +24,17 @@ from engine_ext.errors import (
     WeightsAsleep,
 )
 from engine_ext.format import Origin, PartId, RunSender, Unproven, continues
-from engine_ext.ranks.operations import Admission, Delivery, LogRecords, RunOwner, StagedSync
+from engine_ext.ranks.operations import (
+    Admission,
+    Delivery,
+    LogRecords,
+    PreparedSync,
+    RunOwner,
+    StagedSync,
+)
 from engine_ext.sync.runs import Runs, clock, describe, is_anonymous, is_twin, owner_of
 
+_MOST_WAIT_S: Final = 5.0
 _MOST_LOG_RECORDS: Final = 256  # the last versions; a rewritten log shows in any of them
 
 
@@ -34,6 +42,7 @@ _MOST_LOG_RECORDS: Final = 256  # the last versions; a rewritten log shows in an
 class _Slot:
     identity: str
     file: str | None = None
+    nbytes: int = 0
     staged: bool = False
 
 
@@ -65,6 +74,7 @@ class Sync:
     since: float
     num_parts: int | None = None
     slots: dict[int, _Slot] = field(default_factory=dict)
+    prepared: PreparedSync | None = None  # held until its group of engines has decided
 
     @property
     def complete(self) -> bool:
@@ -152,7 +162,7 @@ class SyncState:
         self.writes += 1
         return True
 
-    def admit(self, part: PartId, now: float, at: float = 0.0) -> Admission:
+    def admit(self, part: PartId, now: float, at: float = 0.0, nbytes: int = 0) -> Admission:
         """Decide what to do with a part that has arrived at `now`, in seconds.
 
         The sender of a part that is staged, and that names a run, owns the weights from then on,
@@ -161,6 +171,7 @@ class SyncState:
 
         Args:
             at: `now` as Unix time.
+            nbytes: of the part as it was sent.
 
         Returns:
             ``new``: stage it, then call `settle`. ``staged``: it is staged or being staged
@@ -175,6 +186,9 @@ class SyncState:
         if part.origin == "sender":
             self.runs.check(part.sender)
         admission = self._admit(part, now, at)
+        if admission == "new":
+            assert self.sync is not None
+            self.sync.slots[part.part].nbytes = nbytes
         owns = part.sender is not None and part.origin == "sender"
         if owns and admission != "already_applied":
             assert part.sender is not None
@@ -212,10 +226,13 @@ class SyncState:
 
         Raises:
             RunConflict: another run owns them, or has taken over from this one (`RunFenced`).
-            SyncInProgress: a sender that names no run has staged parts, and `takeover` is False.
+            SyncInProgress: a sender that names no run has staged parts, and `takeover` is False;
+                or a group of engines has yet to decide on the sync of another process.
         """
         self.runs.check(sender, takeover=takeover)
         sync = self.sync
+        if sync is not None and sync.prepared and not _is_by(sync, sender):
+            raise self._in_progress(sync, now, at)
         if sync is not None and sync.sender is None and sync.origin == "sender":
             if not takeover and now - sync.last_part_at < self.stage_timeout:
                 raise self._in_progress(sync, now, at)
@@ -227,11 +244,12 @@ class SyncState:
     def release(self, sender: RunSender) -> bool:
         """Leave the weights without an owner, if this process owns them; return whether it did.
 
-        All that it has staged is dropped.
+        All that it has staged is dropped, but for a sync that a group of engines decides on.
         """
         released = self.runs.release(sender)
-        if released and self.sync is not None and self.sync.sender is not None:
-            self.sync = self.sync if self.sync.origin == "log" else None
+        sync = self.sync
+        if released and sync is not None and sync.sender is not None and not sync.prepared:
+            self.sync = sync if sync.origin == "log" else None
         return released
 
     def _own(self, sender: RunSender, at: float) -> None:
@@ -239,8 +257,25 @@ class SyncState:
         sync = self.sync
         if sync is None or sync.sender is None or sync.origin != "sender":
             return
-        if _process(sync.sender) != _process(sender) or is_twin(sender, sync.sender):
+        if not _is_by(sync, sender):
             self.sync = None
+
+    def hold(self, prepared: PreparedSync) -> None:
+        """Keep the staged sync until `commit` or `drop`, whoever else sends parts."""
+        assert self.sync is not None
+        self.sync.prepared = prepared
+
+    def is_held_from(self, group: str | None) -> bool:
+        """Return whether another group of engines than this one decides on the staged sync."""
+        prepared = None if self.sync is None else self.sync.prepared
+        return prepared is not None and prepared.group != group
+
+    def check_not_held(self, group: str | None = None) -> None:
+        """Raise `SyncInProgress` if another group of engines decides on the staged sync."""
+        if self.is_held_from(group):
+            assert self.sync is not None
+            assert self.sync.prepared is not None
+            raise self._in_progress(self.sync, self.sync.prepared.ends, self.sync.prepared.until)
 
     def seen(self, version: int, identity: str, run: str | None = None) -> bool:
         """Return whether a part was committed at `version`, and the engine is at that version.
@@ -381,9 +416,11 @@ class SyncState:
             full=self.sync.full,
             num_parts=self.sync.num_parts,
             parts=sorted(number for number, slot in self.sync.slots.items() if slot.staged),
+            bytes=sum(slot.nbytes for slot in self.sync.slots.values()),
             run=None if self.sync.sender is None else self.sync.sender.run,
             owner=self.sync.owner,
             since=self.sync.since,
+            prepared=self.sync.prepared,
         )
 
     def _run_of(self, sync: Sync) -> str:
@@ -406,7 +443,7 @@ class SyncState:
 
         It can if that is old, or an earlier attempt of the same run.
         """
-        if self._is_of(sync, part):
+        if self._is_of(sync, part) or sync.prepared is not None:
             return False
         if now - sync.last_part_at >= self.stage_timeout:
             return True
@@ -425,11 +462,21 @@ class SyncState:
 
     def _in_progress(self, sync: Sync, now: float, at: float) -> SyncInProgress:
         left = self.stage_timeout - (now - sync.last_part_at)
+        if sync.prepared is not None:
+            left = min(sync.prepared.ends - now, _MOST_WAIT_S)  # it can be decided before
         wait, until, owner = max(1, math.ceil(left)), at + max(0.0, left), sync.owner
         who = "a sender that names no run" if owner is None else describe(owner)
-        return SyncInProgress(
+        message = (
             f"{who} has staged parts of version {sync.version} since {clock(sync.since)}, which "
-            f"keep other syncs out until {clock(until)}; retry in {wait} s",
+            f"keep other syncs out until {clock(until)}; retry in {wait} s"
+        )
+        if sync.prepared is not None:
+            message = (
+                f"version {sync.version} of {who} is prepared since {clock(sync.since)}, and its "
+                f"group of engines has yet to decide on it; retry in {wait} s"
+            )
+        return SyncInProgress(
+            message,
             staged_version=sync.version,
             staged_sync_id=sync.sync_id,
             staged_run=None if owner is None else owner.run,
@@ -544,6 +591,14 @@ def _joined(sync: Unproven | None, part: Unproven | None) -> Unproven | None:
         one = sync or part
         return one and Unproven(apart=one.apart)
     return sync if sync.folder == part.folder else Unproven(apart=sync.apart)
+
+
+def _is_by(sync: Sync, sender: RunSender) -> bool:
+    """Return whether a process of a run has sent a sync."""
+    theirs = sync.sender
+    return (
+        theirs is not None and _process(theirs) == _process(sender) and not is_twin(sender, theirs)
+    )
 
 
 def _process(sender: RunSender | None) -> tuple[str, int] | None:

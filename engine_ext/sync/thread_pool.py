@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
 from typing import Final, TypeVar
 
+from engine_ext.kernels import same_device
+
 _MANY: Final = 1 << 17  # bytes that take a thread far longer than to be woken
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -19,7 +21,9 @@ class ThreadPool:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="delta-write")
+        self._executor = ThreadPoolExecutor(
+            threads, thread_name_prefix="delta-write", initializer=same_device()
+        )
 
     def map(
         self,

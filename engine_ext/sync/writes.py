@@ -10,6 +10,18 @@ from engine_ext.sync.staged import Write
 from engine_ext.sync.thread_pool import ThreadPool
 
 
+def read_old(writes: Sequence[Write]) -> None:
+    """Read the old bits that are to be kept and are not known; those on devices together."""
+    unread = [write for write in writes if write.keep and write.old is None]
+    on_devices, others = _divided(unread)
+    if on_devices:
+        batch = DeviceBatch([_elements(write) for write in on_devices])
+        for write, old in zip(on_devices, batch.read(), strict=True):
+            write.old, write.batch = old, batch
+    for write in others:
+        write.read_old()
+
+
 def put_all(writes: Sequence[Write], threads: ThreadPool, *, compares: bool) -> None:
     """Write the new bits of all; see `Write.put`, which compares in host memory only.
 
@@ -48,9 +60,13 @@ def are_unchanged(writes: Sequence[Write], threads: ThreadPool, *, sampled: bool
         sampled: whether a sample of those is compared that `put_all` compares, too.
     """
     on_devices, others = _divided([write for write in writes if write.old is not None])
-    if on_devices:
-        batch = DeviceBatch([_elements(write) for write in on_devices])
-        if not batch.holds([write.old for write in on_devices]):
+    read = {id(write.batch): write.batch for write in on_devices if write.batch is not None}
+    if not all(batch.is_as_read() for batch in read.values()):
+        return False
+    alone = [write for write in on_devices if write.batch is None]
+    if alone:
+        batch = DeviceBatch([_elements(write) for write in alone])
+        if not batch.holds([write.old for write in alone]):
             return False
     if not sampled:
         return all(threads.map(Write.unchanged, others, _size))

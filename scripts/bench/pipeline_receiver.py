@@ -93,6 +93,7 @@ class PlainEngine:
     name = "a plain model"
     shared = False
     address: str | None = None
+    model: str | None = None
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -127,9 +128,11 @@ class PlainEngine:
         return self._version
 
 
-def serve(pipe: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Serve the endpoints on a free port, which is sent through `pipe`."""
-    settings = Settings()
+def serve(
+    pipe: Any, tensors: dict[str, torch.Tensor], settings: Settings | None = None, port: int = 0
+) -> None:
+    """Serve the endpoints on a port, any free one by default, which is sent through `pipe`."""
+    settings = settings or Settings()
     service = DeltaService(PlainEngine(make_receiver(tensors, settings)), settings)
 
     @asynccontextmanager
@@ -142,7 +145,7 @@ def serve(pipe: Any, tensors: dict[str, torch.Tensor]) -> None:
     app = FastAPI(lifespan=lifespan)
     attach(app)
     app.state.delta_service = service
-    listener = socket.create_server((HOST, 0))
+    listener = socket.create_server((HOST, port))
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])
 
 

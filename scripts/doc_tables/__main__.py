@@ -33,6 +33,7 @@ FAST: Final[dict[str, Callable[[], str]]] = {
     "features": support.features,
     "survey": survey.stored_table,
     "gpu": gpu.rows,
+    "gpu-syncs": gpu.syncs,
 }
 # Runs every receiver on every loader: most of a minute.
 SLOW: Final[dict[str, Callable[[], str]]] = {"conformance": conformance.default_table}

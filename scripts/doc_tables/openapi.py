@@ -14,9 +14,13 @@ from typing import Any, Final
 import msgspec
 
 import engine_ext
+from delta_server.generation_guard import READY_PATH
+from delta_server.readiness import Ready
 from delta_server.request_options import (
+    COMMITS,
     PAUSE_MODES,
     DiskRequest,
+    GroupRequest,
     PullRequest,
     RpcRequest,
     RunRequest,
@@ -75,44 +79,55 @@ _BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/pull_weights": PullRequest,
     "/collective_rpc": RpcRequest,
     "/delta_run": RunRequest,
+    "/delta_commit": GroupRequest,
 }
 _UPDATE: Final = (
     "weight_version", "base_version", "pause_mode", "flush_cache", "reason", "adapter",
 )  # fmt: skip
+_PART: Final = "/delta_parts/{content}"
 _QUERIES: Final[dict[str, tuple[str, ...]]] = {
-    "/update_weights_delta": _UPDATE,
+    "/update_weights_delta": (*_UPDATE, "commit"),
     "/update_weights_from_disk": _UPDATE,
     "/update_weight_version": (),
     "/pull_weights": (),
     "/collective_rpc": (),
     "/delta_status": ("plan", "history", "adapter"),
+    "/delta_ready": ("min_version",),
     "/delta_digest": ("scan", "adapter"),
     "/delta_dashboard": (),
     "/delta_rollback": ("pause_mode", "flush_cache", "adapter"),
     "/delta_catch_up": ("pause_mode", "flush_cache"),
     "/delta_pin": ("version",),
     "/delta_run": ("adapter",),
+    "/delta_commit": ("pause_mode", "flush_cache"),
+    "/delta_parts": (),
+    _PART: ("cached",),
 }
 _VERSION: Final = {"type": "string", "pattern": "^(0|[1-9][0-9]{0,18})$"}
 _PARAMETERS: Final[dict[str, dict[str, Any]]] = {
     "weight_version": _VERSION,
     "base_version": _VERSION,
     "version": _VERSION,
+    "min_version": _VERSION,
     "pause_mode": {"enum": list(PAUSE_MODES), "default": "keep"},
+    "commit": {"enum": list(COMMITS), "default": COMMITS[0]},
     "flush_cache": {"enum": [True, False, "salt"], "default": True},
     "reason": {"type": "string", "pattern": "^[ -~]{1,200}$"},
     "adapter": {"type": "string", "minLength": 1},
-    **{name: {"type": "boolean", "default": False} for name in ("plan", "history", "scan")},
+    **{
+        name: {"type": "boolean", "default": False}
+        for name in ("plan", "history", "scan", "cached")
+    },
 }
 
 
 def document() -> str:
     """Return the OpenAPI description as JSON text."""
-    types = [*_BODIES.values(), EngineStatus]
+    types = [*_BODIES.values(), EngineStatus, Ready]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
-    bodies = dict(zip(_BODIES, schemas[:-1], strict=True))
+    bodies = dict(zip(_BODIES, schemas[: len(_BODIES)], strict=True))
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for route in routes():
         for method in route.methods:
@@ -131,7 +146,7 @@ def document() -> str:
 
 
 def _operation(path: str, endpoint: object, bodies: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    updates = path in bodies and path != "/delta_run"
+    updates = path in bodies and path not in ("/delta_run", "/delta_commit")
     operation: dict[str, Any] = {
         "operationId": path.strip("/"),
         "summary": summary(endpoint),
@@ -140,6 +155,16 @@ def _operation(path: str, endpoint: object, bodies: Mapping[str, dict[str, Any]]
         ],
         "responses": _page() if path == "/delta_dashboard" else _responses(path, updates),
     }
+    if path == _PART:
+        hash_of_part = {"type": "string", "pattern": "^[0-9a-f]{32}$"}
+        operation["operationId"] = "delta_part"
+        operation["parameters"].append(
+            {"name": "content", "in": "path", "required": True, "schema": hash_of_part}
+        )
+        operation["responses"]["200"] = {
+            "description": "Done",
+            "content": {"application/octet-stream": {"schema": {}}},
+        }
     if path in bodies:
         content = {"application/json": {"schema": bodies[path]}}
         if path == "/update_weights_delta":
@@ -154,6 +179,10 @@ def _operation(path: str, endpoint: object, bodies: Mapping[str, dict[str, Any]]
 def _responses(path: str, updates: bool) -> dict[str, Any]:
     """Return the answers by status; queries and rollbacks share one entry for every error."""
     refusal = {"$ref": "#/components/schemas/Refusal"}
+    if path == READY_PATH:
+        found = {"$ref": "#/components/schemas/Ready"}
+        answers = {"200": _response("Ready", found), "503": _response("Not ready", found)}
+        return {**answers, "default": _response("Refused", refusal)}
     if not updates:
         described = {"$ref": "#/components/schemas/EngineStatus"}
         done = _response("Done", described if path == "/delta_status" else {"type": "object"})

@@ -22,16 +22,16 @@ _SURVIVED: Final = {
     "old": "old version",
     "new": "new version",
     "either": "one of the two",
-    "uncertain": "uncertain: 503 until a full sync, which the sender sends",
+    "uncertain": "uncertain, until the sender's full sync",
 }
 _FOLLOWED: Final = {
-    "old": "old version; then, without a call, the newest one, {}",
+    "old": "old version; the newest {}",
     "new": "new version",
 }
 _RESTARTED: Final = {
-    "old": "nothing; after a restart: old version",
-    "new": "nothing; after a restart: new version",
-    "log": "nothing; after a restart: the newest version in the log",
+    "old": "after a restart: old version",
+    "new": "after a restart: new version",
+    "log": "after a restart: the newest in the log",
 }
 
 
@@ -135,7 +135,7 @@ def route_table() -> str:
 
 
 def fault_table() -> str:
-    """Return each fault of tests/faults, the answer, and the engine's version afterwards."""
+    """Return the faults of tests/faults by the answer and the engine's version afterwards."""
     deaths = importlib.import_module("tests.faults.process_deaths")
     faults = importlib.import_module("tests.faults.survivable")
     rebuilding = importlib.import_module("tests.faults.rebuilding")
@@ -158,5 +158,8 @@ def fault_table() -> str:
         (fault.what, fault.answer, _FOLLOWED[fault.meanwhile].format(fault.until))
         for fault in store.STORE
     ]
+    alike: dict[tuple[str, str], dict[str, None]] = {}
+    for what, answer, holds in rows:
+        alike.setdefault((answer, holds), {})[what] = None
     header = ["fault", "answer to the sender, or the follower's error", "the engine holds"]
-    return table(header, dict.fromkeys(rows))
+    return table(header, (["<br>".join(found), *ends] for ends, found in alike.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -84,14 +85,18 @@ _NO_OPTION: Final = {
 
 
 def supported() -> str:
-    """Return which set-ups the engines start with, as README's table."""
+    """Return which set-ups the engines start with, with the reason if one does not."""
     rows = [[one.name, *(_cell(one, engine) for engine in ("vLLM", "SGLang"))] for one in SET_UPS]
     return table(["", "vLLM", "SGLang"], rows)
 
 
 def refused() -> str:
-    """Return everything that the engines refuse to start with, and why."""
-    return table(["option", "engine", "reason"], _refused())
+    """Return everything that the engines refuse to start with, and why; a reason has one row."""
+    options: dict[tuple[str, str], list[str]] = {}
+    for what, engine, why in _refused():
+        options.setdefault((engine, why), []).append(what)
+    rows = [["<br>".join(found), engine, why] for (engine, why), found in options.items()]
+    return table(["option", "engine", "reason"], rows)
 
 
 def versions() -> str:
@@ -135,5 +140,4 @@ def _refused() -> Iterator[tuple[str, str, str]]:
 
 def _code(what: str) -> str:
     """Return a set-up with its options as code."""
-    words = (f"`{word}`" if word.startswith("--") else word for word in what.split(" "))
-    return " ".join(words)
+    return re.sub(r"--[\w-]+", r"`\g<0>`", what)

@@ -1,13 +1,20 @@
-"""Prove kinds of models on a GPU, several at once: ``python -m scripts.gpu``.
+"""Prove kinds of models on a GPU, several at once, and time a large one: ``python -m scripts.gpu``.
 
-Prints a line per row as it ends, and writes all facts as JSON. This Python needs a vLLM for CUDA.
+Prints a line per row as it ends, then a table, and writes all facts as JSON. This Python has a vLLM
+for CUDA, or a bundle (``make gpu-bundle``) brings it: on a host without network
+
+    python3 -m scripts.gpu --bundle build/gpu-vllm --minutes 10 --timing 4b --base OLD_TREE
+
+Rows that have not been exact in any recorded run (``scripts/gpu/results``) come first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -15,62 +22,163 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-_LEAST_S = 40  # a row is not begun with less time left
+# Whatever needs more than the standard library is imported once the bundle is unpacked.
+from scripts.gpu import trees
+from scripts.gpu.results import by_worth, is_exact, recorded
+
+_LEAST_S: Final = 40  # a row is not begun with less time left
+_GRACE_S: Final = 25  # in which a row that is interrupted stops its engines
+_TIMING_S: Final = 330  # for the timing, at most
 
 
-def main() -> None:
+def main() -> int:
     """Run the rows that the command line names, each in a process of its own."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.gpu", description=__doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="rows to run (default: all)")
-    parser.add_argument("--at-once", type=int, default=6, metavar="N")
-    parser.add_argument("--seconds", type=float, default=540, help="for all rows together")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/gpu-rows"))
-    parser.add_argument("--json", type=Path, default=Path("gpu-rows.json"))
-    parser.add_argument("--one", metavar="ROW", help=argparse.SUPPRESS)
+    parser = make_parser()
     chosen = parser.parse_args()
+    if chosen.device == "cpu":
+        os.environ[trees.REHEARSAL] = "1"
     if chosen.one is not None:
-        from scripts.gpu.rows import run
-
-        print("ROW " + json.dumps(run(chosen.one, chosen.folder / chosen.one)), flush=True)
-        return
+        return _one(chosen)
+    started = time.monotonic() - float(os.environ.pop(trees.SPENT, "0"))
+    end = started + 60 * chosen.minutes
+    if chosen.bundle is not None:
+        trees.restart_in_bundle(chosen.bundle, chosen.folder / "site", started)
     from scripts.gpu.rows import ROWS
 
-    if unknown := set(chosen.rows) - set(ROWS):
+    names = [name for name in chosen.rows if name != "none"]
+    if unknown := set(names) - set(ROWS):
         parser.error(f"no rows {sorted(unknown)}; there are: {', '.join(ROWS)}")
-    end = time.monotonic() + chosen.seconds
-    facts: list[dict[str, Any]] = []
-
-    def one(name: str) -> None:
-        facts.append(_in_process(name, chosen.folder, end))
-        print(_line(facts[-1]), flush=True)
-        chosen.json.write_text(json.dumps({**_machine(), "rows": facts}, indent=1) + "\n")
-
+    if not chosen.rows:
+        names = by_worth(ROWS, recorded())
+    run = Run(chosen, end)
+    if chosen.timing is not None:
+        run.time()
     with ThreadPoolExecutor(chosen.at_once) as pool:
-        list(pool.map(one, chosen.rows or ROWS))
+        [*pool.map(run.prove, names)]
+    print(f"\n{run.table()}", flush=True)
+    return int(any(not is_exact(row) for row in run.facts["rows"]))
 
 
-def _in_process(name: str, folder: Path, end: float) -> dict[str, Any]:
-    left = end - time.monotonic()
-    if left < _LEAST_S:
-        return {"row": name, "error": "no time was left"}
-    command = [sys.executable, "-m", "scripts.gpu", "--one", name, "--folder", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def make_parser() -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.gpu", description=__doc__, formatter_class=formatter
+    )
+    add = parser.add_argument
+    add("rows", nargs="*", metavar="ROW", help="rows to run (default: all; none: only --timing)")
+    add("--minutes", type=float, default=9, help="for all together (%(default)s)")
+    add("--at-once", type=int, default=6, metavar="N", help="rows (%(default)s)")
+    add("--bundle", type=Path, metavar="DIR", help="pieces of a bundle to unpack and use")
+    add("--timing", choices=("4b", "8b", "tiny"), help="first time a model of this size")
+    add("--base", type=Path, metavar="TREE", help="a checkout of the product to time it against")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal")
+    add("--folder", type=Path, default=Path("/dev/shm/gpu-rows"), help="of work (%(default)s)")
+    add("--json", type=Path, default=Path("gpu-rows.json"), help="(%(default)s)")
+    add("--one", metavar="ROW", help=argparse.SUPPRESS)
+    add("--stock", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _one(chosen: argparse.Namespace) -> int:
+    """Run one row, or the timing of one tree; the last line of the output has its facts."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if chosen.timing is not None:
+        from scripts.gpu import timing
+
+        found = timing.run(chosen.timing, chosen.folder, chosen.one, stock=chosen.stock)
+    else:
+        from scripts.gpu.rows import run
+
+        found = run(chosen.one, chosen.folder / chosen.one)
+    print("FACTS " + json.dumps(found), flush=True)
+    return 0
+
+
+class Run:
+    """The facts that were found so far; they are written after each row."""
+
+    def __init__(self, chosen: argparse.Namespace, end: float) -> None:
+        self._chosen, self._end = chosen, end
+        self.facts: dict[str, Any] = {**machine(), "rows": []}
+
+    def prove(self, name: str) -> None:
+        """Run a row, unless the time is up."""
+        found = self._process(name)
+        self.facts["rows"].append({"row": name, **found})
+        print(_line(self.facts["rows"][-1]), flush=True)
+        self._write()
+
+    def time(self) -> None:
+        """Time the trees, with nothing else on the machine."""
+        own, base = {"new": None}, {"base": self._chosen.base} if self._chosen.base else {}
+        with ThreadPoolExecutor(2) as pool:
+            found = pool.map(lambda one: self._process(*one, timed=True), {**own, **base}.items())
+            self.facts["timing"] = [*found]
+        for one in self.facts["timing"]:
+            print(_timing_lines(one), flush=True)
+        self._write()
+
+    def table(self) -> str:
+        """Return one line per row."""
+        lines = [f"{'row':18} {'outcome':60} rollback  pauses ms"]
+        for row in self.facts["rows"]:
+            pauses = ", ".join(f"{one:.0f}" for one in _pauses(row))
+            outcome = str(row.get("verdict") or row.get("error", "")).partition("\n")[0]
+            lines.append(f"{row['row']:18} {outcome[:60]:60} {row.get('rollback', ''):8}  {pauses}")
+        return "\n".join(lines)
+
+    def _process(
+        self, name: str, tree: Path | None = None, *, timed: bool = False
+    ) -> dict[str, Any]:
+        left = min(self._end - time.monotonic(), _TIMING_S if timed else float("inf"))
+        if left < _LEAST_S:
+            return {"error": "no time was left"}
+        chosen, folder = self._chosen, self._chosen.folder
+        command = [sys.executable, "-m", "scripts.gpu", "--one", name, "--folder", str(folder)]
+        command += ["--device", chosen.device]
+        if timed:
+            command += ["--timing", chosen.timing, *(["--stock"] if tree is None else [])]
+        environment = trees.environment(tree, folder)
+        process = subprocess.Popen(
+            *(command,),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        try:
+            text, _ = process.communicate(timeout=left)
+        except subprocess.TimeoutExpired:
+            text = _interrupted(process)
+        found = [line for line in text.splitlines() if line.startswith("FACTS ")]
+        if not found:
+            return {"error": f"no result: {text[-1500:]}"}
+        return dict(json.loads(found[-1].removeprefix("FACTS ")))
+
+    def _write(self) -> None:
+        self._chosen.json.write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
+
+
+def _interrupted(process: subprocess.Popen[str]) -> str:
+    """Let a process stop its engines, which are in other process groups; return its output."""
+    process.send_signal(signal.SIGINT)
     try:
-        text, _ = process.communicate(timeout=left)
+        return process.communicate(timeout=_GRACE_S)[0]
     except subprocess.TimeoutExpired:
-        process.terminate()  # an interpreter that is terminated leaves engines behind
-        text, _ = process.communicate()
-    found = [line for line in text.splitlines() if line.startswith("ROW ")]
-    if not found:
-        return {"row": name, "error": f"no result: {text[-1500:]}"}
-    return dict(json.loads(found[-1].removeprefix("ROW ")))
+        process.kill()
+        return process.communicate()[0]
+
+
+def _pauses(facts: dict[str, Any]) -> list[float]:
+    syncs = [facts[f"sync{number}"] for number in (1, 2, 3) if f"sync{number}" in facts]
+    return [sync["pause_ms"] for sync in syncs if "pause_ms" in sync]
 
 
 def _line(facts: dict[str, Any]) -> str:
     verdict = facts.get("verdict") or facts.get("refused") or facts.get("error", "")
-    pauses = [facts[f"sync{n}"].get("pause_ms") for n in (1, 2, 3) if f"sync{n}" in facts]
     rest = f"rollback {facts.get('rollback')}, full {facts.get('full', {}).get('verdict')}"
     shown = {k: v for k, v in facts.items() if k.startswith(("sleep", "keep", "load", "resumed"))}
     if "error" in facts and facts["error"] not in str(verdict):
@@ -78,16 +186,23 @@ def _line(facts: dict[str, Any]) -> str:
     return (
         f"{facts['row']:16} {facts.get('seconds', 0):6.1f} s  {str(verdict)[-700:]}\n"
         f"    plan {facts.get('certification')} {facts.get('uncertified')}\n"
-        f"    pause {pauses} ms; {rest}; GPU MiB {facts.get('gpu_mib')}; {shown}"
+        f"    pause {_pauses(facts)} ms; {rest}; GPU MiB {facts.get('gpu_mib')}; {shown}"
     )
 
 
-def _machine() -> dict[str, Any]:
-    import torch
+def _timing_lines(facts: dict[str, Any]) -> str:
+    heads = ("tree", "model", "start_s", "stock_start_s", "scan_s", "gpu_mib", "verdict", "error")
+    lines = [f"timing: { {name: facts.get(name) for name in heads if facts.get(name)} }"]
+    lines += [f"    {sync}" for sync in facts.get("syncs", ())]
+    lines += [f"    reload_weights {one}" for one in facts.get("reload_weights", ())]
+    return "\n".join(lines)
 
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+
+def machine() -> dict[str, Any]:
+    import torch
     import vllm
 
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "device": name,
@@ -98,4 +213,4 @@ def _machine() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

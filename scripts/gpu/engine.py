@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from scripts.live_engine.process import HOST
+from scripts.gpu.trees import REHEARSAL
+from scripts.live_engine.process import HOST, EngineProcess
 from scripts.live_engine.vllm import VllmProcess
 
 MODEL: Final = "m"  # the served name, so that answers of two engines can be compared
+_TAIL_BYTES: Final = 4000
 _ERROR: Final = re.compile(r"\w(Error|Exception|Refused)\b.*: |not supported|refused|Cannot ")
 _ENVIRONMENT: Final = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -22,6 +26,11 @@ _ENVIRONMENT: Final = {
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip",
 }
+
+
+def on_cpu() -> bool:
+    """Return whether the engines run on a CPU (``--device cpu``)."""
+    return os.environ.get(REHEARSAL) == "1"
 
 
 class GpuVllm(VllmProcess):
@@ -77,7 +86,7 @@ class GpuVllm(VllmProcess):
             *("--host", HOST, "--port", str(self.port)),
             *("--max-model-len", str(self._length), "--max-num-seqs", "8"),
         ]
-        if os.environ.get("GPU_ROWS_ON_CPU") == "1":  # a rehearsal
+        if on_cpu():
             return arguments
         return [
             *arguments,
@@ -86,6 +95,25 @@ class GpuVllm(VllmProcess):
         ]
 
     def _server_environment(self) -> dict[str, str]:
-        rehearsal = os.environ.get("GPU_ROWS_ON_CPU") == "1"
         cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        return {**_ENVIRONMENT, **(cpu if rehearsal else {})}
+        return {**_ENVIRONMENT, **(cpu if on_cpu() else {})}
+
+
+def tail(log: Path) -> str:
+    """Return the end of a log; empty if there is none."""
+    with suppress(OSError):
+        return log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+    return ""
+
+
+def gpu_mib(engine: EngineProcess) -> int | None:
+    """Return the MiB on the GPU of an engine's processes, as the driver counts; None if unknown."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    with suppress(Exception):
+        said = subprocess.run(query, check=True, capture_output=True, text=True, timeout=10)
+        pids, used = set(engine.pids()), 0
+        for line in said.stdout.splitlines():
+            pid, mib = map(int, line.split(","))
+            used += mib if pid in pids else 0
+        return used or None
+    return None

@@ -8,12 +8,11 @@ engine that was started on the target checkpoint. A rollback and a full sync fol
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 
 from delta_sender import DeltaSender, SyncReport
 from scripts.gpu import checkpoints
-from scripts.gpu.engine import GpuVllm
+from scripts.gpu.engine import GpuVllm, gpu_mib, tail
 from scripts.live_engine import quantised_checkpoints, tiny_models
 
 Weights = dict[str, torch.Tensor]
@@ -149,14 +148,22 @@ def sync_facts(report: SyncReport) -> Facts:
 
 
 def run(name: str, folder: Path) -> Facts:
-    """Prove one row; its checkpoints and logs go into the folder. Never raises."""
+    """Prove one row; its checkpoints and logs go into the folder.
+
+    Never raises, not even when it is interrupted: what was found until then is returned, with the
+    ends of the engines' logs.
+    """
     row, started = ROWS[name], time.monotonic()
     facts: Facts = {"row": name}
     folder.mkdir(parents=True, exist_ok=True)
     try:
         _prove(row, folder, facts)
-    except Exception as error:
-        facts["error"] = f"{type(error).__name__}: {error}"[-1500:]
+    except (Exception, KeyboardInterrupt) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        facts["error"] = (
+            "time ran out" if interrupted else f"{type(error).__name__}: {error}"[-1500:]
+        )
+        facts["logs"] = {one: tail(folder / f"{one}.log") for one in ("live", "fresh")}
     facts["seconds"] = round(time.monotonic() - started, 1)
     return facts
 
@@ -182,10 +189,10 @@ def _prove(row: Row, folder: Path, facts: Facts) -> None:
         status = live.delta_status()
         facts["certification"] = status.health.certification
         facts["uncertified"] = dict(list(status.health.uncertified.items())[:3])
-        facts["gpu_mib"] = [_gpu_mib(live)]
+        facts["gpu_mib"] = [gpu_mib(live)]
         _sync(row, live, versions, facts)
         facts["fresh_start_s"] = fresh_up.result()
-        facts["gpu_mib"] += [_gpu_mib(live), _gpu_mib(fresh)]
+        facts["gpu_mib"] += [gpu_mib(live), gpu_mib(fresh)]
         now = observed(live)
         facts["verdict"] = difference(now, observed(fresh))
         _roll_back_and_seed(live, versions, now, facts)
@@ -230,19 +237,6 @@ def _roll_back_and_seed(live: GpuVllm, versions: list[Weights], now: Facts, fact
 
 def _version(live: GpuVllm) -> int:
     return int(live.delta_status().version.number)
-
-
-def _gpu_mib(engine: GpuVllm) -> int | None:
-    """Return the MiB on the GPU of an engine's processes, as the driver counts."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    with suppress(Exception):
-        said = subprocess.run(query, check=True, capture_output=True, text=True, timeout=10)
-        pids, used = set(engine.pids()), 0
-        for line in said.stdout.splitlines():
-            pid, mib = map(int, line.split(","))
-            used += mib if pid in pids else 0
-        return used or None
-    return None
 
 
 # What some rows do besides ------------------------------------------------------------------

@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from engine_ext.conformance import random_weights
+
 VOCAB_SIZE: Final = 384
 EOS_TOKEN: Final = "<|endoftext|>"
 PAD_TOKEN: Final = "<|pad|>"
-_JITTER: Final = 0.1
 
 _CORPUS: Final = (
     "the quick brown fox jumps over the lazy dog and runs back into the forest at night",
@@ -175,7 +176,7 @@ def write(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        jitter_constants(model)
+        random_weights.jitter_constants(model)
     model.generation_config = transformers.GenerationConfig(**ids)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory)
@@ -211,14 +212,6 @@ def build_tokenizer(**named: str) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=core, model_max_length=512, model_specific_special_tokens=named, **tokens
     )
-
-
-def jitter_constants(model: torch.nn.Module) -> None:
-    """Add noise to tensors that are initialised to constants or ramps, such as norms and biases."""
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.is_floating_point() and (tensor.dim() < 2 or bool(tensor.std() == 0)):
-                tensor.add_(_JITTER * torch.randn_like(tensor))
 
 
 def add_head(directory: Path, head: torch.Tensor | None = None) -> Path:

@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts.live_engine.tiny_models import ATTENTION, build_tokenizer, jitter_constants
+from engine_ext.conformance import random_weights
+from scripts.live_engine.tiny_models import ATTENTION, build_tokenizer
 
 _IMAGE: Final = "<image>"
 # The names of Gemma3's tokenizer, which SGLang's processor looks for.
@@ -45,7 +46,7 @@ def build(kind: str, directory: Path, *, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).to(torch.bfloat16)
-        jitter_constants(model)
+        random_weights.jitter_constants(model)
     ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = transformers.GenerationConfig(**ids)
     transformers.utils.logging.disable_progress_bar()

@@ -24,11 +24,13 @@ from engine_ext.ranks.operations import (
 )
 from engine_ext.structs import prepare
 
+FLEET: Final = "fleet"
 FOLLOW: Final = "follow"
 HISTORY: Final = "history"
 LOG: Final = "log"
 PULLS: Final = "pulls"
 SCRUB: Final = "scrub"
+SERVED: Final = "served"
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 

@@ -27,12 +27,20 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from delta_server import metrics, pauses
+from delta_server.audit import Audit, Audited
 from delta_server.board import Item
 from delta_server.engine import Engine, call_all_ranks, rank_states, rank_statuses
 from delta_server.process_identity import is_alive, new_name
 from delta_server.request_options import Options
-from engine_ext.errors import CommitFailed, CommittedNotResumed, DeltaError, EngineUncertain
-from engine_ext.format import Digest
+from delta_server.served_versions import UNKNOWN, ServedVersions
+from engine_ext.errors import (
+    AuditUnavailable,
+    CommitFailed,
+    CommittedNotResumed,
+    DeltaError,
+    EngineUncertain,
+)
+from engine_ext.format import Digest, Origin
 from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import (
     AbortSync,
@@ -42,9 +50,10 @@ from engine_ext.ranks.operations import (
     Operation,
     RankState,
     RankStatus,
+    RollBack,
     Written,
 )
-from engine_ext.ranks.status import PauseStatus
+from engine_ext.ranks.status import AuditStatus, PauseStatus
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +78,15 @@ class EngineCommitter:
 
     Other HTTP processes can serve the same engine. The ranks keep the lease, and know whether a
     failed commit has left the engine paused, so that any process can recover from that.
+
+    Attributes:
+        served: the version of the model's weights; it changes before generation is resumed.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, audit: Audit | None = None) -> None:
+        self.served = ServedVersions()
         self._uncertain = False
-        self._engine = engine
+        self._engine, self._audit = engine, audit
         self._use = Item(engine, ENGINE, EngineUse)
         self._name = new_name()
         self._lock = asyncio.Lock()
@@ -105,6 +118,12 @@ class EngineCommitter:
         """Return what every HTTP process must know of the ranks."""
         return await rank_states(self._engine)
 
+    async def refreshed(self) -> list[RankState]:
+        """Return what `states` does, and update `uncertain`."""
+        states = await rank_states(self._engine)
+        self._update_state(states)
+        return states
+
     async def is_uncertain(self) -> bool:
         """Return whether generation must not be served; asks the ranks if the engine is shared.
 
@@ -115,28 +134,37 @@ class EngineCommitter:
         if self._engine.shared and now - self._state_read_at >= _STATE_MAX_AGE_S:
             self._state_read_at = now
             try:
-                self._update_state(await rank_states(self._engine))
+                await self.refreshed()
             except Exception:
                 logger.exception("the state of the ranks could not be read")
         return self.uncertain
 
     async def run(
-        self, request: Operation[_WrittenT], options: Options, engine: Engine | None = None
+        self,
+        request: Operation[_WrittenT],
+        options: Options,
+        engine: Engine | None = None,
+        origin: Origin | None = None,
     ) -> tuple[_WrittenT, float]:
         """Carry out one operation while generation is paused.
 
         Args:
             engine: the engine as the operation's adapter sees it; None means the model's weights.
+            origin: who has brought the parts that are committed.
 
         Returns:
             The first rank's reply with the facts of all ranks, and milliseconds paused.
 
         Raises:
+            AuditUnavailable: the change could not be recorded, so no rank was asked to write.
             CommitFailed: some rank failed half-way, or did not answer. The engine stays paused.
-            CommittedNotResumed: every rank has written, and the engine failed after that.
+            CommittedNotResumed: every rank has written, and the engine, or what records the
+                change, failed after that.
             DeltaError: every rank has refused, and none has written.
         """
+        is_model = engine is None or engine is self._engine
         async with self._lease(pauses=True) as lease:
+            audited = await self._begin_record(request, engine or self._engine, origin, lease)
             start = time.perf_counter()
             try:
                 flushes = options.flush_cache is True
@@ -146,18 +174,29 @@ class EngineCommitter:
                     await self._engine.flush_cache()
                 if options.flush_cache == "salt":
                     await self._engine.salt_cache()
+                if is_model:
+                    self.served.begin_write()
                 written = await self._write(request, engine or self._engine)
             except CommitFailed:
                 # The engine stays paused: neither this process nor the other HTTP processes
                 # must generate from mixed weights.
                 self.uncertain = True
+                self.served.lose()
+                if audited is not None:
+                    await audited.failed()
                 raise
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, Exception):  # else it is not known whether they have written
+                    self.served.keep()
                 if not lease.was_paused or (lease.resume_owed and not self.uncertain):
                     await self._resume(lease)
                 raise
             self.uncertain = False
-            await self._publish(str(written.version), lease, engine or self._engine)
+            if is_model:
+                self.served.move(written.version, written.digest)
+            elif self.served.version == UNKNOWN:  # an adapter's failed write has ended so
+                self.served.see((await rank_states(self._engine))[0].version)
+            await self._publish(written, lease, engine or self._engine, audited)
             return written, (time.perf_counter() - start) * 1e3
 
     async def halt(self, options: Options) -> None:
@@ -165,10 +204,12 @@ class EngineCommitter:
         self.uncertain = True
         try:
             async with self._lease(pauses=True) as lease:
+                self.served.lose()
                 if not lease.was_paused:
                     flushes = options.flush_cache is True
                     await self._engine.pause(options.pause_mode, flush_cache=flushes)
         except Exception:
+            self.served.lose()
             logger.exception("generation could not be paused; its requests answer 503")
 
     async def publish(self, engine: Engine | None = None) -> dict[str, Any]:
@@ -184,8 +225,36 @@ class EngineCommitter:
             await (engine or self._engine).set_weight_version(str(replies[0].version))
             if lease.resume_owed:
                 await self._resume(lease)
+            if self._audit is not None:
+                try:
+                    await self._audit.settle(engine or self._engine)
+                except AuditUnavailable as error:
+                    version = replies[0].version
+                    message = f"version {version} is committed, but not recorded: {error.message}"
+                    raise CommittedNotResumed(message) from error
             digest = total_digest(reply.digest for reply in replies)
             return {"digest": digest, "run": replies[0].run}
+
+    async def describe_audit(self) -> AuditStatus | None:
+        """Return how far the audit trail is; None without one."""
+        return None if self._audit is None else await self._audit.describe()
+
+    async def record_start(self) -> None:
+        """Record the weights that the engine has loaded, unless another process has.
+
+        If that is not possible, the engine serves them and takes no version.
+        """
+        if self._audit is None:
+            return
+        with contextlib.suppress(AuditUnavailable):  # logged, and in the status
+            async with self._lease(pauses=False):
+                await self._audit.settle(self._engine)
+
+    async def check_audit(self, engine: Engine) -> None:
+        """Raise `AuditUnavailable` if a change of the weights could not be recorded now."""
+        if self._audit is not None:
+            async with self._lease(pauses=False):
+                await self._audit.begin(engine)
 
     async def run_external_change(self, change: Callable[[], Awaitable[_T]]) -> _T:
         """Let the caller pause or resume the engine, but not during a commit.
@@ -307,6 +376,10 @@ class EngineCommitter:
                 await asyncio.sleep(0 if dead else _POLL_S)
             elif lease.written or not pauses:  # else it might be another one's pause that was seen
                 self._update_state(lease.states)
+                if self.uncertain:
+                    self.served.lose()
+                else:
+                    self.served.see(lease.states[0].version)
                 use = self._use.value
                 return _HeldLease(was_paused, use.resume_owed, use.pause)
 
@@ -316,20 +389,50 @@ class EngineCommitter:
         self.uncertain = len(versions) > 1 or failed
         self._state_read_at = time.monotonic()
 
-    async def _publish(self, version: str, lease: _HeldLease, engine: Engine) -> None:
-        """Publish the version, then resume; raise what failed, see `run`.
+    async def _begin_record(
+        self,
+        request: Operation[_WrittenT],
+        engine: Engine,
+        origin: Origin | None,
+        lease: _HeldLease,
+    ) -> Audited | None:
+        """Make sure that a change can be recorded; see `Audit.begin`."""
+        if self._audit is None:
+            return None
+        rolls_back = isinstance(request, RollBack)
+        try:
+            return await self._audit.begin(engine, rolls_back=rolls_back, origin=origin)
+        except BaseException:
+            if not lease.was_paused:
+                lease.resume_owed = False  # nothing was paused
+            raise
+
+    async def _publish(
+        self, written: Written, lease: _HeldLease, engine: Engine, audited: Audited | None
+    ) -> None:
+        """Record and publish the version, then resume; raise what failed, see `run`.
 
         An engine whose version is not published stays paused: its tokens would get the old one.
         """
+        failures: list[Exception] = []
+        version = str(written.version)
+        if audited is not None:
+            try:
+                await audited.done(written)
+            except Exception as error:
+                failures.append(error)
         try:
             await engine.set_weight_version(version)
             if lease.resume_owed:
                 await self._resume(lease)
         except Exception as error:
+            failures.append(error)
+        if failures:
+            why = f"{type(failures[0]).__name__}: {failures[0]}"
             raise CommittedNotResumed(
-                f"version {version} is committed, but publishing the version or resuming "
-                f"generation failed: {type(error).__name__}: {error}; send the sync again"
-            ) from error
+                f"version {version} is committed, but recording or publishing the version, or "
+                f"resuming generation, failed: {why}; send the sync again"
+            ) from failures[0]
 
     async def _resume(self, lease: _HeldLease) -> None:
         """Resume generation; if that fails, the next commit or repeat does it."""

@@ -12,7 +12,10 @@ processes coordinate one engine; all ranks get the same calls in the same order 
                  another sync: of a later attempt of the     staging     unchanged
                  run, or after the stage timeout
     complete     all ranks have prepared: pause, vote        committing  unchanged
+                 all ranks have voted, a group decides       prepared    unchanged
                  a rank cannot commit it                     idle        unchanged
+    prepared     the group has decided for it                committing  unchanged
+                 the group has decided against it            idle        unchanged
     committing   every rank has written: publish, resume     idle        new version
                  a rank has failed, all have undone it       idle        unchanged
                  a rank has failed and cannot undo it        uncertain   mixed: paused, 503
@@ -58,6 +61,8 @@ from engine_ext.ranks.operations import (
     CommitSync,
     CommittedSync,
     GetPlan,
+    HoldSync,
+    PreparedSync,
     RollBack,
     RunClaimed,
     StagedSync,
@@ -72,6 +77,7 @@ class Held:
         version, run: that the last sync has led to, and that it was of.
         digest: of the weights, as the syncs add up to it.
         staged: the sync that has staged parts; None if there is none.
+        last_sync: the last one that was committed; None if there is none.
         changed_by: what else has changed the weights since, so that they are of no version.
         mismatched: tensors that were found to hold other bits than the syncs have written.
         uncertain: whether a write has failed half-way.
@@ -82,6 +88,7 @@ class Held:
     run: str | None
     digest: str
     staged: StagedSync | None
+    last_sync: CommittedSync | None
     changed_by: str | None
     mismatched: list[str]
     uncertain: bool
@@ -172,10 +179,35 @@ class Coordinator:
         # From the digest a sender sees if more was committed than it has sent this time.
         return record.answer("already_applied", facts | await self._committer.publish(self._engine))
 
+    async def hold_staged(self, part: PartId, prepared: PreparedSync) -> None:
+        """Let all ranks vote on the staged sync that a part belongs to, and hold it for a group.
+
+        If it is held for this group, its lease alone is changed.
+
+        Raises:
+            AuditUnavailable: its commit could not be recorded.
+            SyncInProgress: it is held for another group.
+            DeltaError: each class fixes the state that the engine is in then. Nothing of the sync
+                stays staged.
+        """
+        request = HoldSync(version=part.version, sync_id=part.sync_id, prepared=prepared)
+        try:
+            await self._committer.check_audit(self._engine)
+            await call_all_ranks(self._engine, request)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                await self._staging.drop(part, prepared.group)
+            if isinstance(error, CommitFailed) and not isinstance(error, EngineUncertain):
+                await self._committer.halt(Options())
+            raise
+
     async def commit_staged(
-        self, part: PartId, options: Options, record: RequestRecord
+        self, part: PartId, options: Options, record: RequestRecord, group: str | None = None
     ) -> dict[str, Any]:
         """Commit the staged sync that a part belongs to; return the answer as JSON.
+
+        Args:
+            group: that has decided for it, if it is held for one.
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then. If the sync lacks
@@ -184,11 +216,11 @@ class Coordinator:
         async with self.reporter.follow(record):
             record.parts = [part]
             record.phase, record.reason = "commit", options.reason
-            return await self._commit(part, options, record)
+            return await self._commit(part, options, record, group)
 
-    async def drop_staged(self, part: PartId) -> None:
-        """Drop the staged sync if this part belongs to it."""
-        await self._staging.drop(part)
+    async def drop_staged(self, part: PartId, group: str | None = None) -> None:
+        """Drop the staged sync if this part belongs to it, and no other group decides on it."""
+        await self._staging.drop(part, group)
 
     async def held(self) -> Held:
         """Return what the engine holds."""
@@ -199,6 +231,7 @@ class Coordinator:
             run=first.run,
             digest=total_digest(reply.digest for reply in replies),
             staged=first.staged,
+            last_sync=first.last_sync,
             changed_by=next((reply.foreign for reply in replies if reply.foreign), None),
             mismatched=mismatched(replies),
             uncertain=self._committer.uncertain,
@@ -286,20 +319,20 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------
 
     async def _commit(
-        self, part: PartId, options: Options, record: RequestRecord
+        self, part: PartId, options: Options, record: RequestRecord, group: str | None = None
     ) -> dict[str, Any]:
-        request = CommitSync(version=part.version, sync_id=part.sync_id)
+        request = CommitSync(version=part.version, sync_id=part.sync_id, group=group)
         committed: CommittedSync
         try:
             committed, record.timings["pause_ms"] = await self._committer.run(
-                request, options, self._engine
+                request, options, self._engine, record.origin
             )
         except CommitFailed:
             raise
         except Exception:
             # Every rank is as it was. A sync that stays staged would keep the next one out.
             with contextlib.suppress(Exception):
-                await self._staging.drop(part)
+                await self._staging.drop(part, group)
             raise
         record.timings["commit_ms"] = committed.commit_ms
         self.reporter.report_run(committed, self.adapter)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import socket
+import time
+from typing import Final, Protocol
 
 import msgspec
 
@@ -15,6 +17,9 @@ from engine_ext.ranks.operations import (
     RankStatus,
     ReplyT,
 )
+from engine_ext.ranks.status import ServerStatus
+
+_SINCE: Final = time.time()
 
 
 class Engine(Protocol):
@@ -32,6 +37,10 @@ class Engine(Protocol):
     name: str
     shared: bool
     address: str | None
+
+    @property
+    def model(self) -> str | None:
+        """The folder or name of the checkpoint, as the engine was given it; None if not known."""
 
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
         """Carry out one operation on every rank; returns replies or errors in rank order."""
@@ -67,14 +76,18 @@ class AdapterEngine:
 
     def __init__(self, engine: Engine, adapter: str) -> None:
         self.name, self.shared, self.address = engine.name, engine.shared, engine.address
-        self._engine, self._adapter = engine, adapter
+        self._engine, self.adapter = engine, adapter
         self.is_paused, self.pause, self.resume = engine.is_paused, engine.pause, engine.resume
         self.flush_cache, self.salt_cache = engine.flush_cache, engine.salt_cache
         self.get_weight_version = engine.get_weight_version
 
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
         """Carry out one operation for the adapter on every rank."""
-        return await self._engine.call(msgspec.structs.replace(request, adapter=self._adapter))
+        return await self._engine.call(msgspec.structs.replace(request, adapter=self.adapter))
+
+    @property
+    def model(self) -> str | None:
+        return self._engine.model
 
     async def set_weight_version(self, version: str) -> None:
         """Publish nothing."""
@@ -118,3 +131,10 @@ async def unseen_parts(
     parts = Parts(version=version, run=run, identities=identities)
     reports = await call_all_ranks(engine, GetStatus(details=False, parts=parts))
     return {identity for report in reports for identity in report.unseen}
+
+
+def server_status(engine: Engine) -> ServerStatus:
+    """Describe this process and what it serves."""
+    return ServerStatus(
+        host=socket.gethostname(), model=engine.model, since=_SINCE, seconds=time.time() - _SINCE
+    )

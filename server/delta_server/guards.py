@@ -11,18 +11,11 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from delta_server import pauses
 from delta_server.auth import check_access
-from engine_ext.errors import DeltaError, EngineUncertain, TooLarge
+from engine_ext.errors import DeltaError, TooLarge
 
 MAX_JSON_BYTES: Final = 1 << 20
 _APPLY_FROM_DISK: Final = "apply_delta_from_disk"
-# Prefixes of the paths where engines generate; they answer 503 while the weights are uncertain.
-GENERATION = (
-    "/v1", "/v2", "/inference", "/cohere", "/generate", "/generative_scoring", "/invocations",
-    "/pooling", "/score", "/rerank", "/classify", "/encode", "/api", "/vertex_generate",
-)  # fmt: skip
-_READS = ("GET", "HEAD", "OPTIONS")
 
 
 def error_response(error: DeltaError, **keys: Any) -> JSONResponse:
@@ -33,27 +26,6 @@ def error_response(error: DeltaError, **keys: Any) -> JSONResponse:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse({**keys, "error": error.to_wire()}, error.status, headers)
-
-
-class UncertainGuard:
-    """ASGI middleware: generation answers 503 while the weights are uncertain."""
-
-    def __init__(self, app: ASGIApp, state: Any, generation: Sequence[str] = ()) -> None:
-        self._app = app
-        self._state = state
-        self._generation = (*GENERATION, *generation)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pauses.client.set(scope["client"][0] if scope.get("client") else None)
-        if (
-            (scope["type"] == "websocket" or scope.get("method", "GET") not in _READS)
-            and scope["path"].removeprefix(scope.get("root_path", "")).startswith(self._generation)
-            and await self._state.delta_service.committer.is_uncertain()
-        ):
-            error = EngineUncertain("a weight update failed half-way; send a full sync")
-            await error_response(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
 
 
 class TransferGuard:

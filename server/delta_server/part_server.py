@@ -96,8 +96,10 @@ class PartServer:
         path = self._offers.get(request.path_params["name"])
         if path is None or not path.exists():
             return Response(status_code=404)
-        return _Part(path)
+        return PartResponse(path)
 
 
-class _Part(FileResponse):
+class PartResponse(FileResponse):
+    """The bytes of a part, or a range of them."""
+
     chunk_size = _READ_BYTES

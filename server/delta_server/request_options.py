@@ -18,9 +18,12 @@ from engine_ext.format import (
 from engine_ext.structs import prepare
 
 _T = TypeVar("_T")
+_PEER = Annotated[str, msgspec.Meta(pattern=r"^https?://[\x21-\x7e]{1,500}$")]
 PAUSE_MODES = ("keep", "wait", "abort")
 Flush = bool | Literal["salt"]
 _FLUSHES: Final[dict[str, Flush]] = {"true": True, "false": False, "salt": "salt"}
+# Once all of it is staged; or it stays staged, and is committed by ``POST /delta_commit``.
+COMMITS = ("complete", "hold")
 _REASON: Final = re.compile(r"[\x20-\x7e]{1,200}")
 
 
@@ -94,6 +97,18 @@ def parse_query(query: Mapping[str, str]) -> Options:
     )
 
 
+def parse_commit(query: Mapping[str, str]) -> bool:
+    """Return whether a sync is committed as soon as all of it is staged.
+
+    Raises:
+        MalformedPart: the value is not one of `COMMITS`.
+    """
+    commit = query.get("commit", "complete")
+    if commit not in COMMITS:
+        raise MalformedPart(f"commit must be one of {', '.join(COMMITS)}, not {commit!r}")
+    return commit == "complete"
+
+
 def parse_pin(query: Mapping[str, str]) -> int | None:
     """Return the version to hold the engine at; None without one.
 
@@ -101,6 +116,15 @@ def parse_pin(query: Mapping[str, str]) -> int | None:
         MalformedPart: it is no version.
     """
     return optional_version(query, "version")
+
+
+def parse_min_version(query: Mapping[str, str]) -> int | None:
+    """Return the version that an engine must have at least to be ready; None without one.
+
+    Raises:
+        MalformedPart: it is no version.
+    """
+    return optional_version(query, "min_version")
 
 
 def parse_adapter(query: Mapping[str, str], body: str | None = None) -> str | None:
@@ -154,6 +178,19 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
         return RunSender(run=self.run, epoch=self.epoch, host=self.host, pid=self.pid)
 
 
+class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON body of ``POST /delta_commit``; unknown keys are ignored."""
+
+    action: Literal["prepare", "record", "commit", "abort", "ask"]
+    group: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,64}$")]
+    version: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)] | None = None
+    sync_id: str | None = None
+    lease: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0  # seconds
+    # Of a record: the roots of all engines that have prepared.
+    peers: Annotated[list[_PEER], msgspec.Meta(max_length=4096)] = []
+    force: bool = False  # of an abort: also if the engines are settling it among themselves
+
+
 class PullRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON body of ``POST /pull_weights``; unknown keys are ignored."""
 
@@ -191,6 +228,15 @@ def parse_run_request(body: bytes) -> RunRequest:
     return request
 
 
+def parse_group_request(body: bytes) -> GroupRequest:
+    """Return the request in a JSON body.
+
+    Raises:
+        MalformedPart: the body is not JSON, or a value is invalid.
+    """
+    return _parse_json(body, GroupRequest)
+
+
 def parse_rpc_request(body: bytes) -> DiskRequest:
     """Return the disk request in a JSON body of ``POST /collective_rpc``.
 
@@ -209,4 +255,4 @@ def parse_version_request(body: bytes) -> VersionRequest:
     return _parse_json(body, VersionRequest)
 
 
-prepare(Options, DiskRequest, VersionRequest, RunRequest, PullRequest, RpcRequest)
+prepare(Options, GroupRequest, DiskRequest, VersionRequest, RunRequest, PullRequest, RpcRequest)

@@ -11,19 +11,18 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from delta_server.auth import check_access
-from delta_server.dashboard import asks_for_token, page_response
+from delta_server.dashboard import denied_response, from_browser, page_response
 from delta_server.engine import rank_states
-from delta_server.guards import (
-    MAX_JSON_BYTES,
-    ApplyFromDisk,
-    UncertainGuard,
-    error_response,
-)
+from delta_server.generation_guard import READY_PATH, GenerationGuard, ready
+from delta_server.guards import MAX_JSON_BYTES, ApplyFromDisk, error_response
+from delta_server.part_server import PartResponse
 from delta_server.request_options import (
     DiskRequest,
     Options,
     parse_adapter,
+    parse_commit,
     parse_disk_request,
+    parse_group_request,
     parse_pin,
     parse_pull_request,
     parse_query,
@@ -49,6 +48,7 @@ from engine_ext.errors import (
     as_delta_error,
 )
 from engine_ext.format import SIGNATURE_HEADER
+from engine_ext.remote_parts import ROUTE as PARTS
 
 
 def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
@@ -58,28 +58,32 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
 
     Args:
         app: the engine's app.
-        generation: prefixes of further paths where it generates, see `GENERATION`.
+        generation: prefixes of further paths where it generates, see `GenerationGuard`.
     """
     app.add_api_route("/update_weights_delta", update_weights_delta, methods=["POST"])
     app.add_api_route("/update_weights_from_disk", update_weights_from_disk, methods=["POST"])
     app.add_api_route("/pull_weights", pull_weights, methods=["POST"])
     app.add_api_route("/update_weight_version", update_weight_version, methods=["POST"])
     app.add_api_route("/delta_status", delta_status, methods=["GET"])
+    app.add_api_route(READY_PATH, delta_ready, methods=["GET"])
     app.add_api_route("/delta_digest", delta_digest, methods=["GET"])
     app.add_api_route("/delta_dashboard", delta_dashboard, methods=["GET"])
     app.add_api_route("/delta_rollback", delta_rollback, methods=["POST"])
     app.add_api_route("/delta_catch_up", delta_catch_up, methods=["POST"])
     app.add_api_route("/delta_pin", delta_pin, methods=["POST"])
     app.add_api_route("/delta_run", delta_run, methods=["POST"])
+    app.add_api_route("/delta_commit", delta_commit, methods=["POST"])
+    app.add_api_route(PARTS, delta_offer, methods=["GET"])
+    app.add_api_route(f"{PARTS}/{{content}}", delta_parts, methods=["GET"])
     # vLLM's route of this name, if it has one, keeps the other methods.
     theirs = [r for r in app.router.routes if getattr(r, "path", None) == "/collective_rpc"]
     app.add_api_route("/collective_rpc", collective_rpc, methods=["POST"])
     app.router.routes[-1].app = ApplyFromDisk(app.router.routes[-1].app, theirs)  # type: ignore[attr-defined]
     stack = app.middleware_stack
     if stack is None:
-        app.add_middleware(UncertainGuard, state=app.state, generation=generation)
+        app.add_middleware(GenerationGuard, state=app.state, generation=generation)
     else:
-        app.middleware_stack = UncertainGuard(stack, app.state, generation)
+        app.middleware_stack = GenerationGuard(stack, app.state, generation)
 
 
 def _answering(
@@ -199,6 +203,11 @@ async def delta_status(request: Request) -> dict[str, Any]:
     return answer
 
 
+async def delta_ready(request: Request) -> JSONResponse:
+    """Return whether clients can be sent to the engine: 200 or 503, for probes."""
+    return await ready(request, request.app.state.delta_service)
+
+
 @_answering
 async def delta_digest(request: Request) -> dict[str, Any]:
     """Return the digests of the model and its tensors; with ``scan=true`` from live memory."""
@@ -211,10 +220,11 @@ async def delta_dashboard(request: Request) -> Response:
     try:
         check_access(request, service.settings.allow_from)
     except DeltaError as error:
-        if isinstance(error, Unauthorized) and asks_for_token(request):
-            return page_response(error.status)
+        browser = from_browser(request)
+        if browser and isinstance(error, Unauthorized):
+            return page_response(error.status)  # it asks for the token
         service.reporter.report_denied(error)
-        return error_response(error)
+        return denied_response(error) if browser else error_response(error)
     return page_response()
 
 
@@ -259,6 +269,40 @@ async def delta_run(request: Request) -> dict[str, Any]:
     return await asyncio.shield(service.change_owner(wanted))
 
 
+@_answering
+async def delta_commit(request: Request) -> dict[str, Any]:
+    """Commit a staged sync as one with other engines, step by step, or drop it."""
+    service = _service(request)
+    if service.adapter is not None:
+        raise MalformedPart("engines commit the model's weights as one, not those of adapters")
+    wanted = parse_group_request(await _json_body(request, service))
+    options = parse_query(request.query_params)
+    service.inlet.refuse_pushes()
+    return await asyncio.shield(service.fleet.carry_out(wanted, options))
+
+
+@_answering
+async def delta_offer(request: Request) -> dict[str, Any]:
+    """Return what the engine holds, and the versions of its log that lead there."""
+    return await _service(request).offer()
+
+
+async def delta_parts(request: Request) -> Response:
+    """Return a part of the delta log by its hash, for another engine.
+
+    With ``cached=true`` the store is not read for it.
+    """
+    try:
+        service = _service(request)
+        content, reads = request.path_params["content"], not _flag(request, "cached")
+        if service.shared_parts is None:
+            raise LogDamaged("the engine was started without --delta-log")
+        path = await asyncio.to_thread(service.shared_parts.path, content, reads=reads)
+    except Exception as error:
+        return error_response(as_delta_error(error))
+    return Response(status_code=404) if path is None else PartResponse(path)
+
+
 def _flag(request: Request, name: str) -> bool:
     text = request.query_params.get(name, "false").lower()
     if text not in ("true", "false"):
@@ -270,6 +314,7 @@ async def _apply_body(
     service: DeltaService, request: Request, record: RequestRecord
 ) -> dict[str, Any]:
     options = parse_query(request.query_params)
+    record.commits = parse_commit(request.query_params)
     service.inlet.refuse_pushes()
     length = request.headers.get("content-length", "")
     size = int(length) if length.isascii() and length.isdigit() else None
@@ -307,6 +352,8 @@ async def _apply_files(
     adapter = parse_adapter(request.query_params, disk_request.adapter)
     if adapter is not None and service.adapter is None:
         service, record.adapter = service.for_adapter(adapter), adapter
+    if not parse_commit(request.query_params):
+        raise MalformedPart("commit=hold is for parts that are sent as bodies, not for files")
     service.inlet.refuse_pushes()
     options = disk_request.options(request.query_params)
     found = service.inlet.store_files.resolved(disk_request)

@@ -9,19 +9,24 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from delta_server import metrics, pauses
+from delta_server.audit import Audit
 from delta_server.commit import EngineCommitter, total_digest
 from delta_server.coordinator import Coordinator
 from delta_server.digests import describe_digests
-from delta_server.engine import AdapterEngine, Engine, call_all_ranks, rank_statuses
+from delta_server.engine import AdapterEngine, Engine, call_all_ranks, rank_statuses, server_status
+from delta_server.fleet import FleetCommits
 from delta_server.follow_state import FollowState
 from delta_server.intake import Intake
 from delta_server.part_server import PartServer
+from delta_server.readiness import Readiness
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import (
     RunRequest,
@@ -34,19 +39,23 @@ from delta_server.sources.log_follower import LogFollower
 from delta_server.sources.store_files import StoreFiles
 from delta_server.staging import Staging
 from delta_server.upload_limits import MinimumRate, UploadSlots
+from delta_server.version_requests import VersionRequests
+from engine_ext.audit import AuditFile
 from engine_ext.errors import (
+    Conflict,
     DeltaError,
+    LogDamaged,
 )
-from engine_ext.format import DIGEST_ALGORITHM, Limits
-from engine_ext.log import open_log
+from engine_ext.format import DIGEST_ALGORITHM, Limits, signing_key
+from engine_ext.log import DeltaLog, PeerStore, SharedParts, open_log
 from engine_ext.ranks.operations import (
     GetPlan,
     RankState,
 )
 from engine_ext.ranks.status import EngineStatus, HealthState, HealthStatus, VersionStatus
-from engine_ext.remote_parts import PartCache
+from engine_ext.remote_parts import PartCache, Peers
 from engine_ext.resources import RateLimit
-from engine_ext.settings import Settings
+from engine_ext.settings import API_KEY_ENVIRONMENT, Settings
 from engine_ext.store_urls import is_store_url
 
 
@@ -61,13 +70,17 @@ class DeltaService:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.settings, self._engine = settings, engine
         self.adapter: str | None = None
-        self.committer, self.reporter = EngineCommitter(engine), SyncReporter(engine)
+        audit = None
+        if settings.audit_file is not None:
+            audit = Audit(engine, AuditFile(Path(settings.audit_file), signing_key()))
+        self.committer, self.reporter = EngineCommitter(engine, audit), SyncReporter(engine)
         # The delta log's folders, too: what a replay has left incomplete shows there.
         logs = [] if settings.log is None or is_store_url(settings.log) else [settings.log]
         self._folders = [*settings.folders, *logs]
         rate = None if settings.fetch_rate is None else RateLimit(settings.fetch_rate)
         cache: PartCache | None = None
-        if any(is_store_url(location) for location in (settings.log, *settings.roots)):
+        joins = settings.log is None and settings.peers  # by the log of a peer
+        if joins or any(is_store_url(location) for location in (settings.log, *settings.roots)):
             cache = PartCache(settings.cache_dir, settings.cache_bytes)
         store_files = StoreFiles(settings, self._folders, rate, cache)
         self._list_names = store_files.list_names
@@ -88,15 +101,35 @@ class DeltaService:
             upload_slots=UploadSlots(settings.max_uploads),
             follows=settings.log is not None and settings.follow,
         )
+        self.fleet = FleetCommits(engine, self.coordinator)
         self.log_replay: LogReplay | None = None
+        self.peers: Peers | None = None
+        self.shared_parts: SharedParts | None = None
         self.follower: LogFollower | None = None
         if settings.log is not None:
             following = FollowState(engine, settings.follow_hold) if settings.follow else None
-            log = open_log(settings.log, cache=cache, streams=settings.streams, limit=rate)
+            options: dict[str, Any] = {"cache": cache, "streams": settings.streams, "limit": rate}
+            self.peers = Peers(
+                settings.peers, settings.own_url, os.environ.get(API_KEY_ENVIRONMENT)
+            )
+            log = open_log(settings.log, peers=self.peers, **options)
+            self.shared_parts = SharedParts(open_log(settings.log, **options))
             scratch = settings.spool_dir
             self.log_replay = replay = LogReplay(self.inlet, engine, log, following, scratch)
             if following is not None:
-                self.follower = LogFollower(replay, engine, settings.follow_interval, following)
+                self.follower = LogFollower(
+                    *(replay, engine, settings.follow_interval, following, self.peers)
+                )
+        elif settings.peers and cache is not None:
+            self.peers = Peers(
+                settings.peers, settings.own_url, os.environ.get(API_KEY_ENVIRONMENT)
+            )
+            theirs, scratch = DeltaLog(PeerStore(self.peers, cache)), settings.spool_dir
+            self.log_replay = LogReplay(self.inlet, engine, theirs, None, scratch)
+        self.readiness = Readiness(
+            engine, self.committer, self.log_replay, self.follower, settings.min_version
+        )
+        self.versions = VersionRequests(self.committer.served)
         self._scrubbing: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._ending_pauses: asyncio.Task[None] | None = None
@@ -141,8 +174,11 @@ class DeltaService:
         versions = [reply.version for reply in replies]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
+        digest, folder = total_digest(reply.digest for reply in replies), self.intake.directory
+        await self.committer.served.share(self._engine, folder, versions[0], digest)
         metrics.VERSION.set(versions[0])
         metrics.show_run(replies[0].run)
+        await self.committer.record_start()
         if self.log_replay is None:
             await self._engine.set_weight_version(str(versions[0]))
         else:  # another process might be replaying, which changes the version
@@ -165,7 +201,12 @@ class DeltaService:
         """
         replies, replay = await self.committer.status(self._engine), self.log_replay
         following = None if self.follower is None else await self.follower.describe()
-        log = None if replay is None else replay.describe(replies[0].version)
+        log = None
+        if replay is not None:
+            received = 0 if self.peers is None else self.peers.received
+            log = msgspec.structs.replace(
+                replay.describe(replies[0].version), follow=following, from_peers=received
+            )
         complete = await asyncio.to_thread(is_complete, replies[0].delivery, self._folders)
         first = replies[0]
         asleep = any(reply.asleep for reply in replies)
@@ -200,18 +241,36 @@ class DeltaService:
             engine=self._engine.name,
             adapter=self.adapter,
             ranks=len(replies),
+            server=server_status(self._engine),
             apply=first.apply,
             version=version,
             health=health,
             owner=first.owner,
-            staged=first.staged,
+            staged=await self.fleet.describe(first.staged),
             last_sync=first.last_sync,
             scrub=combined(replies),
-            log=None if log is None else msgspec.structs.replace(log, follow=following),
+            log=log,
+            audit=await self.committer.describe_audit(),
             adapters=None if first.adapters is msgspec.UNSET else first.adapters,
             plan=await self.plan() if plan else msgspec.UNSET,
             history=await self.reporter.history(self.adapter) if history else msgspec.UNSET,
         )
+
+    async def offer(self) -> dict[str, Any]:
+        """Return what another engine needs to reach this one's version, as JSON.
+
+        Raises:
+            LogDamaged: the engine has no log.
+            Conflict: its weights are not known to be those of its version.
+        """
+        if self.shared_parts is None:
+            raise LogDamaged("the engine was started without --delta-log")
+        held = await self.coordinator.held()
+        if held.uncertain or held.changed_by is not None or held.mismatched:
+            raise Conflict("the weights are not known to be those of the engine's version")
+        offer = await asyncio.to_thread(self.shared_parts.offer, held.version, held.digest)
+        answer: dict[str, Any] = msgspec.to_builtins(offer)
+        return answer
 
     def _engine_state(self, mismatched: Sequence[str]) -> HealthState:
         """Return what is known of the weights, the worst first.
@@ -236,6 +295,8 @@ class DeltaService:
         if request.action == "release":
             released = await self.coordinator.release(sender)
             return {"status": "released" if released else "not_owner", "released": released}
+        if self.adapter is None:
+            await self.fleet.settle_before(sender)
         claimed = await self.coordinator.claim(sender, takeover=request.takeover)
         [status, *others] = await self.committer.status(self._engine)
         return {

@@ -162,9 +162,10 @@ class Staging:
         record.timings["stage_ms"] = (time.perf_counter() - start) * 1e3
         return complete
 
-    async def drop(self, part: PartId) -> None:
-        """Drop the staged sync if this part belongs to it."""
-        await call_all_ranks(self._engine, AbortSync(version=part.version, sync_id=part.sync_id))
+    async def drop(self, part: PartId, group: str | None = None) -> None:
+        """Drop the staged sync if this part belongs to it, and no other group decides on it."""
+        request = AbortSync(version=part.version, sync_id=part.sync_id, group=group)
+        await call_all_ranks(self._engine, request)
 
     async def _begin(
         self, part: PartId, verified: VerifiedPart, pipes: contextlib.ExitStack
@@ -181,6 +182,7 @@ class Staging:
             stamp=verified.stamp,
             pipe=str(pipe.path),
             source=source,
+            nbytes=verified.wire_bytes,
             now=time.monotonic(),
             at=time.time(),
         )

@@ -6,9 +6,9 @@ from importlib import import_module
 
 import pytest
 
-from tests.conformance.subject import SubjectFactory
+from engine_ext.conformance.subject import SubjectFactory
 
-OWN = ("tests.conformance.receivers:scatter", "tests.conformance.receivers:masked")
+OWN = ("engine_ext.conformance.receivers:scatter", "engine_ext.conformance.receivers:masked")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

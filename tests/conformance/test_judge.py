@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance import models, sharded
-from tests.conformance.cases import CASES, Run, cell
-from tests.conformance.judge import EXACT, REFUSED, TORN, WRONG, Verdict, judge
-from tests.conformance.subject import Delta, Rank
-from tests.conformance.syncs import Group, Sync, bits, checkpoints, deltas_of, syncs_of
-from tests.support.toy_models import AssignsData, FusedQkv, PlainCopy
+from engine_ext.conformance import models, sharded
+from engine_ext.conformance.cases import CASES, Run, cell
+from engine_ext.conformance.judge import EXACT, REFUSED, TORN, WRONG, Verdict, judge
+from engine_ext.conformance.subject import Delta, Rank
+from engine_ext.conformance.syncs import Group, Sync, bits, checkpoints, deltas_of, syncs_of
+from engine_ext.conformance.toy_models import AssignsData, FusedQkv, PlainCopy
 
 SETUP = (PlainCopy,)
 SYNC = syncs_of(SETUP)[1]

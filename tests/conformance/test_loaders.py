@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.cases import CASES, Case
-from tests.conformance.judge import EXACT, REFUSED, judge
-from tests.conformance.subject import SubjectFactory
-from tests.conformance.syncs import Setup, Sync
+from engine_ext.conformance.cases import CASES, Case
+from engine_ext.conformance.judge import EXACT, REFUSED, judge
+from engine_ext.conformance.subject import SubjectFactory
+from engine_ext.conformance.syncs import Setup, Sync
 
 pytestmark = pytest.mark.slow
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from engine_ext.conformance import memory
+from engine_ext.conformance.cases import CASES
+from engine_ext.conformance.receivers import Project
+from engine_ext.conformance.sending import Refused
+from engine_ext.conformance.subject import Rank
+from engine_ext.conformance.syncs import Setup, Sync, checkpoints, deltas_of
+from engine_ext.conformance.toy_models import ToyModel
 from scripts.freeze.recording import Memory, changes, memory_of
-from tests.conformance import memory
-from tests.conformance.cases import CASES
-from tests.conformance.receivers import Project, Refused
-from tests.conformance.subject import Rank
-from tests.conformance.syncs import Setup, Sync, checkpoints, deltas_of
-from tests.support.toy_models import ToyModel
 
 # `gap8_ulp` carries differences, and intake unwraps `deltas_zstd`: live models record both.
 ENCODINGS = ("deltas", "indices", "gap8_exp")

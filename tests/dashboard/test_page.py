@@ -64,6 +64,18 @@ def test_it_shows_the_status(served: Served, open_page: Open) -> None:
     expect(page.locator("#login")).to_be_hidden()
 
 
+def test_it_says_where_it_is_and_what_the_state_means(served: Served, open_page: Open) -> None:
+    served.status["server"] = {"host": "engine-0", "model": "/m", "since": 0.0, "seconds": 7300.0}
+    page = shown(open_page(served.url))
+    assert (fact(page, "host"), fact(page, "model")) == ("engine-0", "/m")
+    assert fact(page, "up for").startswith("2 hours, since ")
+    assert fact(page, "last full sync").endswith(": sent in full")
+    expect(page.locator("#meaning")).to_contain_text("The weights are those of the version")
+    expect(page.locator("#legend dl").first).to_be_hidden()
+    page.locator("#legend summary").click()
+    expect(page.locator("#legend dl").first).to_be_visible()
+
+
 def test_it_shows_who_owns_the_engine(served: Served, open_page: Open) -> None:
     owner = {"run": "a-run", "epoch": 2, "host": "trainer-host", "pid": 11, "since": 0.0}
     served.status["owner"] = owner

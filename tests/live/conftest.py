@@ -13,6 +13,7 @@ import torch
 from fastapi import FastAPI
 
 from delta_sender import DeltaSender, FullSyncRefused, SyncReport
+from delta_server.generation_guard import READY_PATH
 from delta_server.routes import attach
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
@@ -67,10 +68,14 @@ def interruptible() -> Iterator[None]:
 
 
 def delta_routes() -> list[tuple[str, str]]:
-    """Return method and path of every route that the package adds to an engine's server."""
+    """Return method and path of every route that the package adds to an engine's server.
+
+    Except that for probes, which answers everybody.
+    """
     app = FastAPI(openapi_url=None)
     attach(app)
-    return sorted((m, r.path) for r in app.routes for m in r.methods)  # type: ignore[attr-defined]
+    added = sorted((m, r.path) for r in app.routes for m in r.methods)  # type: ignore[attr-defined]
+    return [(method, path) for method, path in added if path != READY_PATH]
 
 
 def fingerprint(engine: EngineProcess) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -232,3 +233,43 @@ def test_resumed_trainer_is_of_its_run(both: Both, tmp_path: Path) -> None:
     for engine in both.engines:
         [*_, last] = engine.get("/delta_status", params={"history": "true"}).json()["history"]
         assert (last["full"], last["reason"]) == (True, reports[engine.url].reason)
+
+
+# ---- commits of both, or of none -----------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("action", "number", "commits"),
+    [("record", 2, False), ("commit", 1, True), ("commit", 2, True)],
+)
+def test_trainer_killed_in_the_window(
+    both: Both, tmp_path: Path, action: str, number: int, commits: bool
+) -> None:
+    """Both engines end at the same version, without it; and the next trainer continues there."""
+    trainer, before = both.trainer, both.versions()[0]
+    base = tiny_models.save_checkpoint(both.base, tmp_path / "base", trainer.tensors)
+    trainer.step()
+    target = tiny_models.save_checkpoint(both.base, tmp_path / "target", trainer.tensors)
+    program = [sys.executable, "-m", "tests.live.killed_trainer"]
+    command = [*program, str(base), str(target), action, str(number), *both.urls]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    deadline = time.monotonic() + 60
+    while any(engine.delta_status().staged is not None for engine in both.engines):
+        assert all(engine.complete("the quick", max_tokens=4) for engine in both.engines)
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert both.versions() == [before + commits] * 2
+    if not commits:
+        trainer.tensors = dict(trainer.old)
+    assert both.hold_the_trainers_bytes()
+    with MultiSender(
+        both.urls, trainer.tensors.items(), takeover=True, commit="all_or_none"
+    ) as sender:
+        trainer.step()
+        reports = sender.sync(trainer.tensors.items())
+        assert [report.full for report in reports.values()] == [False, False]
+        assert {one.state for one in sender.outcomes.values()} == {"committed"}
+    assert len({*both.versions()}) == 1
+    assert both.hold_the_trainers_bytes()

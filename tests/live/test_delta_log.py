@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender, SyncError, cli
+from engine_ext.audit import read_engine_trail
+from engine_ext.cli.log import main as log_command
 from engine_ext.log import live_heartbeats, open_log
 from engine_ext.ranks.status import EngineStatus, LogStatus
 from scripts.live_engine import tiny_models
@@ -58,7 +60,8 @@ def test_an_engine_starts_where_the_log_ends(
     expected = fingerprint(fresh)
     fresh.stop()
 
-    engine = start(kind, base, extra_args=["--delta-log", log])
+    file = tmp_path / "audit.jsonl"
+    engine = start(kind, base, extra_args=["--delta-log", log, "--delta-audit-file", str(file)])
     status = engine.delta_status()
     assert (status.version.number, engine.weight_version()) == (3, "3")
     assert status.log == LogStatus(folder=log, newest=3, problem=None)
@@ -79,6 +82,7 @@ def test_an_engine_starts_where_the_log_ends(
     assert engine.post("/delta_catch_up").json()["applied"] == [4]
     assert engine.delta_status().version.digest == model_digest(trainer.tensors).hex()
     assert (engine.delta_status().version.number, engine.weight_version()) == (4, "4")
+    check_trail(file, log, tiny_models.load_tensors(base), trainer.tensors)
 
     # A number with two contents: the version was removed, and a sender has written another one.
     remove_versions(log, 4)
@@ -99,7 +103,22 @@ def test_an_engine_starts_where_the_log_ends(
     write_unproven(log, new, full=True)
     assert engine.post("/delta_catch_up").json()["applied"] == [7]
     check_weights(engine, 7, new)
+    assert read_engine_trail(file, None).problems == []
     engine.stop()
+
+
+def check_trail(
+    file: Path, log: str, base: dict[str, torch.Tensor], live: dict[str, torch.Tensor]
+) -> None:
+    """Prove version 4 from the checkpoint's digest, by the engine's records and the log's."""
+    start, end = (model_digest(tensors).hex() for tensors in (base, live))
+    trail = read_engine_trail(file, None)
+    assert trail.problems == []
+    chain = present(trail.chain(4))
+    assert (chain.start, chain.links[-1].digest) == ((0, start), end)
+    assert [link.version for link in chain.links[-3:]] == [4, 3, 4]  # a rollback between
+    assert log_command(["audit", str(file), log, "--to", "4", "--digest", start]) == 0
+    assert log_command(["audit", str(file), log, "--to", "4", "--digest", end]) == 1
 
 
 @pytest.mark.full

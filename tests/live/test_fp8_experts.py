@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from engine_ext.conformance.toy_models import Checkpoint, Weights
 from engine_ext.startup.recomputed import ModuleRebuild
 from tests.shims.vllm_cpu_fp8.vllm_cpu_fp8 import scaled_fp8_quant
 from tests.support import quantised_engine
 from tests.support.quantised_engine import Serving
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed, random_tensor
-from tests.support.toy_models import Checkpoint, Weights
 from tests.support.toy_quantised import IN, Model
 
 SIZE, EXPERTS = 128, 2

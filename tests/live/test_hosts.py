@@ -14,6 +14,7 @@ import httpx
 import pytest
 import xxhash
 
+from engine_ext.conformance.verified_file import verified_file
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess
@@ -23,7 +24,6 @@ from tests.live.conftest import fingerprint
 from tests.live.vllm_serve import VllmServe, distribution
 from tests.support.hosts import Host, two_hosts
 from tests.support.plain_trainer import Trainer, container, model_digest, split
-from tests.support.verified_file import verified_file
 
 pytestmark = pytest.mark.full
 

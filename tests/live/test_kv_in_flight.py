@@ -164,17 +164,15 @@ def test_salted_kv_is_that_of_requests_in_flight(engine: EngineProcess) -> None:
         for number in range(SYNCS):
             trainer.step(0.5)
             steps.append(dict(trainer.tensors))
-            committed = False
-            while not committed:
+            while True:
                 flight = Flight(engine, [*SHARED, 11 + number])
                 flight.wait_for(1)
                 with paused(engine):
                     if flight.is_alive():  # else it was faster than the pause
                         assert sender.sync(trainer.tensors).version == number + 1
-                        committed = True
-                if not committed:
-                    flight.join()
-                    needed += len(flight.prompt) - cached_of(flight.usage)
+                        break
+                flight.join()
+                needed += len(flight.prompt) - cached_of(flight.usage)
             first, cached = asked(prompt)
             assert cached == 0
             again, cached = asked(prompt)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from engine_ext.conformance.toy_models import UNTOUCHED, ToyModel
 from engine_ext.files import read_checkpoint
 from engine_ext.ranks import SingleRank
 from engine_ext.settings import Settings
@@ -24,7 +25,6 @@ from tests.live.programs import python
 from tests.support.plain_trainer import model_digest
 from tests.support.rank_engine import Engine, errors_of, part_id
 from tests.support.served_models import base_checkpoint, delta_between, load, memory, one_part
-from tests.support.toy_models import UNTOUCHED, ToyModel
 
 COLLECTIVE = ["fastsafetensors", "instanttensor"]
 

@@ -42,9 +42,9 @@ def main(model: str, out: str) -> None:
 
     from engine_ext import settings
     from engine_ext.adapters.vllm import plugin
+    from engine_ext.conformance.verified_file import verified_file
     from scripts.live_engine import tiny_models
     from tests.support.plain_trainer import Trainer, container
-    from tests.support.verified_file import verified_file
 
     settings.Settings().export()
     plugin.install_workers()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import msgspec
 import pytest
 
 from delta_sender import DeltaSender, SyncError
-from delta_server.guards import GENERATION
+from delta_server.generation_guard import GENERATION
 from engine_ext.ranks.status import EngineStatus
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
@@ -130,8 +134,11 @@ def test_status_page(server: Server) -> None:
     assert asking.text == opened.text
     assert "<!doctype html>" in opened.text
     assert "default-src 'none'" in opened.headers["content-security-policy"]
-    history = server.engine.get("/delta_status?history=true", headers=TRUSTED).json()["history"]
-    assert isinstance(history, list)
+    status = server.engine.get("/delta_status?history=true", headers=TRUSTED).json()
+    assert isinstance(status["history"], list)
+    assert status["server"]["host"] == socket.gethostname()
+    assert Path(status["server"]["model"], "config.json").exists()
+    assert status["server"]["seconds"] > 0
 
 
 def test_base_version(server: Server) -> None:
@@ -157,6 +164,61 @@ def test_requests_in_flight(server: Server, pause_mode: str, flush_cache: str) -
     thread.join()
     [choice] = answers[0]["choices"]
     assert choice["finish_reason"] in (("abort", "length") if pause_mode == "abort" else "length")
+    assert server.complete().status_code == 200
+
+
+def test_probes_need_no_token(server: Server) -> None:
+    version = server.trainer.version
+    assert server.engine.get("/delta_ready").json() == {"ready": True}
+    later = server.engine.get("/delta_ready", params={"min_version": version + 1})
+    assert (later.status_code, later.json()) == (503, {"ready": False})
+    known = server.engine.get("/delta_ready", headers=TRUSTED).json()
+    assert (known["version"], known["state"]) == (version, "certain")
+
+
+LONG: dict[str, Any] = {"prompt": "count", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+
+
+def test_a_version_that_is_not_served_is_409(server: Server) -> None:
+    version = server.trainer.version
+    later = f">={version + 1}"
+    for wanted, expected in {str(version): 200, later: 409, "0-1": 409, "x": 400}.items():
+        body, headers = {"prompt": "a", "max_tokens": 2}, {"X-Weight-Version": wanted}
+        answer = server.engine.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == expected, answer.text
+        assert answer.headers.get("X-Weight-Version") == (str(version) if expected == 200 else None)
+        assert ("Retry-After" in answer.headers) is (expected == 409)
+
+
+@pytest.mark.parametrize("pause_mode", ["keep", "wait"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_is_answered_by_its_version(
+    server: Server, pause_mode: str, stream: bool
+) -> None:
+    """Whole, if the commit waits for it; else up to the commit, and then the error."""
+    version = server.trainer.version
+    body, headers = {**LONG, "stream": stream}, {"X-Weight-Version": str(version)}
+
+    def ask() -> httpx.Response:
+        return server.engine.post("/v1/completions", json=body, headers=headers)
+
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(ask)
+        time.sleep(0.3)
+        server.sync(pause_mode=pause_mode)
+        answer = asking.result()
+    events = [json.loads(e) for e in re.findall(r"^data: (\{.*)$", answer.text, re.M)]
+    found = events if stream else [answer.json()]
+    choices = [one["choices"][0] for one in found if one.get("choices")]
+    if pause_mode == "wait":
+        assert (answer.status_code, choices[-1]["finish_reason"]) == (200, "length")
+        assert answer.headers["X-Weight-Version"] == str(version)
+        return
+    error = found[-1]["error"]
+    assert (error["type"], error["version"]) == ("VersionNotServed", version + 1)
+    assert error["wanted"] == str(version)
+    assert not any(choice["finish_reason"] for choice in choices)
+    assert answer.status_code == (200 if choices else 409)
     assert server.complete().status_code == 200
 
 

@@ -163,8 +163,8 @@ def _state(llm: Any, worker: Any) -> dict[str, Any]:
 def _apply(worker: Any, version: int, path: str) -> None:
     import msgspec
 
+    from engine_ext.conformance.verified_file import verified_file
     from engine_ext.format import PartId, decode_part
-    from tests.support.verified_file import verified_file
 
     body = Path(path).read_bytes()
     part = decode_part(body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,9 +59,11 @@ class Live:
         dense = dict.fromkeys(self.trainer.tensors)
         return container(self.trainer.tensors, dense, metadata=metadata)
 
-    def generate(self, client: httpx.Client, **options: Any) -> httpx.Response:
+    def generate(
+        self, client: httpx.Client, *, headers: dict[str, str] | None = None, **options: Any
+    ) -> httpx.Response:
         body = {"model": str(self.base), "prompt": "count", "max_tokens": 2, **options}
-        return client.post("/v1/completions", json=body)
+        return client.post("/v1/completions", json=body, headers=headers)
 
     def at_one_version(self) -> None:
         """Every process reports the trainer's version, and that the ranks hold its weights."""
@@ -196,6 +199,27 @@ def test_requests_of_another_process_in_flight(live: Live, mode: str) -> None:
     assert ended > 0 or mode != "wait"
     assert ("abort" in ends) == (mode == "abort")
     assert {*ends} <= {"abort", "length"}
+    live.at_one_version()
+
+
+def test_a_version_is_kept_across_processes(live: Live) -> None:
+    """A request of one process for a version ends when another one commits."""
+    first, second = live.clients
+    wanted = {"X-Weight-Version": str(live.trainer.version)}
+    options = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(live.generate, second, **options, headers=wanted)
+        time.sleep(0.3)
+        done = first.post("/update_weights_delta", content=live.next(), headers=OCTETS)
+        answer = asking.result()
+    assert done.json()["status"] == "committed", done.text
+    assert answer.status_code == 409, answer.text
+    assert answer.json()["error"]["version"] == live.trainer.version
+    for client in live.clients:
+        ready = client.get("/delta_ready", params={"min_version": live.trainer.version})
+        assert (ready.status_code, ready.json()["version"]) == (200, live.trainer.version)
+        now = {"X-Weight-Version": str(live.trainer.version)}
+        assert live.generate(client, headers=now).status_code == 200
     live.at_one_version()
 
 

@@ -19,15 +19,12 @@ def main(out: str) -> None:
 
     load_plugins()
     import sglang
-    from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES
-    from sglang.srt.configs.load_config import LoadConfig, LoadFormat
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager as Updater,
     )
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.model_loader.loader import get_model_loader
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     from engine_ext import settings
@@ -56,9 +53,7 @@ def main(out: str) -> None:
         ]
         + [hasattr(http_server.app.router.lifespan_context, "delta_updates")],
         "answer": Updater.update_weights_from_disk(None, request).message,
-        "choices": LOAD_FORMAT_CHOICES,
-        "load_formats": [member.value for member in LoadFormat],
-        "loader": type(get_model_loader(LoadConfig(load_format="delta"))).__name__,
+        "choices": parser._option_string_actions["--load-format"].choices,
     }
     Path(out).write_text(json.dumps(facts))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import typing
 from pathlib import Path
 
 
@@ -16,10 +15,8 @@ def main(out: str) -> None:
     """
     import vllm
     from fastapi import FastAPI
-    from vllm.config.load import LoadConfig
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.model_executor.model_loader import LoadFormats, get_model_loader
     from vllm.plugins import load_general_plugins
     from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -47,9 +44,6 @@ def main(out: str) -> None:
             hasattr(function, "__wrapped__")
             for function in (EngineArgs.add_cli_args, WorkerBase.__init__)
         ],
-        "worker_method": hasattr(WorkerBase, "delta_updates"),
-        "load_formats": typing.get_args(LoadFormats),
-        "loader": type(get_model_loader(LoadConfig(load_format="delta"))).__name__,
     }
     Path(out).write_text(json.dumps(facts))
 

@@ -287,7 +287,10 @@ def test_the_help_of_the_wheel_names_its_command(
     assert "apply_patches.py" not in shown
 
 
-@pytest.mark.parametrize("folder", sorted(apply_patches.PATCHES.glob("*/*/")), ids=str)
+SETS = sorted(file.parent for file in apply_patches.PATCHES.glob("*/*/manifest.json"))
+
+
+@pytest.mark.parametrize("folder", SETS, ids=str)
 def test_the_patches_of_this_project(folder: Path, tmp_path: Path) -> None:
     """They are read, agree with their manifest, add more than they quote, and touch one engine."""
     patches = PatchSet(folder, tmp_path, by_hash=True)
@@ -310,6 +313,38 @@ def test_the_patches_call_what_is_there(file: Path) -> None:
     assert set(imports) <= {f"+from {hooks.__package__} import hooks as {hooks.NAME}"}
     for name in re.findall(rf"{hooks.NAME}\.(\w+)\(", "\n".join(added)):
         assert callable(getattr(hooks, name))
+
+
+def messages(folder: Path) -> list[str]:
+    return [file.read_text().partition("\n--- a/")[0] for file in sorted(folder.glob("*.patch"))]
+
+
+@pytest.mark.parametrize("folder", SETS, ids=str)
+def test_each_patch_has_commit_message(folder: Path) -> None:
+    found = messages(folder)
+    for number, message in enumerate(found, 1):
+        subject, blank, *body = message.splitlines()
+        match = re.fullmatch(r"Subject: \[PATCH (\d+)/(\d+)\] ([A-Z][a-z]+ .+[^.])", subject)
+        assert match is not None, subject
+        assert (int(match[1]), int(match[2])) == (number, len(found))
+        assert len(match[3]) <= 72
+        assert not blank
+        assert max(map(len, body)) <= 80
+        assert "Signed-off-by" not in message
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_versions_have_one_series(engine: str) -> None:
+    """The cover letter names each patch, and the files outside of the sets."""
+    letter = (apply_patches.PATCHES / engine / "0000-cover-letter.md").read_text()
+    first, *others = [messages(folder) for folder in SETS if folder.parent.name == engine]
+    assert all(other == first for other in others)
+    for message in first:
+        assert message.splitlines()[0].partition("] ")[2] in letter
+    for file in (apply_patches.PATCHES / engine).rglob("test_*.py"):
+        assert str(file.relative_to(apply_patches.PATCHES / engine)) in letter
+    for part in ("Motivation", "Patches", "Left to the package", "Testing", "Alternatives"):
+        assert f"\n## {part}\n" in letter
 
 
 def test_the_patches_are_listed_in_their_readme() -> None:

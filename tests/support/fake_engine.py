@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from delta_sender import DeltaSender, MultiSender
+from engine_ext.conformance.verified_file import identity_of
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.format.param_delta import ParamDelta
@@ -21,7 +22,6 @@ from engine_ext.format.part import DecodedPart, decode_part
 from engine_ext.format.zstd_frames import FrameReader
 from engine_ext.ranks.replies import CommittedSync
 from tests.support.statuses import engine_status, last_sync
-from tests.support.verified_file import identity_of
 
 EngineT = TypeVar("EngineT", bound="Engine")
 Model = dict[str, torch.Tensor]

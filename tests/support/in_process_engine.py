@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.conformance.thread_group import HANGS_AFTER_S
 from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
 from engine_ext.format import DecodedPart, ParamDelta
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
@@ -21,7 +22,6 @@ from engine_ext.sync.applier import Scan
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from tests.support.delta_bodies import SHAPES, Weights, fresh_weights
-from tests.support.thread_group import HANGS_AFTER_S
 
 RANKS = 2
 
@@ -226,6 +226,7 @@ class Engine:
     name = "in-memory"
     shared = False
     address: str | None = None
+    model = "checkpoint"
 
     def __init__(self, settings: Settings, receivers: Sequence[Receiver] = ()) -> None:
         barrier = threading.Barrier(RANKS)

@@ -209,8 +209,8 @@ class _Served:
         """
         import msgspec
 
+        from engine_ext.conformance.verified_file import verified_file
         from engine_ext.format import PartId, encode_part
-        from tests.support.verified_file import verified_file
 
         full = old is None
         deltas = [_delta(n, tensor, None if old is None else old[n]) for n, tensor in new.items()]

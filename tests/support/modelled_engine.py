@@ -16,6 +16,8 @@ import torch
 from hypothesis.stateful import RuleBasedStateMachine
 
 from delta_server import commit as commit_module
+from delta_server import readiness
+from engine_ext.conformance.toy_models import Checkpoint
 from engine_ext.errors import NotUpdatable
 from engine_ext.format import ParamDelta
 from engine_ext.sync import post_load
@@ -33,7 +35,6 @@ from tests.support.engine_oracle import (
 )
 from tests.support.served_engine import ServedRig
 from tests.support.served_models import bits, changed, one_part
-from tests.support.toy_models import Checkpoint
 from tests.support.toy_quantised import (
     OUT,
     Int8,
@@ -102,6 +103,7 @@ class ModelledEngine(RuleBasedStateMachine):
         self._folder = tempfile.TemporaryDirectory()
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(patch.object(commit_module, "_STATE_MAX_AGE_S", 0.0))
+        self._patches.enter_context(patch.object(readiness, "_ASKED_EVERY_S", 0.0))
         self._patches.enter_context(patch.object(post_load, "_BATCH", 1))
         self._rigs = map(str, itertools.count())
         self._ids = map(str, itertools.count())

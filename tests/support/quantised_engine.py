@@ -16,6 +16,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from engine_ext.conformance.thread_group import Group, ThreadRanks
+from engine_ext.conformance.toy_models import Checkpoint
+from engine_ext.conformance.toy_models.device import DEVICE
 from engine_ext.format import ParamDelta
 from engine_ext.model.constants import Constants, is_constant
 from engine_ext.model.module_walk import reachable_tensors
@@ -31,11 +34,8 @@ from engine_ext.startup import (
 from engine_ext.startup.permuted.learner import Processing, RepackLearner
 from engine_ext.sync import make_receiver
 from engine_ext.sync.delta_applier import DeltaApplier
-from tests.support.device import DEVICE
 from tests.support.rank_engine import Engine, part_id
 from tests.support.served_models import bits, delta_between, dense_delta, one_part, random_tensor
-from tests.support.thread_group import Group, ThreadRanks
-from tests.support.toy_models import Checkpoint
 from tests.support.toy_quantised import IN, Layer, Method, Model
 
 UNPROCESSED_BYTES = 1 << 20
@@ -172,7 +172,7 @@ class Serving:
             reload=model.load_weights,
             ranks=place,
             repacks=learner.repacks,
-            refusals=learner.refusals,
+            refusals={**learner.refusals, **states.refusals(model)},
             learned=learner.complete,
             constants=lambda path, tensor: is_constant(path, tensor) or constants(path, tensor),
             recomputations=self._recomputations(model),

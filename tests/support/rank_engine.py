@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
+from engine_ext.conformance.thread_group import HANGS_AFTER_S, Group, ThreadRanks
+from engine_ext.conformance.verified_file import identity_of, verified_file
 from engine_ext.format import DecodedPart, PartId, decode_part
 from engine_ext.format.digest import Digest
 from engine_ext.ranks.operations import FileStamp
 from engine_ext.sync.applier import Scan
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
-from tests.support.thread_group import HANGS_AFTER_S, Group, ThreadRanks
-from tests.support.verified_file import identity_of, verified_file
 
 
 class RecordingApplier:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from engine_ext.conformance.toy_models import Checkpoint, ToyModel, parameter
 from engine_ext.errors import DeltaError
 from engine_ext.ranks import GroupRanks
 from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
@@ -28,7 +29,6 @@ from tests.support.delta_bodies import SHAPES, Weights, fresh_weights
 from tests.support.endpoint_rig import Rig
 from tests.support.ray_nodes import Nodes
 from tests.support.served_models import bits, load
-from tests.support.toy_models import Checkpoint, ToyModel, parameter
 
 RANKS = 4  # two on each host
 _TIMEOUT_S = 240.0  # starting takes long on a busy machine

@@ -19,13 +19,13 @@ from delta_server.request_record import RequestRecord
 from delta_server.service import DeltaService
 from delta_server.sources import deliver
 from delta_server.sources.push import SinglePart
+from engine_ext.conformance.toy_models import Checkpoint
 from engine_ext.errors import DeltaError, as_delta_error
 from engine_ext.ranks.operations import Operation, ReplyT
 from engine_ext.sync.staged import StagedPart, UndoLog, Write
 from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, app_of
 from tests.support.in_process_engine import Engine
 from tests.support.quantised_engine import Serving, loaded, served
-from tests.support.toy_models import Checkpoint
 from tests.support.toy_quantised import Model
 
 RANKS = 2
@@ -129,6 +129,8 @@ class ServedRig(Rig):
         self.serving = Serving(kind, ranks, ranks=RANKS, base_version=base, stage_timeout=timeout)
         super().__init__(folder / "spool", **{"base_version": 0, "max_body_bytes": 1 << 16})
         self.services = [self.service, DeltaService(self.engine, self.settings)]
+        self.run(self.services[1].start())
+        self.engine.events.clear()
         self.apps = [self.app, app_of(self.services[1])]
 
     @property
@@ -182,6 +184,11 @@ class ServedRig(Rig):
     def generates(self, process: int) -> bool:
         """Whether generation is served; a paused engine keeps requests waiting, and serves."""
         return self.ask(process, "POST", COMPLETIONS).status_code == 200
+
+    def generates_of(self, process: int, version: int) -> bool:
+        """Whether a request for this version is answered."""
+        headers = {"X-Weight-Version": str(version)}
+        return self.ask(process, "POST", COMPLETIONS, headers=headers).status_code == 200
 
     # The ranks ---------------------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ import torch
 from hypothesis import settings
 from torch import nn
 
+from engine_ext.conformance.thread_group import Group, ThreadRanks
+from engine_ext.conformance.toy_models import UNTOUCHED, Checkpoint, ToyModel
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
 from engine_ext.format import DecodedPart, ParamDelta, decode_part, encode_part
@@ -31,8 +33,6 @@ from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.host_table import HostTable
 from engine_ext.sync.masked import MaskedApplier
 from engine_ext.sync.staged import StagedPart
-from tests.support.thread_group import Group, ThreadRanks
-from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel
 
 # No example database: a test must leave nothing behind in the working tree.
 PROPERTY = settings(deadline=None, database=None, max_examples=60)

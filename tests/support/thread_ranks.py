@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from tests.support.toy_models import ToyModel, parameter
+from engine_ext.conformance.toy_models import ToyModel, parameter
 
 
 @dataclass(frozen=True)

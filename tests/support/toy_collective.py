@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tests.support.thread_group import Group
+from engine_ext.conformance.thread_group import Group
 from tests.support.toy_quantised import Int8, Layer, Method, Model, linear_shapes, parameter
 
 _groups: list[Group] = []

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from tests.support.toy_models import ToyModel, Weights, parameter
+from engine_ext.conformance.toy_models import ToyModel, Weights, parameter
 
 POOL = ThreadPoolExecutor(2)
 POOL.submit(int).result()  # its first thread is there before any trace begins

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tests.support.device import DEVICE
-from tests.support.open_module import OpenModule
+from engine_ext.conformance.toy_models import Checkpoint, Weights
+from engine_ext.conformance.toy_models.device import DEVICE
+from engine_ext.conformance.toy_models.open_module import OpenModule
 from tests.support.served_models import random_tensor
-from tests.support.toy_models import Checkpoint, Weights
 
 IN, OUT = 6, 8
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine_ext.conformance.toy_models.device import DEVICE
 from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT
-from tests.support.device import DEVICE
 from tests.support.endpoint_rig import Rig
 
 

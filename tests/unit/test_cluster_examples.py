@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from delta_sender.cli import make_parser
+from delta_server.generation_guard import READY_PATH
 from engine_ext.settings import API_KEY_ENVIRONMENT, FLAGS
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ SPECS = {
         *("serviceName", "replicas", "podManagementPolicy", "selector", "template"),
     },
     ("batch/v1", "Job"): {"backoffLimit", "template"},
-    ("v1", "Service"): {"clusterIP", "selector", "ports"},
+    ("v1", "Service"): {"clusterIP", "publishNotReadyAddresses", "selector", "ports"},
     ("v1", "Secret"): set(),
 }
 
@@ -86,6 +87,17 @@ def test_manifests_give_flags_that_exist_and_the_token(path: Path) -> None:
         wanted = token["valueFrom"]["secretKeyRef"]
         assert wanted["name"] == secret["metadata"]["name"]
         assert wanted["key"] in secret["stringData"]
+
+
+def test_clients_get_ready_engines_and_trainers_all() -> None:
+    engines = [one for one in ALL if one["kind"] in ("StatefulSet", "Deployment")]
+    for one in engines:
+        [container] = one["spec"]["template"]["spec"]["containers"]
+        assert container["readinessProbe"]["httpGet"]["path"] == READY_PATH
+        assert container["startupProbe"]["httpGet"]["path"] == "/health"
+    services = [one["spec"] for one in ALL if one["kind"] == "Service"]
+    for spec in services:
+        assert spec.get("publishNotReadyAddresses", False) is (spec.get("clusterIP") == "None")
 
 
 def test_sender_names_each_engine_of_the_set() -> None:

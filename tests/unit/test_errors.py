@@ -25,9 +25,11 @@ STATUS = {
     "VersionConflict": 409,
     "BaseMismatch": 409,
     "SyncInProgress": 409,
+    "GroupAborted": 409,
     "RunConflict": 409,
     "RunFenced": 409,
     "WeightsAsleep": 409,
+    "VersionNotServed": 409,
     "LogDamaged": 409,
     "LogDiverged": 409,
     "TooLarge": 413,
@@ -41,6 +43,7 @@ STATUS = {
     "EngineUncertain": 503,
     "PartUnavailable": 502,
     "SpoolFull": 507,
+    "AuditUnavailable": 507,
 }
 
 

@@ -16,6 +16,9 @@ PACKAGES = ("engine_ext", "server/delta_server", "trainer/delta_sender", "script
 # A line that breaks a contract, the file of the copy that it goes to, and the contract's id.
 BREAKS = [
     ("from engine_ext.sync import receiver", "engine_ext/placement/plan.py", "layers"),
+    ("import engine_ext.conformance.judge", "engine_ext/sync/receiver.py", "layers"),
+    ("import engine_ext.conformance.judge", "engine_ext/adapters/vllm/worker.py", "layers"),
+    ("import engine_ext.conformance", "server/delta_server/service.py", "contract-only"),
     (
         "from engine_ext.startup.derived import find",
         "engine_ext/startup/trace/dry_run.py",

@@ -74,6 +74,7 @@ def test_every_flag(tmp_path: Path) -> None:
         "--delta-tuning=min-upload-rate=1M",
         "--delta-tuning=stage-timeout=1.5",
         "--delta-base-version=9223372036854775807",
+        "--delta-min-version=12",
         "--delta-shadow-bytes=1G",
         "--delta-keep-plain",
         "--delta-scrub-interval=2.5",
@@ -91,6 +92,7 @@ def test_every_flag(tmp_path: Path) -> None:
         min_upload_rate=1 << 20,
         stage_timeout=1.5,
         base_version=2**63 - 1,
+        min_version=12,
         shadow_bytes=1 << 30,
         keep_plain=True,
         scrub_interval=2.5,
@@ -118,11 +120,11 @@ def test_a_companion_flag_alone_is_refused(flag: str) -> None:
         parse(flag)
 
 
-def test_twelve_flags_and_the_tuning_are_shown(tmp_path: Path) -> None:
+def test_fifteen_flags_and_the_tuning_are_shown(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     shown = set(re.findall(r"--[a-z-]+", parser.format_help())) - {"--help"}
-    assert len(shown - {"--delta-tuning"}) == 12
+    assert len(shown - {"--delta-tuning"}) == 15
     text = re.sub(r"\s+", "", parser.format_help())  # keys are wrapped at hyphens
     assert [key for key in settings.TUNING if key not in text] == []
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from delta_sender.results import SyncError
 from engine_ext.resources import RateLimit
 
 if TYPE_CHECKING:
@@ -21,7 +22,13 @@ FORMS: Final = ("fp8_block", "fp8_channel", "int8_channel")
 FULL: Final = ("own", "allow")
 Flush = bool | Literal["salt"]
 # Fields that only senders to engines have. A delta log has no owner and keeps what it was given.
-ENGINE_ONLY: Final = ("takeover", "full", "adapter", "delta_log", "state", "quantize", "lag_limit")
+ENGINE_ONLY: Final = (
+    "takeover", "full", "adapter", "delta_log", "state", "quantize", "lag_limit",
+    "commit", "commit_window", "quorum", "evict",
+)  # fmt: skip
+# Fields that only a sender to several engines has.
+FLEET_ONLY: Final = ("lag_limit", "commit", "commit_window", "quorum", "evict")
+COMMITS: Final = ("each", "all_or_none")
 
 
 def _seconds(text: str) -> float | None:
@@ -101,7 +108,20 @@ class SenderOptions:
             quantised if its name is that of a quantised weight in the base. Names, shapes and
             dtypes are then checked one by one, while earlier tensors are sent.
         lag_limit: Seconds after the first engine's commit at which a sync returns without engines
-            that are not done. None waits for all.
+            that are not done. None waits for all. If engines commit as one, it is the seconds
+            after the first one has prepared in which the others must have.
+        commit: When engines commit. ``each``: as soon as one has staged all. ``all_or_none``: once
+            all have staged and checked all, or no engine does. If the trainer dies in between, the
+            engines settle it among themselves: they must reach each other at the given urls, with
+            the same token. A `delta_log` gets the version once all have agreed, before the first
+            one commits. Not with `adapter`.
+        commit_window: Seconds in which engines that commit as one have to agree to commit, and then
+            to do so.
+        quorum: How many engines must be ready to commit as one; the others are left out, and get
+            what they missed in a later sync. None: all.
+        evict: Called with the url of an engine that is left out and its error, before the others
+            commit: take it out of the router here. If it raises, no engine commits. Also called for
+            one that has agreed and did not commit in `commit_window`.
 
     Raises:
         ValueError: One has an unknown value.
@@ -131,8 +151,13 @@ class SenderOptions:
     state: str | Path | None = None
     quantize: str | None = None
     lag_limit: float | None = 60.0
+    commit: str = "each"
+    commit_window: float = 10.0
+    quorum: int | None = None
+    evict: Callable[[str, SyncError], object] | None = None
 
     def __post_init__(self) -> None:
+        self._check_fleet()
         if self.encoding not in CHOICES:
             raise ValueError(f"encoding {self.encoding!r} is not one of {', '.join(CHOICES)}")
         if self.full not in FULL:
@@ -143,6 +168,19 @@ class SenderOptions:
             raise ValueError("posts_in_flight is 1 at least")
         if isinstance(limit := self.bandwidth_limit, (int, float)):
             object.__setattr__(self, "bandwidth_limit", RateLimit(limit))
+
+    def _check_fleet(self) -> None:
+        if self.commit not in COMMITS:
+            raise ValueError(f"commit {self.commit!r} is not one of {', '.join(COMMITS)}")
+        given = [name for name in FLEET_ONLY[2:] if getattr(self, name) != DEFAULTS[name]]
+        if self.commit == "each":
+            if given:
+                raise ValueError(f"only with commit='all_or_none': {', '.join(given)}")
+            return
+        if self.adapter is not None:
+            raise ValueError("commit='all_or_none' does not work with adapter yet")
+        if self.commit_window <= 0 or (self.quorum is not None and self.quorum < 1):
+            raise ValueError("commit_window is above 0 and quorum is 1 at least")
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> SenderOptions:

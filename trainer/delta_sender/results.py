@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,30 @@ class PartialSyncError(SyncError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.failures, self.reports)
+
+
+@dataclass(frozen=True)
+class FleetOutcome:
+    """What has become of one engine in a sync of all engines or none.
+
+    Attributes:
+        state: ``committed``. ``aborted``: it had prepared, and dropped the sync as others could
+            not. ``refused``: it could not prepare, and therefore none has committed. ``left out``:
+            it could not prepare, and the others have committed. ``failed``: it had prepared, the
+            others commit, and it could not. ``prepared``: it has not said yet how it has ended; it
+            settles that with the other engines.
+        error: Why it has not committed, if it has answered that; None if it has, or was aborted.
+    """
+
+    state: Literal["committed", "aborted", "refused", "left out", "failed", "prepared"]
+    error: SyncError | None
+
+
+class GroupAborted(PartialSyncError):
+    """No engine has committed: not all, or not as many as `quorum`, could prepare.
+
+    All engines are at the version before; `reports` is empty.
+    """
 
 
 @contextlib.contextmanager

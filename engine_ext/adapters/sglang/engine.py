@@ -32,6 +32,10 @@ class SglangEngine:
         self._continue_generation = manager.continue_generation
         self._channel = Channel(manager)
 
+    @property
+    def model(self) -> str | None:
+        return str(self._manager.server_args.model_path)
+
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
         """Return every rank's reply or error, in rank order; RuntimeError if the engine died."""
         return await self._channel.call(request)

@@ -41,8 +41,11 @@ def in_source() -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to SGLang's parser."""
+    """Add the flags to SGLang's parser, and ``delta`` to its load formats."""
     settings.add_arguments(parser)
+    formats = getattr(parser._option_string_actions.get("--load-format"), "choices", None)
+    if isinstance(formats, list) and LOAD_FORMAT not in formats:
+        formats.append(LOAD_FORMAT)
 
 
 def read_arguments(args: argparse.Namespace) -> bool:
@@ -152,12 +155,8 @@ def _log_as_sglang() -> None:
 
 def _is_patched() -> bool:
     """Return whether SGLang's source has the hooks; ValueError if only some modules have them."""
-    from sglang.srt.configs import load_config
-
     unpatched = [name for name in _PATCHED if not hasattr(importlib.import_module(name), NAME)]
-    if not hasattr(load_config.LoadFormat, LOAD_FORMAT.upper()):
-        unpatched.append(load_config.__name__)
-    if len(unpatched) == len(_PATCHED) + 1:
+    if len(unpatched) == len(_PATCHED):
         return False
     if unpatched:
         raise ValueError(

@@ -21,6 +21,19 @@ from engine_ext.startup import CheckpointReader, LoadWeights, RepackLearner, Unp
 _COLLECTIVE: Final = ("fastsafetensors", "instanttensor")
 
 
+@functools.cache
+def register_load_format(name: str) -> None:
+    """Let vLLM know a load format that reads a checkpoint as ``auto`` does; once per process."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    class AutoLoader(DefaultModelLoader):  # type: ignore[misc]
+        def __init__(self, load_config: Any) -> None:
+            super().__init__(dataclasses.replace(load_config, load_format="auto"))
+
+    register_model_loader(name)(AutoLoader)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """How a worker loads one model; see `engine_ext.adapters.observer.EngineLoad`.

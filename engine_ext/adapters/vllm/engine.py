@@ -33,6 +33,10 @@ class VllmEngine:
         self.shared = parallel._api_process_count > 1
         self.address = _own_address() if may_span_hosts(parallel) else None
 
+    @property
+    def model(self) -> str | None:
+        return str(self._client.vllm_config.model_config.model)
+
     async def call(
         self, request: Operation[ReplyT], method: str = "delta_updates"
     ) -> list[ReplyT | DeltaError]:

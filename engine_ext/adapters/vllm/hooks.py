@@ -135,6 +135,10 @@ def on_worker_created(worker: Any) -> None:
     from engine_ext.adapters.vllm.worker import attach_receiver
 
     _log_as_vllm()
+    if _is_delta(worker.load_config.load_format):
+        from engine_ext.adapters.vllm.checkpoint import register_load_format
+
+        register_load_format(LOAD_FORMAT)
     attach_receiver(worker, chosen)
 
 

@@ -35,11 +35,10 @@ def repack_learner(
 
 
 @contextlib.contextmanager
-def online_processing(keep: Callable[[Processing, bool], str | None]) -> Iterator[None]:
+def online_processing(states: UnprocessedModules) -> Iterator[None]:
     """Keep each module that vLLM quantises while it loads, just before it does.
 
-    Raises:
-        RuntimeError: the module cannot be kept. vLLM does not start then.
+    One that does not fit is refused: its tensors are not updated.
     """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
     from vllm.model_executor.model_loader.reload import layerwise
@@ -55,9 +54,10 @@ def online_processing(keep: Callable[[Processing, bool], str | None]) -> Iterato
 
             def keep_and_process(module: Any) -> None:
                 del method.process_weights_after_loading
-                why_not = keep(Processing(module, method, _process_copy), False)
+                processing = Processing(module, method, _process_copy)
+                why_not = states.keep(processing, False)
                 if why_not is not None:
-                    raise RuntimeError(f"delta updates: {why_not}")
+                    states.refuse(processing, why_not)
                 process_now(module)
 
             method.process_weights_after_loading = keep_and_process

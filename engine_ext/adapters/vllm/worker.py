@@ -64,7 +64,7 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
         states = UnprocessedModules(chosen.shadow_bytes, moved_too=not reads)
         observed = [ModelLoadObserver(WorkerLoad(role, config), loading, states) for role in models]
         with contextlib.ExitStack() as hooks:
-            hooks.enter_context(online_processing(states.keep))
+            hooks.enter_context(online_processing(states))
             hooks.enter_context(observed[0])
             for draft in observed[1:]:
                 hooks.enter_context(around_load(worker.model_runner, draft))
@@ -99,8 +99,7 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
     if own_transfer:
         register_backend()
         worker.delta_transfer = functools.partial(_transfer, worker)
-    if not hasattr(worker, "delta_updates"):  # a patched vLLM has the method in its own source
-        worker.delta_updates = delta_updates
+    worker.delta_updates = delta_updates
     worker.delta_buffer_checksums = functools.partial(buffer_checksums, worker)
 
 
@@ -178,7 +177,7 @@ def build_receiver(
         reload=lambda w: type(worker).reload_weights(worker, weights_iterator=iter(w)),
         ranks=_ranks(parallel),
         repacks=seen.repacks,
-        refusals={**seen.refusals, **copied_on_first_use(model)},
+        refusals={**seen.refusals, **states.refusals(model), **copied_on_first_use(model)},
         learned=seen.learned,
         constants=seen.constants,
         recomputations=recomputations(model, config),

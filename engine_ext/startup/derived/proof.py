@@ -212,21 +212,25 @@ class _Trial:
 
     def _expect_changed(self) -> None:
         """Change the weights until every element of the derived tensors has changed."""
-        generator = torch.Generator().manual_seed(0)
+        random: dict[torch.device, torch.Generator] = {}
         same = {path: self._saved[path] != 0 for path in self._derived}
         zero = [path for path, others in same.items() if not bool(others.any())]
         if zero:
             raise _Unproven(f"{', '.join(zero)} is zero, so no change would be seen")
         for _ in range(_ROUNDS):
             for entry in self._weights:
-                bits = varied(self._saved[entry.name], entry.tensor.dtype, generator)
-                bits_of(entry.tensor.data).copy_(bits)
+                memory = bits_of(entry.tensor.data)
+                if memory.device not in random:
+                    random[memory.device] = torch.Generator(memory.device).manual_seed(0)
+                saved = self._saved[entry.name].to(memory.device)
+                memory.copy_(varied(saved, entry.tensor.dtype, random[memory.device]))
             found = self._run()
             for name in found.keys() - self._weight_views - same.keys():
                 if not self._is_saved(name, found[name]):
                     raise _Unproven(f"it changes {name} with the weights")
             for path, unchanged in same.items():
-                unchanged &= bits_of(found[path]).cpu() == self._saved[path]
+                now = bits_of(found[path])
+                unchanged &= (now == self._saved[path].to(now.device)).cpu()
             if not any(bool(unchanged.any()) for unchanged in same.values()):
                 break
         for entry in self._weights:
@@ -241,7 +245,8 @@ class _Trial:
         return any(start < entry.end and entry.start < end for entry in self._weights)
 
     def _is_saved(self, name: str, tensor: torch.Tensor) -> bool:
-        return torch.equal(bits_of(tensor).cpu(), self._saved[name])
+        bits = bits_of(tensor)
+        return torch.equal(bits, self._saved[name].to(bits.device))
 
 
 def _join(*path: str) -> str:
@@ -251,16 +256,22 @@ def _join(*path: str) -> str:
 def varied(saved: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Return other bits for every element: another mantissa or sign, and always a finite number.
 
-    `saved` holds the old bits, integers on the CPU, any shape, of numbers of the floating-point
-    `dtype`. The result has its dtype and shape. Temporaries take some 16 bytes per element.
+    `saved` holds the old bits, integers of any shape, of numbers of the floating-point `dtype`. The
+    result has its dtype, shape and device, which is also that of `generator`: a host takes minutes
+    for the weights of 61 layers. Temporaries take some 16 bytes per element.
     """
     width = 8 * saved.element_size()
     sign = 1 << (width - 1) if saved.dtype == torch.uint8 else -(1 << (width - 1))
     info = torch.iinfo(saved.dtype)
-    mask = torch.randint(info.min, info.max, saved.shape, generator=generator, dtype=saved.dtype)
+    mask = torch.randint(
+        *(info.min, info.max, saved.shape),
+        generator=generator,
+        dtype=saved.dtype,
+        device=saved.device,
+    )
     mask &= sign | ((1 << _MANTISSA[dtype]) - 1)
     mask[mask == 0] = 1
-    one = bits_of(torch.ones((), dtype=dtype))
+    one = bits_of(torch.ones((), dtype=dtype, device=saved.device))
     others = torch.where(_is_finite(saved, dtype), saved, one) ^ mask
     return torch.where(_is_finite(others, dtype), others, saved ^ sign)
 

@@ -19,13 +19,13 @@ from engine_ext.model import LiveTensor, StorageIndex, hash_memory, layout
 from engine_ext.placement import Placed, Placement, Segment
 from engine_ext.startup.recomputed.compare import RebuildError
 from engine_ext.startup.recomputed.rebuild import (
-    Change,
     Context,
     Difference,
     RebuildResult,
     tensor_differences,
 )
 from engine_ext.startup.recomputed.unprocessed_model import with_modules
+from engine_ext.startup.recomputed.unprocessed_modules import Change
 from engine_ext.startup.trace import LoaderDryRun, LoadWeights
 
 _TENSOR = "tensor"

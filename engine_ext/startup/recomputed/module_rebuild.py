@@ -18,7 +18,6 @@ from engine_ext.model import (
     location,
     reachable_tensors,
 )
-from engine_ext.startup.permuted import ModuleCopy
 from engine_ext.startup.recomputed.compare import (
     Pair,
     RebuildError,
@@ -29,7 +28,6 @@ from engine_ext.startup.recomputed.elements import AttributeElements, Replacemen
 from engine_ext.startup.recomputed.perturbation import Perturbation
 from engine_ext.startup.recomputed.plain_objects import opaque_part
 from engine_ext.startup.recomputed.rebuild import (
-    Change,
     Context,
     Difference,
     Probe,
@@ -37,6 +35,7 @@ from engine_ext.startup.recomputed.rebuild import (
     tensor_differences,
 )
 from engine_ext.startup.recomputed.unprocessed_modules import (
+    Change,
     UnprocessedModule,
     loaded_tensors,
     storage_of,
@@ -80,15 +79,11 @@ class ModuleRebuild:
 
     def rebuild(self, changes: Mapping[str, Iterable[Change]]) -> RebuildResult:
         """See `Rebuild.rebuild`."""
-        copy = ModuleCopy(self.state.before, {})
+        left = changes.keys() - {name for name, _ in self.weights()}
+        if left:
+            raise RebuildError(f"it has no {', '.join(sorted(left))} before processing")
+        copy = self.state.copy(changes)
         try:
-            left = set(changes)
-            for name, tensor in loaded_tensors(copy.root):
-                left.discard(name)
-                for change in changes.get(name, ()):
-                    change.elements.within(tensor).put(change.new)
-            if left:
-                raise RebuildError(f"it has no {', '.join(sorted(left))} before processing")
             in_place = {n: t for n, t in loaded_tensors(copy.root) if n in self.in_place}
             given = {name: hash_tensor(tensor) for name, tensor in in_place.items()}
             with self._processing():
@@ -170,11 +165,11 @@ class ModuleRebuild:
         same = {
             name: tensor
             for name, tensor in self.state.weights()
-            if places.get(name) == self.state.memory[name] and layout(live[name]) == layout(tensor)
+            if places.get(name) == self.state.memory[name] and _alike(live[name], tensor)
         }
         if not same:
             return []
-        copy = ModuleCopy(self.state.before, {})
+        copy = self.state.copy()
         for name, tensor in loaded_tensors(copy.root):
             if name in same:
                 Perturbation().within(tensor).put(Perturbation.new)
@@ -186,7 +181,7 @@ class ModuleRebuild:
             (name, live[name])
             for name, tensor in same.items()
             if name in kept
-            and layout(kept[name]) == layout(tensor)
+            and _alike(kept[name], tensor)
             and hash_tensor(kept[name]) == given[name]
             and hash_tensor(live[name]) == hash_tensor(tensor)
         ]
@@ -243,6 +238,11 @@ class ModuleRebuild:
         devices = {t.device.index for t in self.live_tensors() if t.device.type == "cuda"}
         with torch.random.fork_rng(sorted(devices)), torch.no_grad(), self._context():
             yield
+
+
+def _alike(one: torch.Tensor, kept: torch.Tensor) -> bool:
+    """Return whether a tensor has the layout of an unprocessed one, which can be on the host."""
+    return layout(one)[1:] == layout(kept)[1:]
 
 
 def _is_handle(pair: Pair) -> bool:

@@ -32,10 +32,12 @@ class _Filler:
 
     def put(self, seed: int) -> None:
         bits = flat_bits(self.tensor)
-        generator = torch.Generator().manual_seed(seed)
+        device = bits.device
+        generator = torch.Generator(device).manual_seed(seed)
         if self.tensor.is_floating_point():
-            bits.copy_(varied(bits.cpu(), self.tensor.dtype, generator))
+            bits.copy_(varied(bits, self.tensor.dtype, generator))
         else:
             top = torch.iinfo(bits.dtype).max
-            mask = torch.randint(1, top, bits.shape, generator=generator, dtype=bits.dtype)
-            bits ^= mask.to(bits.device)
+            bits ^= torch.randint(
+                *(1, top, bits.shape), generator=generator, dtype=bits.dtype, device=device
+            )

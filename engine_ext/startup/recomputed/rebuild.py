@@ -18,24 +18,16 @@ from engine_ext.kernels import host_bits
 from engine_ext.model import extent
 from engine_ext.placement import DeviceElements, HostElements, LiveElements, flat_bits
 from engine_ext.startup.recomputed.compare import Place, RebuildError
+from engine_ext.startup.recomputed.unprocessed_modules import Change
 
-# Elements compared at a time.
+# Elements compared at a time, in host memory or on a device.
 _CHUNK: Final = 1 << 20
+_DEVICE_CHUNK: Final = 1 << 24
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 Probe = Callable[[torch.nn.Module], torch.Tensor | None]
 """Return what a live module computes from an input, the same every time; None if unknown."""
-
-
-class Change(Protocol):
-    """Elements of the unprocessed weights and their new bits."""
-
-    @property
-    def elements(self) -> Any: ...
-
-    @property
-    def new(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,16 +151,32 @@ def tensor_differences(path: str, live: torch.Tensor, new: torch.Tensor) -> Iter
     if extent(live) != live.numel():
         raise RebuildError(f"{path} has gaps between its elements")
     memory, other = flat_bits(live), flat_bits(new)
+    narrow = memory.numel() < 1 << 31
     if memory.device.type != "cpu":
-        found = (memory != other).nonzero().view(-1)
+        found = _different_on_device(memory, other, torch.int32 if narrow else torch.int64)
         if len(found):
             yield Difference(path, DeviceElements(memory, found), other[found])
         return
     of_live, of_new = host_bits(memory), host_bits(other)
-    dtype = np.int32 if len(of_live) < 1 << 31 else np.int64
+    dtype = np.int32 if narrow else np.int64
     for start in range(0, len(of_live), _CHUNK):
         part = slice(start, start + _CHUNK)
         offsets = np.flatnonzero(of_live[part] != of_new[part])
         if len(offsets):
             offsets = (offsets + start).astype(dtype)
             yield Difference(path, HostElements(of_live, offsets), of_new[offsets])
+
+
+def _different_on_device(
+    one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the places of differing elements, [n] of `dtype`.
+
+    PyTorch gives them in int64, which takes twice the memory until the next sync. A chunk at a time
+    is found so.
+    """
+    found = []
+    for start in range(0, one.numel(), _DEVICE_CHUNK):
+        part = slice(start, start + _DEVICE_CHUNK)
+        found.append((one[part] != other[part]).nonzero().view(-1).to(dtype).add_(start))
+    return torch.cat(found) if found else one.new_empty(0, dtype=dtype)

@@ -124,8 +124,9 @@ def share_views(model: torch.nn.Module, states: Iterable[UnprocessedModule]) -> 
                 shared = torch.empty(0, dtype=parameter.dtype, device=others[0].device)
                 memory = others[0].untyped_storage()
                 shared.set_(memory, offset, parameter.shape, parameter.stride())
-                if torch.equal(flat_bits(shared), flat_bits(parameter)):
+                if torch.equal(flat_bits(shared).to(parameter.device), flat_bits(parameter)):
                     _replace(state.before, parameter, shared)
+                    state.devices.pop(name, None)
 
 
 def share_in_place(rebuild: ModuleRebuild, index: StorageIndex) -> int:
@@ -147,6 +148,7 @@ def share_in_place(rebuild: ModuleRebuild, index: StorageIndex) -> int:
         own = address_range(live)
         if all((entry.start, entry.end) == own for entry in index.overlapping(live)):
             _replace(state.before, weights[name], live.detach())
+            state.devices.pop(name, None)
             state.in_place.add(name)
             freed += live.nbytes
     return freed

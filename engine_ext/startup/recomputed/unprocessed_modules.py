@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine_ext.model import extent, reachable_tensors
 from engine_ext.startup.permuted import ModuleCopy, Processing
+from engine_ext.startup.recomputed import host_copies
 from engine_ext.startup.recomputed.elements import AttributeElements
+
+
+class Change(Protocol):
+    """Elements of the unprocessed weights and their new bits."""
+
+    @property
+    def elements(self) -> Any: ...
+
+    @property
+    def new(self) -> Any: ...
+
+
+Changes = Mapping[str, Iterable[Change]]
+"""Changes of unprocessed weights, by the weights' names."""
+_NO_CHANGES: Final[Changes] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +47,8 @@ class UnprocessedModule:
         attributes: what rebuilds have replaced as a whole, by path.
         shared: names of parameters and buffers whose memory processing can also reach by another
             way than their copies.
+        devices: where the weights are processed that are kept in host memory, by name.
+        refused: why the module is not updated; then `before` has the layout of its weights alone.
     """
 
     module: torch.nn.Module
@@ -41,6 +59,27 @@ class UnprocessedModule:
     shared: frozenset[str]
     in_place: set[str] = field(default_factory=set)
     attributes: dict[str, AttributeElements] = field(default_factory=dict)
+    devices: dict[str, torch.device] = field(default_factory=dict)
+    refused: str | None = None
+
+    def copy(self, changes: Changes = _NO_CHANGES) -> ModuleCopy:
+        """Return a copy of the module before processing, on the devices that it is processed on.
+
+        Its tensors have the `changes`; names that it has no tensor for are left out.
+        """
+        there: dict[int, torch.Tensor] = {}
+        for name, tensor in loaded_tensors(self.before):
+            if name in self.devices:
+                changed = tensor
+                if name in changes:
+                    changed = tensor.detach().clone()
+                    _apply(changes[name], changed)
+                there[id(tensor)] = host_copies.on_device(changed, self.devices[name])
+        copy = ModuleCopy(self.before, there)
+        for name, tensor in loaded_tensors(copy.root):
+            if name not in self.devices:
+                _apply(changes.get(name, ()), tensor)
+        return copy
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is loaded before processing, by name; nothing if elements are only moved."""
@@ -51,8 +90,10 @@ class UnprocessedModule:
 class UnprocessedModules:
     """The states of the modules that the engine's loader cannot be traced on after processing.
 
+    Weights on an accelerator are kept in pinned host memory.
+
     Args:
-        limit: bytes that the parameters and buffers kept can take on this rank.
+        limit: bytes of host memory that the parameters and buffers kept can take on this rank.
         moved_too: the modules whose processing can be followed are to be kept, too, because the
             engine has loaded no checkpoint yet, so that it must be repeated.
 
@@ -66,7 +107,8 @@ class UnprocessedModules:
         self.nbytes = 0
         self.moved_too = moved_too
         self._limit = limit
-        self._known: set[int] = set()
+        self._known: dict[int, str | None] = {}
+        self._memory = host_copies.HostMemory()
 
     def keep(self, processing: Processing, moves: bool) -> str | None:
         """Keep a module that is about to be processed, unless it is kept already.
@@ -76,7 +118,7 @@ class UnprocessedModules:
         """
         module = processing.module
         if id(module) in self._known:
-            return None
+            return self._known[id(module)]
         tensors = [tensor for _, tensor in loaded_tensors(module)]
         size = 0 if moves else sum(tensor.nbytes for tensor in tensors)
         if not self.reserve(size):
@@ -84,15 +126,50 @@ class UnprocessedModules:
                 f"post-load processing computes it, and its unprocessed weights take {size} bytes "
                 f"more than {self.nbytes}: raise --delta-shadow-bytes, which allows {self._limit}"
             )
-        empty = {id(tensor): _without_data(tensor) for tensor in tensors} if moves else {}
-        before = ModuleCopy(module, empty).root
-        memory = {n: (storage_of(t), int(t.storage_offset())) for n, t in loaded_tensors(module)}
-        shared = frozenset() if moves else _shared(module, before)
-        self.states.append(
-            UnprocessedModule(module, before, processing.call, moves, memory, shared)
-        )
-        self._known.add(id(module))
+        devices: dict[str, torch.device] = {}
+        if moves:
+            copies = {id(tensor): _without_data(tensor) for tensor in tensors}
+        else:
+            elsewhere = [*filter(host_copies.belongs_elsewhere, tensors)]
+            copies = {id(tensor): self._memory.copy(tensor) for tensor in elsewhere}
+            devices = {n: t.device for n, t in loaded_tensors(module) if id(t) in copies}
+        state = _state(processing, copies, moves=moves)
+        state.devices.update(devices)
+        self.states.append(state)
+        self._known[id(module)] = None
         return None
+
+    def refuse(self, processing: Processing, why: str) -> None:
+        """Keep the layout of a module that `keep` could not keep, without its weights.
+
+        So the engine's loader can be traced on it, and the tensors of the checkpoint that belong to
+        it are refused by name, and no others.
+        """
+        tensors = (tensor for _, tensor in loaded_tensors(processing.module))
+        copies = {id(tensor): host_copies.without_memory(tensor) for tensor in tensors}
+        state = _state(processing, copies, moves=False)
+        self.states.append(replace(state, refused=why))
+        self._known[id(processing.module)] = why
+
+    def refused_names(self, model: torch.nn.Module) -> dict[str, frozenset[str]]:
+        """Return the modules in a model that are refused, with the names of their weights."""
+        refused = {id(one.module): one for one in self.states if one.refused is not None}
+        return {
+            path: frozenset(
+                f"{path}.{name}".lstrip(".")
+                for name, _ in loaded_tensors(refused[id(module)].before)
+            )
+            for path, module in model.named_modules()
+            if id(module) in refused
+        }
+
+    def refusals(self, model: torch.nn.Module) -> dict[str, str]:
+        """Return why weights of modules in a model are not updated, by name."""
+        return {
+            name: str(self._known[id(model.get_submodule(path))])
+            for path, names in self.refused_names(model).items()
+            for name in names
+        }
 
     def release(self, size: int) -> None:
         """Count `size` bytes as kept no longer."""
@@ -103,6 +180,22 @@ class UnprocessedModules:
         fits = self.nbytes + size <= self._limit
         self.nbytes += size if fits else 0
         return fits
+
+
+def _state(
+    processing: Processing, copies: dict[int, torch.Tensor], *, moves: bool
+) -> UnprocessedModule:
+    """Return the state of a module; `copies` replace its tensors, by their `id`."""
+    module = processing.module
+    before = ModuleCopy(module, copies).root
+    memory = {n: (storage_of(t), int(t.storage_offset())) for n, t in loaded_tensors(module)}
+    shared = frozenset() if moves else _shared(module, before)
+    return UnprocessedModule(module, before, processing.call, moves, memory, shared)
+
+
+def _apply(changes: Iterable[Change], tensor: torch.Tensor) -> None:
+    for change in changes:
+        change.elements.within(tensor).put(change.new)
 
 
 def loaded_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -54,6 +54,13 @@ function timeOf(seconds) {
   return new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
 }
 
+function duration(seconds) {
+  for (const [name, length] of [["days", 86400], ["hours", 3600], ["minutes", 60]]) {
+    if (seconds >= 2 * length) return `${Math.floor(seconds / length)} ${name}`;
+  }
+  return `${Math.floor(seconds)} s`;
+}
+
 function ago(ms) {
   const seconds = Math.max(0, Math.round(ms / 1000));
   return seconds < 120 ? `${seconds} s ago` : `${Math.round(seconds / 60)} min ago`;
@@ -136,6 +143,8 @@ function setState(word) {
   const badge = find("#state");
   if (badge.textContent !== plain(word)) badge.textContent = plain(word); // read aloud on change
   badge.className = `badge ${kindOf(word)}`;
+  const meaning = find(`[data-state="${CSS.escape(word)}"]`);
+  find("#meaning").textContent = meaning === null ? "" : meaning.textContent;
 }
 
 function setProblem(text) {
@@ -198,13 +207,17 @@ function problemOf({ version, health, scrub, log }) {
 }
 
 function factsOf(status) {
-  const { version, health, staged, log, scrub } = status;
+  const { version, health, staged, log, scrub, server } = status;
   const parts = staged && `${staged.parts.length} of ${staged.num_parts ?? "?"} parts of version ${staged.version}`;
   const differ = new Set(version.by_rank).size > 1;
   const complete = version.complete === null ? "unknown" : yesOrNo(version.complete);
   const passes = scrub && `${scrub.passes} passes${scrub.passed_at ? `, the last one ended ${timeOf(scrub.passed_at)}` : ""}`;
+  const full = status.history.filter((sync) => sync.full && sync.outcome === "committed").at(-1);
   return [
     ["version", version.number],
+    ["model", server?.model],
+    ["host", server?.host],
+    ["up for", server && `${duration(server.seconds)}, since ${new Date(server.since * 1000).toLocaleString()}`],
     ["run", version.run],
     ["owner", status.owner && ownerOf(status.owner, version.run)],
     ["the engine's weight version", version.published],
@@ -214,11 +227,17 @@ function factsOf(status) {
     ["complete", complete],
     ["staged", parts ?? "nothing"],
     ["can roll back", yesOrNo(version.can_roll_back)],
+    ["last full sync", full && fullOf(full)],
     ["digest", version.digest],
     ["delta log", log && `newest version ${log.newest ?? "none"}, ${log.folder}`],
     ["scrubbing", passes],
     ...(status.adapters ?? []).map((one) => [`adapter ${one.name}`, `version ${one.version}`]),
   ];
+}
+
+function fullOf(sync) {
+  const why = sync.reason === null ? "no reason given" : sync.reason;
+  return `version ${sync.version} at ${timeOf(sync.at)}: ${why}`;
 }
 
 function yesOrNo(value) {

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from html import escape
 from importlib.resources import files
 from typing import Final
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse
+
+from engine_ext.errors import DeltaError
 
 
 def _read(name: str) -> str:
@@ -23,15 +26,16 @@ def _hash(text: str) -> str:
 _STYLE: Final = _read("page.css")
 _SCRIPT: Final = _read("page.js")
 _PAGE: Final = _read("page.html").replace("{style}", _STYLE).replace("{script}", _SCRIPT)
+_DENIED: Final = _read("denied.html").replace("{style}", _STYLE)
 
-# Names come from trainers: besides the two texts above nothing runs, nothing is loaded, and with
-# trusted types the script cannot make markup of a string.
-_POLICY: Final = "; ".join(
-    (
-        "default-src 'none'",
-        f"script-src {_hash(_SCRIPT)}",
+
+def _policy(*sources: str) -> str:
+    """Return a policy: besides `sources` nothing runs and nothing is loaded.
+
+    Names come from trainers: with trusted types a script cannot make markup of a string.
+    """
+    common = (
         f"style-src {_hash(_STYLE)}",
-        "connect-src 'self'",
         "img-src data:",  # the empty icon
         "base-uri 'none'",
         "form-action 'none'",
@@ -39,9 +43,11 @@ _POLICY: Final = "; ".join(
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
-)
+    return "; ".join(("default-src 'none'", *sources, *common))
+
+
 _HEADERS: Final = {
-    "Content-Security-Policy": _POLICY,
+    "Content-Security-Policy": _policy(f"script-src {_hash(_SCRIPT)}", "connect-src 'self'"),
     "X-Frame-Options": "DENY",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -52,8 +58,8 @@ _HEADERS: Final = {
 }
 
 
-def asks_for_token(request: Request) -> bool:
-    """Return whether a refused request is a browser's for the page, which can send no token yet.
+def from_browser(request: Request) -> bool:
+    """Return whether a request is that of a browser that opens a page, which can send no token.
 
     It gets the page as the text of its 401: the page asks for the token.
     """
@@ -65,3 +71,9 @@ def page_response(status: int = 200) -> HTMLResponse:
     """Return the page."""
     challenge = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
     return HTMLResponse(_PAGE, status, {**_HEADERS, **challenge})
+
+
+def denied_response(error: DeltaError) -> HTMLResponse:
+    """Return the page for a browser to which the engine shows nothing; it has no script."""
+    page = _DENIED.replace("{message}", escape(str(error)))
+    return HTMLResponse(page, error.status, {**_HEADERS, "Content-Security-Policy": _policy()})

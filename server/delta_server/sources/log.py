@@ -34,6 +34,7 @@ from delta_server.sources.log_history import Comparison, LogHistory
 from delta_server.sources.store_files import ResolvedFiles
 from delta_server.staging import NumberedPart
 from engine_ext.errors import (
+    AuditUnavailable,
     BaseMismatch,
     CommitFailed,
     CommittedNotResumed,
@@ -71,8 +72,8 @@ _WAITS_S = (1.0, 2.0, 4.0)  # before a store is read again at start-up
 _MOST_FOLDED_BYTES = 256 << 20  # of several versions that are folded; ten times that is decoded
 # Errors that another version, or another route to this one, would not avoid.
 _ENGINE_ERRORS = (
-    CommitFailed, PartUnavailable, CommittedNotResumed, SpoolFull, SyncInProgress, WeightsAsleep,
-    WriteUndone,
+    AuditUnavailable, CommitFailed, PartUnavailable, CommittedNotResumed, SpoolFull,
+    SyncInProgress, WeightsAsleep, WriteUndone,
 )  # fmt: skip
 
 
@@ -124,6 +125,8 @@ class LogReplay:
 
     Attributes:
         newest: the log's newest version when it was read last; None before, and in an empty log.
+        newest_at_start: the newest that this engine takes, when the log was first read; -1 in an
+            empty log, None before.
     """
 
     def __init__(
@@ -141,6 +144,8 @@ class LogReplay:
         self._name, self._turn = new_name(), Item(engine, LOG, Nothing)
         self._lock = asyncio.Lock()
         self.newest: int | None = None
+        self.newest_at_start: int | None = None
+        self._has_caught_up = False
         self._versions: list[int] = []
         self._problem: dict[str, Any] | None = None
         self._was_read, self._read_at = False, 0.0
@@ -164,6 +169,27 @@ class LogReplay:
             holds = newest is None or version < newest
         problem = problem if holds else None
         return LogStatus(folder=self.log.location, newest=newest, problem=problem)
+
+    def has_caught_up(self, version: int) -> bool:
+        """Return whether the engine, now at `version`, has once had the newest one at its start.
+
+        From then on it has, also while it is behind later ones.
+        """
+        first, following = self.newest_at_start, self._following
+        if not self._has_caught_up and first is not None:
+            if following is not None and following.known.pin is not None:
+                first = min(first, following.known.pin)
+            problem = self.describe(version).problem or {}
+            diverged = problem.get("type") == LogDiverged.__name__
+            self._has_caught_up = version >= first and not diverged
+        return self._has_caught_up
+
+    async def read_newest(self) -> None:
+        """Look for the newest version again, if the log could not be read at the start."""
+        try:
+            self._note_first(self._taken(await asyncio.to_thread(self.log.listing)))
+        except DeltaError as error:
+            logger.debug("delta log: not read: %s", error.message)
 
     def behind(self, version: int) -> int:
         """Return how many versions the log had after this one when it was read last."""
@@ -247,9 +273,8 @@ class LogReplay:
             compared = Comparison()
             if known:
                 compared = await self._history.compare(listing, version, digest)
-            following = self._following
-            if following is not None and (last := following.last_version(listing)) is not None:
-                listing = listing.up_to(last)
+            listing = self._taken(listing)
+            self._note_first(listing)
             usable = [entry for entry in listing.entries if entry.folder.name not in unusable]
             other = compared.other or _refused_here(unusable, version)
             if other is not None:
@@ -278,6 +303,16 @@ class LogReplay:
             logger.info(message, version, self.log.location, self.newest)
         found = {"version": version, "applied": applied, "newest": self.newest}
         return {"status": "caught_up", **found}
+
+    def _taken(self, listing: Listing) -> Listing:
+        """Return the part of a listing that this engine takes."""
+        following = self._following
+        last = None if following is None else following.last_version(listing)
+        return listing if last is None else listing.up_to(last)
+
+    def _note_first(self, listing: Listing) -> None:
+        if self.newest_at_start is None:
+            self.newest_at_start = -1 if listing.newest is None else listing.newest
 
     async def _note_read(self) -> None:
         """Let every process of an engine that follows know that its log could be read."""

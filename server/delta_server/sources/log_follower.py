@@ -23,8 +23,15 @@ from delta_server.follow_state import FollowState, LogLook
 from delta_server.request_options import Options
 from delta_server.sources.log import LogReplay
 from engine_ext.errors import DeltaError, LogDiverged, VersionConflict, WeightsAsleep
-from engine_ext.log import FollowerState, Heartbeat, remove_heartbeat, write_heartbeat
+from engine_ext.log import (
+    FollowerState,
+    Heartbeat,
+    live_heartbeats,
+    remove_heartbeat,
+    write_heartbeat,
+)
 from engine_ext.ranks.status import FollowStatus
+from engine_ext.remote_parts import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +51,19 @@ class LogFollower:
         engine: its name is in the heartbeat.
         interval: seconds between two looks.
         state: what this process shares with others; of `replay`, too.
+        peers: whom the log asks for parts, those with heartbeats included; None: nobody.
     """
 
     def __init__(
-        self, replay: LogReplay, engine: Engine, interval: float, state: FollowState
+        self,
+        replay: LogReplay,
+        engine: Engine,
+        interval: float,
+        state: FollowState,
+        peers: Peers | None = None,
     ) -> None:
         self._replay, self._engine = replay, engine
-        self._interval, self._shared = interval, state
+        self._interval, self._shared, self._peers = interval, state, peers
         self._in_a_row = 0
         self._cannot_write = self._is_over = False
         self._wake = asyncio.Event()
@@ -81,6 +94,7 @@ class LogFollower:
             await self._shared.lead()
             await self._shared.read()
         await self._beat_meanwhile()
+        await self._find_peers()
         replay = asyncio.ensure_future(self._replay.at_start())
         try:
             await self._beat_until(replay)
@@ -140,6 +154,7 @@ class LogFollower:
     async def catch_up(self, options: Options) -> dict[str, Any]:
         """Look at once; see `LogReplay.run` for what it returns and raises."""
         error: BaseException | None = None
+        await self._find_peers()
         try:
             return await self._replay.run(options, fold=True)
         except BaseException as failed:  # a call that is cancelled, too
@@ -149,6 +164,14 @@ class LogFollower:
             raise
         finally:
             await self._ended(error)
+
+    async def _find_peers(self) -> None:
+        """Find the engines that follow the log and say where they are, if this one does."""
+        if self._peers is None or self._peers.own is None:
+            return
+        with contextlib.suppress(DeltaError, OSError):  # the look finds out
+            beats = await asyncio.to_thread(live_heartbeats, self._replay.log)
+            self._peers.found = frozenset(beat.url for beat in beats if beat.url is not None)
 
     async def pin(self, version: int | None) -> dict[str, Any]:
         """Hold the engine at a version, or let it continue; return the result as JSON.
@@ -231,6 +254,7 @@ class LogFollower:
             state=self._state(look),
             failures=failures,
             error=None if error is None else f"{error['type']}: {error['message']}",
+            url=None if self._peers is None else self._peers.own,
             at=look.at,
             expires_s=self._expires_s(),
         )

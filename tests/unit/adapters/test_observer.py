@@ -13,6 +13,7 @@ from torch import nn
 
 from engine_ext.adapters.observer import ModelLoadObserver, observations
 from engine_ext.adapters.target_and_draft import ModelRole
+from engine_ext.conformance.toy_models import Checkpoint
 from engine_ext.startup import (
     CheckpointReader,
     LoadingTrace,
@@ -21,7 +22,6 @@ from engine_ext.startup import (
     UnprocessedModules,
 )
 from tests.support.quantised_engine import copied, process, walk
-from tests.support.toy_models import Checkpoint
 from tests.support.toy_quantised import Int8, Layer, Model, Transpose, linear_shapes
 
 TARGET = ModelRole("target", "", own=True)

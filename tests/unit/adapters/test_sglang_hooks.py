@@ -37,6 +37,18 @@ def test_nothing_happens_where_nobody_asks() -> None:
     assert loaded == ["model"]
 
 
+def test_load_format_delta_is_one_choice() -> None:
+    parser = argparse.ArgumentParser()
+    choices = ["auto", "pt"]
+    parser.add_argument("--load-format", choices=choices)
+    hooks.add_arguments(parser)
+    assert choices == ["auto", "pt", "delta"]
+    other = argparse.ArgumentParser()
+    other.add_argument("--load-format", choices=choices)
+    hooks.add_arguments(other)
+    assert choices == ["auto", "pt", "delta"]
+
+
 def test_a_draft_model_without_its_target_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.ENVIRONMENT, "{}")
     loaded: list[str] = []

@@ -12,9 +12,9 @@ import pytest
 from engine_ext.adapters.sglang import prefix_cache, scheduler
 from engine_ext.adapters.sglang.prefix_cache import SaltCache, Salts
 from engine_ext.adapters.sglang.rpc import Call
+from engine_ext.conformance.thread_group import Group, ThreadRanks
 from engine_ext.errors import NotUpdatable
 from engine_ext.ranks.operations import Reply, encode_answer, encode_request
-from tests.support.thread_group import Group, ThreadRanks
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from torch import nn
 
 from engine_ext.adapters.sglang import scheduler
 from engine_ext.adapters.sglang.rpc import Call
+from engine_ext.conformance.thread_group import Group, ThreadRanks
 from engine_ext.errors import DeltaError
 from engine_ext.ranks import operations
-from tests.support.thread_group import Group, ThreadRanks
 
 COMMIT = Call(call="c", operation="commit", arguments={"version": 1, "sync_id": None})
 

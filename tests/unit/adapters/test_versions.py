@@ -173,6 +173,7 @@ def test_the_packages_extras_allow_the_supported_versions(extra: str, engine: st
 
 @pytest.mark.parametrize("engine", ADAPTERS)
 def test_every_supported_version_has_patches(engine: str) -> None:
-    folders = sorted(folder.name for folder in (ROOT / "patches" / engine).iterdir())
+    manifests = (ROOT / "patches" / engine).glob("*/manifest.json")
+    folders = sorted(file.parent.name for file in manifests)
     versions: Versions = ADAPTERS[engine].VERSIONS
     assert [versions.require(name) for name in folders] == list(versions.supported)

@@ -102,6 +102,9 @@ def test_a_worker_gets_a_receiver_where_somebody_asks(
     attached: list[Any] = []
     stand_in = SimpleNamespace(attach_receiver=lambda worker, chosen: attached.append(chosen))
     monkeypatch.setitem(sys.modules, "engine_ext.adapters.vllm.worker", stand_in)
+    registered: list[str] = []
+    loading = SimpleNamespace(register_load_format=registered.append)
+    monkeypatch.setitem(sys.modules, "engine_ext.adapters.vllm.checkpoint", loading)
     monkeypatch.setattr(hooks, "_log_as_vllm", lambda: None)
     monkeypatch.setattr(hooks, "check_config", lambda config: None)
     if asked == "by the flag":
@@ -109,6 +112,7 @@ def test_a_worker_gets_a_receiver_where_somebody_asks(
     config = SimpleNamespace(load_format="delta" if asked == "by the load format" else "auto")
     hooks.on_worker_created(worker(load_config=config))
     assert attached == ([] if asked == "by nobody" else [settings.Settings()])
+    assert registered == (["delta"] if asked == "by the load format" else [])
 
 
 def resolved(**fields: Any) -> SimpleNamespace:

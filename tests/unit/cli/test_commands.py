@@ -16,6 +16,7 @@ from engine_ext import __version__
 
 MODULES = {
     "delta-send": "delta_sender",
+    "delta-conformance": "engine_ext.cli.conformance",
     "delta-log": "engine_ext.cli.log",
     "delta-plan": "engine_ext.cli.plan",
     "delta-top": "engine_ext.cli.top",
@@ -91,6 +92,7 @@ def test_version(name: str) -> None:
         ("delta-log", ["list"], "required: LOG"),
         ("delta-plan", ["host:8000"], "neither a folder nor"),
         ("delta-top", ["host:8000"], "http://host:8000"),
+        ("delta-conformance", ["--only", "no such loader"], "no case 'no such loader'"),
     ],
 )
 def test_usage_errors_are_one_line(name: str, wrong: list[str], says: str) -> None:
@@ -110,6 +112,7 @@ def test_usage_errors_are_one_line(name: str, wrong: list[str], says: str) -> No
         ("delta-log", "rich.table", ["list", "."]),
         ("delta-plan", "httpx", ["http://127.0.0.1:9"]),
         ("delta-top", "rich.console", ["http://127.0.0.1:9"]),
+        ("delta-conformance", "torch", []),
     ],
 )
 def test_ctrl_c_while_importing_prints_one_line(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from engine_ext.conformance.cases import CASES
 from scripts.doc_tables import __main__ as doc_tables
 from scripts.doc_tables import reference
-from tests.conformance.cases import CASES
 
 
 def test_the_tables_are_current() -> None:

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 
+from delta_server.generation_guard import READY_PATH
 from delta_server.request_options import DiskRequest, Options
 from delta_server.routes import attach
 from scripts.doc_tables.__main__ import DOCS
@@ -34,7 +35,7 @@ def test_it_has_every_route() -> None:
 def test_it_has_every_parameter() -> None:
     parameters = DOCUMENT["paths"]["/update_weights_delta"]["post"]["parameters"]
     names = {p["name"] for p in parameters if p["in"] == "query"}
-    assert names == {*Options.__struct_fields__, "adapter"}
+    assert names == {*Options.__struct_fields__, "adapter", "commit"}
     fields = DOCUMENT["components"]["schemas"]["DiskRequest"]["properties"]
     assert fields.keys() == {*DiskRequest.__struct_fields__}
 
@@ -50,3 +51,10 @@ def test_answers_fit(rig: Rig) -> None:
     validator("Refusal").validate(refused.json())
     answers = DOCUMENT["paths"]["/update_weights_delta"]["post"]["responses"]
     assert refused.json()["error"]["type"] in answers[str(refused.status_code)]["description"]
+
+
+def test_answers_of_probes_fit(rig: Rig) -> None:
+    check = validator("Ready")
+    for path in (READY_PATH, f"{READY_PATH}?min_version=99"):
+        for peer in (("127.0.0.1", 9), ("192.0.2.7", 9)):
+            check.validate(rig.get(path, peer=peer).json())

@@ -37,9 +37,10 @@ def test_a_picture_has_text_and_both_schemes(file: Path) -> None:
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
 def test_boxes_are_inside_and_do_not_overlap(picture: draw_pictures.Picture) -> None:
+    placed: list[draw_pictures.Box | draw_pictures.Grid] = [*picture.boxes, *picture.grids]
     edges = [
-        (box.x - box.width // 2, box.y, box.x + box.width // 2, box.y + box.height)
-        for box in picture.boxes
+        (one.x - one.width // 2, one.y, one.x + one.width // 2, one.y + one.height)
+        for one in placed
     ]
     for left, top, right, bottom in edges:
         assert left >= 0
@@ -49,7 +50,19 @@ def test_boxes_are_inside_and_do_not_overlap(picture: draw_pictures.Picture) -> 
     for number, (left, top, right, bottom) in enumerate(edges):
         for other in edges[:number]:
             apart = left >= other[2] or right <= other[0] or top >= other[3] or bottom <= other[1]
-            assert apart, picture.boxes[number].name
+            assert apart, placed[number].name
+
+
+def test_the_tensor_has_each_changed_element_on_one_rank() -> None:
+    [tensor] = [one for one in PICTURES if one.name == "tensor"]
+    ranks = [grid for grid in tensor.grids if grid.name.startswith("rank")]
+    checkpoint = [grid for grid in tensor.grids if grid not in ranks]
+    changed = [
+        [(one.kind, *at) for one in side for at in one.changed] for side in (checkpoint, ranks)
+    ]
+    assert sorted(changed[0]) == sorted(changed[1])
+    assert len(changed[0]) == 3
+    assert sum(one.rows for one in checkpoint) == sum(one.rows for one in ranks)
 
 
 def test_the_site_has_the_drawing_in_the_page() -> None:

@@ -13,10 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_ext.conformance import toy_models
+from engine_ext.conformance.toy_models import Checkpoint, ToyModel
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import Unproven, decode_part, encode_part
 from engine_ext.format.digest import Digest, change_digest
-from tests.support import toy_models
 from tests.support.rank_engine import Engine, errors_of, part_id
 from tests.support.served_models import (
     PROPERTY,
@@ -36,7 +37,6 @@ from tests.support.served_models import (
     target_checkpoint,
 )
 from tests.support.thread_ranks import Shard, shards
-from tests.support.toy_models import Checkpoint, ToyModel
 
 
 def differences(

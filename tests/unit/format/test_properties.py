@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_ext.conformance.verified_file import verified_file
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize
 from engine_ext.errors import DeltaError
 from engine_ext.format import (
@@ -34,7 +35,6 @@ from tests.support.independent_encoder import (
     unwrap,
 )
 from tests.support.mutations import byte_mutants, mutants
-from tests.support.verified_file import verified_file
 
 DENSE = ParamDelta("bias", "bfloat16", (3,), None, bits16(0x7FC1, 0, 0x8000))
 FUZZED = ("deltas", "gap8_exp", "gap8_ulp")

@@ -23,7 +23,10 @@ from delta_sender.diff import device as diff_device
 from delta_sender.diff import snapshot as sender_snapshot
 from delta_sender.diff.device import begin_device_compare
 from delta_sender.diff.snapshot import Snapshot
+from engine_ext.conformance.toy_models import ColumnShard, FusedQkv, RowShard, ToyModel
+from engine_ext.conformance.toy_models.device import DEVICE
 from engine_ext.dtypes import torch_bits_dtype
+from engine_ext.errors import BaseMismatch
 from engine_ext.format import (
     decode_part,
     device_digest,
@@ -34,11 +37,17 @@ from engine_ext.format import (
 from engine_ext.kernels import gather_scatter as host_gather_scatter
 from engine_ext.kernels import triton as device
 from engine_ext.kernels.triton import block_sums, compact, gather_scatter, self_test
-from engine_ext.placement import DeviceBatch, DeviceElements, device_batch, targets
+from engine_ext.placement import (
+    DeviceBatch,
+    DeviceElements,
+    DeviceMemory,
+    device_batch,
+    device_memory,
+    targets,
+)
 from engine_ext.sync.staged import Write
 from engine_ext.sync.thread_pool import ThreadPool
 from engine_ext.sync.writes import put_all, undo_all
-from tests.support.device import DEVICE
 from tests.support.served_models import (
     attempt,
     base_checkpoint,
@@ -47,10 +56,11 @@ from tests.support.served_models import (
     load,
     memory,
     on_a_device,
+    parts_of,
     replan,
     serve,
+    stage,
 )
-from tests.support.toy_models import ColumnShard, FusedQkv, RowShard, ToyModel
 
 BLOCK = 16
 QUICK = settings(deadline=None, database=None, max_examples=10)
@@ -67,7 +77,7 @@ def _small_blocks() -> Iterator[None]:
         patch.setitem(sys.modules, "numba", None)
         for module in (compact, gather_scatter):
             patch.setattr(module, "BLOCK", BLOCK)
-        for module in (device, device_batch, diff_device, targets, digest_on_device):
+        for module in (device, device_batch, device_memory, diff_device, targets, digest_on_device):
             patch.setattr(module, "runs_kernels", lambda device: True)
         yield
 
@@ -186,6 +196,14 @@ def test_elements_are_exchanged(
         swapped = dict(batch.swap(new))
         assert all(torch.equal(swapped[number], bits) for number, bits in enumerate(old))
         assert all(map(torch.equal, flats, expected))
+        assert all(map(torch.equal, batch.read(), (bits.cpu() for bits in new)))
+        assert batch.is_as_read()
+        for number, flat in enumerate(flats):
+            if where[number].numel():
+                flat[where[number][-1]] ^= 1
+                assert not batch.is_as_read()
+                flat[where[number][-1]] ^= 1
+        assert batch.is_as_read()
         for number, bits in enumerate(old):
             if bits.numel() and not torch.equal(bits, new[number].cpu()):
                 assert not batch.holds([*old[:number], bits, *(b.cpu() for b in new[number + 1 :])])
@@ -262,6 +280,29 @@ def test_a_write_that_fails_half_way_is_undone(
         assert any(write.written for write in writes) == (failing > groups)
         undo_all(writes, ThreadPool(1))
         assert all(map(torch.equal, flats, before))
+
+
+def test_no_old_value_crosses_the_bus_in_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base is compared by its digest: a change of a billion elements would take a second."""
+    base = base_checkpoint(FusedQkv)
+    served = serve(FusedQkv, base, apply="scatter")
+    replan(served, on_a_device(served.applier.plan))
+    target = {name: changed(tensor, 7, 0.6) for name, tensor in base.items()}
+    deltas = [delta_between(name, base[name], target[name]) for name in base]
+    staged = [served.applier.stage(part) for part in parts_of(deltas)]
+    writes: list[Any] = [write for part in staged for write in part.writes]
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("old values are sent to the device")
+
+    monkeypatch.setattr(device_batch, "joined", refuse)
+    served.applier.check_base(staged)
+    for write in writes:
+        write.elements.flat[write.elements.offsets[-1].long()] ^= 1
+        with pytest.raises(BaseMismatch, match="between staging and commit"):
+            served.applier.check_base(staged)
+        write.elements.flat[write.elements.offsets[-1].long()] ^= 1
+    served.applier.check_base(staged)
 
 
 # --- digests ---
@@ -347,6 +388,42 @@ def test_applied_and_taken_back(model: type[ToyModel], encoding: str, digested: 
         assert attempt(served, [decode_part(body)]) is None
     assert memory(served.model) == memory(load(model, target))
     assert prepare.called
+
+
+@pytest.mark.parametrize("reserved", [0, 600, 1 << 20])
+def test_applied_from_reserved_memory(reserved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if some or all of it is in pinned memory; and after the next sync nothing is held."""
+    pinned: list[torch.Tensor] = []
+
+    def pin(bits: torch.Tensor) -> torch.Tensor:
+        pinned.append(bits)
+        copy = torch.empty(bits.shape, dtype=bits.dtype, pin_memory=DEVICE.type != "cpu")
+        return copy.copy_(bits)
+
+    monkeypatch.setattr(device_memory, "_pinned", pin)
+    base = base_checkpoint(FusedQkv)
+    served = serve(FusedQkv, base, apply="scatter")
+    replan(served, on_a_device(served.applier.plan))
+    here = served.applier.plan.targets[next(iter(base))][0].flat.device
+    memory_of_device = DeviceMemory(reserved, [here])
+    monkeypatch.setattr(served.applier, "_memory", memory_of_device)
+    old, undo = base, None
+    for seed in (7, 8):
+        target = {name: changed(tensor, seed, 0.6) for name, tensor in old.items()}
+        deltas = [delta_between(name, old[name], target[name]) for name in old]
+        staged = stage(served, parts_of(deltas))
+        assert (memory_of_device.free(here) < reserved) == (reserved > 0)
+        served.applier.write(staged)
+        undo = served.applier.finish(staged)
+        del staged
+        old = target
+    assert memory(served.model) == memory(load(FusedQkv, old))
+    assert undo is not None
+    served.applier.roll_back(undo)
+    assert memory(served.model) != memory(load(FusedQkv, old))
+    assert bool(pinned) == (reserved <= 600)
+    del undo
+    assert memory_of_device.free(here) == reserved
 
 
 @pytest.mark.parametrize("kept_on", ["device", "host"])

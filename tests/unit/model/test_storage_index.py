@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from engine_ext.model.storage_index import StorageIndex, extent
-from tests.support.served_models import PROPERTY
-from tests.support.toy_models import (
+from engine_ext.conformance.toy_models import (
     PlainCopy,
     StridedParameter,
     Tied,
@@ -18,6 +16,8 @@ from tests.support.toy_models import (
     every_model,
     parameter,
 )
+from engine_ext.model.storage_index import StorageIndex, extent
+from tests.support.served_models import PROPERTY
 
 
 class Slices(nn.Module):

@@ -4,6 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from engine_ext.conformance.toy_models import (
+    PlainCopy,
+    RowByRow,
+    Skipped,
+    ToyModel,
+    Widened,
+    every_model,
+)
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement import certify
@@ -13,7 +21,6 @@ from engine_ext.placement.segments import Placed, Segment, Status, TensorSpec
 from engine_ext.ranks import SingleRank
 from engine_ext.startup import LoaderDryRun
 from tests.support.served_models import base_checkpoint, load, memory, random_tensor, serve
-from tests.support.toy_models import PlainCopy, RowByRow, Skipped, ToyModel, Widened, every_model
 
 
 def placed(live: torch.Tensor, source: torch.Tensor, *, rows: int | None = None) -> Placed:

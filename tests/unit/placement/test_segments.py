@@ -4,12 +4,12 @@ import numpy as np
 import torch
 from hypothesis import given
 
+from engine_ext.conformance.toy_models import PlainCopy
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Segment, Status
 from engine_ext.startup import LoaderDryRun
 from tests.support.served_models import PROPERTY, base_checkpoint, bits, memory, serve
 from tests.support.thread_ranks import Shard, shards
-from tests.support.toy_models import PlainCopy
 
 
 @PROPERTY

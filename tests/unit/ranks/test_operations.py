@@ -16,6 +16,7 @@ from engine_ext.errors import Conflict, DeltaError
 from engine_ext.format.identity import PartId, RunSender
 from engine_ext.ranks import operations as ops
 from engine_ext.sync import Receiver
+from tests.support.present import present
 
 PART = PartId(version=2, base_version=1, identity="i", sync_id="s", part=1, num_parts=3)
 STATE = ops.RankState(version=1, engine_state="certain", resume_owed=False)
@@ -30,6 +31,7 @@ OWNER = ops.RunOwner(run="r", epoch=2, host="h", pid=3, since=1.5)
 STAGED = ops.StagedSync(
     version=2, base_version=None, sync_id="s", full=True, num_parts=None, parts=[0, 2],
     run="r", owner=OWNER, since=1.5,
+    prepared=ops.PreparedSync(group="g", until=1.5, ends=2.5, recorded=True, unreachable=["u"]),
 )  # fmt: skip
 STATUS = ops.RankStatus(
     version=1, engine_state="uncertain", resume_owed=True, asleep=False, foreign=None,
@@ -60,8 +62,9 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
     ),
     (ops.PollPart(part=PART), ops.PartProgress(done=True)),
     (ops.PrepareSync(part=PART, keep=True), ops.SyncPrepared(complete=True, done=False, rebuilt=2)),
-    (ops.AbortSync(part=PART, version=1, sync_id="s", unloads=True), ops.Reply()),
-    (ops.CommitSync(version=2, sync_id=None), COMMITTED),
+    (ops.HoldSync(version=2, sync_id="s", prepared=present(STAGED.prepared)), ops.Reply()),
+    (ops.AbortSync(part=PART, version=1, sync_id="s", group="g", unloads=True), ops.Reply()),
+    (ops.CommitSync(version=2, sync_id=None, group="g"), COMMITTED),
     (ops.RollBack(), ops.RolledBack(version=1, rolled_back=2, commit_ms=1, digest="00", run="r")),
     (ops.GetPlan(), ops.RankPlan(tensors=[{"name": "w", "live": ["w"]}])),
     (

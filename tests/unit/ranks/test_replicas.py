@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from engine_ext.conformance.thread_group import Group, ThreadRanks
 from engine_ext.ranks import RankGroup, ReplicaRanks, SingleRank, replicas
-from tests.support.thread_group import Group, ThreadRanks
 
 REPLICAS = 2
 

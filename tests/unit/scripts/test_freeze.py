@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine_ext.conformance.receivers import Project
+from engine_ext.conformance.syncs import syncs_of
+from engine_ext.conformance.toy_models import PlainCopy, ReadsValue
 from scripts import count_road, mutate, trace_part
 from scripts.freeze import bodies, recording, writes
 from tests.conformance import written
-from tests.conformance.receivers import Project
-from tests.conformance.syncs import syncs_of
-from tests.support.toy_models import PlainCopy, ReadsValue
 
 SOURCE = """
 class Box:

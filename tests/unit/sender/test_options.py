@@ -12,7 +12,7 @@ import pytest
 from delta_sender import DeltaSender, LogSender, MultiSender, SenderOptions, ShardedSender, cli
 from delta_sender.diff import quantize
 from delta_sender.encode.encoding_policy import AUTO
-from delta_sender.options import CHOICES, ENGINE_ONLY, FLAGS, FORMS
+from delta_sender.options import CHOICES, ENGINE_ONLY, FLAGS, FLEET_ONLY, FORMS
 from engine_ext.format import ENCODINGS
 
 OPTIONS = {each.name: each for each in fields(SenderOptions)}
@@ -23,9 +23,10 @@ WITHOUT_FLAG = {
     "snapshot_on",
     "changes_in_memory",
     "unchanged_warning",
+    *FLEET_ONLY[1:],
 }
 ABSENT = {
-    DeltaSender: {"lag_limit"},
+    DeltaSender: {*FLEET_ONLY},
     MultiSender: set(),
     LogSender: {*ENGINE_ONLY},
     ShardedSender: {*ENGINE_ONLY, "log_differences"} - {"takeover", "full"},

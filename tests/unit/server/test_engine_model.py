@@ -406,6 +406,15 @@ class EngineModel(ModelledEngine):
             assert status["version"]["digest"] == digest_of(self.known.at.bits)
 
     @invariant()
+    def requests_are_answered_by_the_version_they_ask_for(self) -> None:
+        version = self.known.at.version
+        for process in range(2):
+            served = self.rig.generates_of(process, version)
+            assert self.known.certain or not served
+            assert served or self.known.paused or not self.known.certain
+        assert not self.rig.generates_of(0, version + 1)
+
+    @invariant()
     def memory_is_of_the_version_to_the_bit(self) -> None:
         if self.known.certain:
             expected = self.rig.fresh_memory(self.checkpoint(self.known.at.bits))

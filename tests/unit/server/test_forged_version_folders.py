@@ -11,10 +11,10 @@ import pytest
 import torch
 import zstandard
 
+from engine_ext.conformance.toy_models import Checkpoint
 from tests.support.delta_bodies import VERSION
 from tests.support.endpoint_rig import assert_error
 from tests.support.folder_writer import INDEX, write_index
-from tests.support.toy_models import Checkpoint
 from tests.unit.server.version_folder_engine import FILE, NEXT, NORM, ROWS, Engine
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from delta_server.guards import UncertainGuard
+from delta_server.generation_guard import GenerationGuard
 from tests.support.delta_bodies import delta_part
 from tests.support.endpoint_rig import COMPLETIONS, STATUS, Rig, assert_error
 
@@ -38,7 +38,7 @@ def test_paths_that_others_choose_are_unavailable_too(uncertain: Rig) -> None:
     async def served(scope: Any, receive: Any, send: Any) -> None:
         await PlainTextResponse("generated")(scope, receive, send)
 
-    guarded = UncertainGuard(served, uncertain.app.state, ["/predict"])
+    guarded = GenerationGuard(served, uncertain.app.state, ["/predict"])
 
     async def post(path: str) -> int:
         transport = httpx.ASGITransport(guarded)

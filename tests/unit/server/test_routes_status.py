@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from engine_ext.ranks.operations import ScrubState
-from engine_ext.ranks.status import EngineStatus
+from engine_ext.ranks.status import EngineStatus, ServerStatus
 from tests.support.delta_bodies import SHAPES, delta_part
 from tests.support.endpoint_rig import STATUS, Rig, assert_error
 from tests.support.toy_adapters import with_adapters
@@ -19,11 +19,15 @@ from tests.unit.server.test_scrubbing import scrubber
 
 
 def answer(rig: Rig, **query: str) -> dict[str, Any]:
-    """The answer, which has the keys that `EngineStatus` defines: all of them and no other."""
+    """The answer, which has the keys that `EngineStatus` defines: all of them and no other.
+
+    Without `server`, which is of this process and of now.
+    """
     response = rig.get(STATUS, params=query)
     assert response.status_code == 200
     found: dict[str, Any] = response.json()
     assert msgspec.to_builtins(msgspec.convert(found, EngineStatus)) == found
+    assert found.pop("server").keys() == set(ServerStatus.__struct_fields__)
     return found
 
 
@@ -62,10 +66,12 @@ def test_status(rig: Rig) -> None:
         "last_sync": None,
         "scrub": None,
         "log": None,
+        "audit": None,
         "adapters": None,
     }
     assert answer(rig) == expected
-    rig.send(delta_part(sync_id="s", part=1, num_parts=2))
+    first = delta_part(sync_id="s", part=1, num_parts=2)
+    rig.send(first)
     staged = {
         "version": 8,
         "base_version": 7,
@@ -73,8 +79,10 @@ def test_status(rig: Rig) -> None:
         "full": False,
         "num_parts": 2,
         "parts": [1],
+        "bytes": len(first),
         "run": None,
         "owner": None,
+        "prepared": None,
     }
     status = answer(rig)
     assert status["staged"].pop("since") == pytest.approx(time.time(), abs=60)
@@ -152,7 +160,7 @@ def test_status_with_a_log(make_rig: Callable[..., Rig], tmp_path: Path) -> None
     """Read once, or followed."""
     log = tmp_path / "log"
     log.mkdir()
-    held = {"folder": str(log), "newest": None, "problem": None, "follow": None}
+    held = {"folder": str(log), "newest": None, "problem": None, "from_peers": 0, "follow": None}
     assert answer(make_rig(log=str(log)))["log"] == held
     follower = make_rig(log=str(log), follow=True, follow_hold=1)
     assert answer(follower)["log"]["follow"]["looked_at"] is None

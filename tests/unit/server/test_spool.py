@@ -18,6 +18,7 @@ import zstandard
 from delta_server.intake import Intake, VerifiedPart
 from delta_server.spool_files import SpoolFile
 from delta_server.upload_limits import MinimumRate
+from engine_ext.conformance.verified_file import verified_file
 from engine_ext.errors import (
     ChecksumMismatch,
     DeltaError,
@@ -44,7 +45,6 @@ from engine_ext.format import (
 )
 from tests.support.delta_bodies import STEP, delta_part, part_of, pieces, sparse, zstd_declaring
 from tests.support.independent_encoder import sendable
-from tests.support.verified_file import verified_file
 
 LIMITS = Limits(max_part_bytes=4096)
 PLAIN = delta_part(STEP, encoding="deltas")

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from engine_ext.conformance.toy_models import Checkpoint, ToyModel, parameter
 from tests.support.delta_bodies import VERSION
 from tests.support.endpoint_rig import Rig
 from tests.support.folder_writer import write_version
@@ -19,7 +20,6 @@ from tests.support.served_models import (
     serve_ranks,
     target_checkpoint,
 )
-from tests.support.toy_models import Checkpoint, ToyModel, parameter
 
 NEXT = VERSION + 1
 COLUMNS, ROWS, NORM, WIDE, EIGHT = "columns", "rows", "norm", "wide", "eight"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine_ext.conformance import toy_models
 from engine_ext.format import ParamDelta
-from tests.support import toy_models
 from tests.support.served_models import (
     APPLIES,
     Served,

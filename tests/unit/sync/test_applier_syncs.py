@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine_ext.conformance import toy_models
+from engine_ext.conformance.toy_models import PlainCopy, ToyModel
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import ParamDelta
-from tests.support import toy_models
 from tests.support.served_models import (
     APPLIES,
     Served,
@@ -25,7 +26,6 @@ from tests.support.served_models import (
     serve,
     target_checkpoint,
 )
-from tests.support.toy_models import PlainCopy, ToyModel
 from tests.unit.sync.applier_cases import APPLY, assert_freshly_loaded, refused, sync_id
 
 

@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
+from engine_ext.conformance import toy_models
+from engine_ext.conformance.toy_models import PlainCopy, ToyModel, every_model
 from engine_ext.errors import BaseMismatch
-from tests.support import toy_models
 from tests.support.served_models import (
     Served,
     attempt,
@@ -18,7 +19,6 @@ from tests.support.served_models import (
     serve,
     target_checkpoint,
 )
-from tests.support.toy_models import PlainCopy, ToyModel, every_model
 from tests.unit.sync.applier_cases import APPLY, DENSE, deltas_for, refused, sync_id
 
 

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import pytest
 
+from engine_ext.conformance import toy_models
+from engine_ext.conformance.toy_models import PlainCopy, ToyModel, every_model
 from engine_ext.dtypes import TORCH_DTYPE
-from tests.support import toy_models
 from tests.support.served_models import (
     attempt,
     base_checkpoint,
@@ -20,7 +21,6 @@ from tests.support.served_models import (
     serve,
     target_checkpoint,
 )
-from tests.support.toy_models import PlainCopy, ToyModel, every_model
 from tests.unit.sync.applier_cases import APPLY, DENSE, assert_freshly_loaded, deltas_for, sync_id
 
 NAN = float("nan")

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_ext.conformance.verified_file import verified_file
 from engine_ext.errors import MalformedPart, NotUpdatable
 from engine_ext.format import DecodedPart, ParamDelta, PartId, encode_part
 from engine_ext.ranks.operations import BeginPart
 from engine_ext.sync.background_staging import BackgroundStaging, map_part
-from tests.support.verified_file import verified_file
 
 DELTA = ParamDelta("w", "bfloat16", (4,), np.array([2]), np.array([7], np.uint16))
 IDENTITY, FILE = verified_file(encode_part([DELTA], encoding="deltas", current_version=1))

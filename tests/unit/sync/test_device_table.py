@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from engine_ext.conformance.toy_models import FusedQkv, Narrowed, PlainCopy, ToyModel
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.format import Digest, change_digest, decode_part, encode_part
 from engine_ext.kernels import gather_scatter
+from engine_ext.placement import DeviceMemory
 from engine_ext.sync.device_table import GatherRequest, gather
 from engine_ext.sync.thread_pool import ThreadPool
 from tests.support.served_models import (
@@ -33,7 +35,6 @@ from tests.support.served_models import (
     stage,
     target_checkpoint,
 )
-from tests.support.toy_models import FusedQkv, Narrowed, PlainCopy, ToyModel
 
 
 def served_on(model: type[ToyModel], on_device: bool) -> Served:
@@ -180,5 +181,5 @@ def test_no_offset_overflows(boxes: list[tuple[int, int, bool]]) -> None:
         target: Any = SimpleNamespace(locator=box, flat=torch.zeros(0, dtype=torch.int16))
         wanted.append(GatherRequest(target, indices, reads=False))
         expected.append([i - first + offset for i in indices.tolist() if 0 <= i - first < 50])
-    found = gather(wanted, ThreadPool(2))
+    found = gather(wanted, ThreadPool(2), DeviceMemory())
     assert [one.elements.offsets.tolist() for one in found] == expected

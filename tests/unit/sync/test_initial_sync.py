@@ -10,6 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from engine_ext.conformance.toy_models import (
+    UNTOUCHED,
+    Checkpoint,
+    FusedQkv,
+    PaddedVocab,
+    PlainCopy,
+    RepackedInPlace,
+    Tied,
+    ToyModel,
+    every_model,
+)
 from engine_ext.format.digest import Digest, tensor_digest
 from engine_ext.model.constants import is_constant
 from engine_ext.ranks import SingleRank
@@ -26,17 +37,6 @@ from tests.support.served_models import (
     memory,
     one_part,
     target_checkpoint,
-)
-from tests.support.toy_models import (
-    UNTOUCHED,
-    Checkpoint,
-    FusedQkv,
-    PaddedVocab,
-    PlainCopy,
-    RepackedInPlace,
-    Tied,
-    ToyModel,
-    every_model,
 )
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import engine_ext
+from engine_ext.conformance.toy_models import ToyModel
 from engine_ext.format import ParamDelta, decode_part, encode_part
 from tests.support.rank_engine import Engine, errors_of, part_id
 from tests.support.served_models import Served, dense_delta, serve_ranks
-from tests.support.toy_models import ToyModel
 
 pytestmark = pytest.mark.slow
 

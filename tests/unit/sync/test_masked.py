@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from engine_ext.conformance.toy_models import PlainCopy, RowShard, SetItem, ToyModel, Widened
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.format import ParamDelta
 from engine_ext.model.storage_index import StorageIndex
@@ -40,7 +41,6 @@ from tests.support.served_models import (
     serve,
 )
 from tests.support.thread_ranks import Shard, shards
-from tests.support.toy_models import PlainCopy, RowShard, SetItem, ToyModel, Widened
 
 NAN = float("nan")
 NAN_BITS = 0x7FC1

@@ -16,6 +16,20 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_ext.conformance.thread_group import Group, ThreadRanks
+from engine_ext.conformance.toy_models import (
+    Broadcast,
+    Checkpoint,
+    FusedQkv,
+    Narrowed,
+    PlainCopy,
+    Replicated,
+    Tied,
+    ToyModel,
+    Transposed,
+    Widened,
+    parameter,
+)
 from engine_ext.dtypes import NAME_OF_TORCH
 from engine_ext.format import DecodedPart, Limits, ParamDelta, decode_part, encode_part
 from engine_ext.ranks import ReplicaRanks
@@ -36,20 +50,6 @@ from tests.support.served_models import (
     random_tensor,
     serve,
     serve_ranks,
-)
-from tests.support.thread_group import Group, ThreadRanks
-from tests.support.toy_models import (
-    Broadcast,
-    Checkpoint,
-    FusedQkv,
-    Narrowed,
-    PlainCopy,
-    Replicated,
-    Tied,
-    ToyModel,
-    Transposed,
-    Widened,
-    parameter,
 )
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from engine_ext.conformance.toy_models import Weights
 from engine_ext.kernels import bits_of
 from engine_ext.startup import Recomputation
 from engine_ext.sync import post_load
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of, part_id
 from tests.support.toy_collective import Meeting, OneScale, Together, all_ranks
-from tests.support.toy_models import Weights
 from tests.support.toy_quantised import (
     OUT,
     Everything,

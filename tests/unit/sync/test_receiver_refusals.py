@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine_ext.conformance.verified_file import verified_file
 from engine_ext.errors import NotUpdatable
 from engine_ext.ranks.operations import FileStamp
 from tests.support.rank_engine import errors_of, part_id
-from tests.support.verified_file import verified_file
 from tests.unit.sync.recorded_ranks import Ranks, body
 
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_ext.conformance.toy_models import CastBefore, PlainCopy, Replicated, ToyModel, Windows
 from engine_ext.errors import BaseMismatch
 from engine_ext.format.digest import tensor_digest
 from engine_ext.model.storage_index import StorageIndex
@@ -42,7 +43,6 @@ from tests.support.served_models import (
     target_checkpoint,
 )
 from tests.support.thread_ranks import Shard, shards
-from tests.support.toy_models import CastBefore, PlainCopy, Replicated, ToyModel, Windows
 from tests.unit.sync.applier_cases import DENSE
 
 

@@ -15,6 +15,14 @@ import numpy as np
 import pytest
 import torch
 
+from engine_ext.conformance.toy_models import (
+    Broadcast,
+    ColumnShard,
+    PlainCopy,
+    RowShard,
+    ToyModel,
+    every_model,
+)
 from engine_ext.kernels import bits_of
 from engine_ext.placement import plan as plan_module
 from engine_ext.placement.plan import Plan
@@ -35,14 +43,6 @@ from tests.support.served_models import (
     serve,
     serve_ranks,
     target_checkpoint,
-)
-from tests.support.toy_models import (
-    Broadcast,
-    ColumnShard,
-    PlainCopy,
-    RowShard,
-    ToyModel,
-    every_model,
 )
 from tests.unit.sync.test_moved_tensors import Unprocessed, assert_heals, give_memory, states
 from tests.unit.sync.test_post_load import target_of

@@ -19,6 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_ext.conformance import toy_models
+from engine_ext.conformance.toy_models import Checkpoint, FusedQkv, PlainCopy, Replicated, ToyModel
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.format import (
@@ -33,7 +35,6 @@ from engine_ext.kernels import AHEAD
 from engine_ext.placement import DeviceElements, HostElements, WholeBox
 from engine_ext.sync import host_table
 from engine_ext.sync.staged import StagedParam, StagedPart, Write
-from tests.support import toy_models
 from tests.support.served_models import (
     PROPERTY,
     Served,
@@ -54,7 +55,6 @@ from tests.support.served_models import (
     target_checkpoint,
 )
 from tests.support.thread_ranks import Shard, shards
-from tests.support.toy_models import Checkpoint, FusedQkv, PlainCopy, Replicated, ToyModel
 from tests.unit.sync.applier_cases import DENSE, deltas_for
 from tests.unit.sync.test_appliers import SYNCS
 

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from engine_ext.conformance.toy_models import Checkpoint, Weights
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of, part_id
 from tests.support.served_models import changed, delta_between, one_part
-from tests.support.toy_models import Checkpoint, Weights
 from tests.support.toy_quantised import OUT, Int8, Layer, Method, Model, SecondCopy
 
 EMBED, HEAD = "embed.weight", "head.weight"

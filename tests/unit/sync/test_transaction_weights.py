@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from engine_ext.conformance import toy_models
+from engine_ext.conformance.toy_models import ToyModel
 from engine_ext.format import ParamDelta
 from engine_ext.format.digest import Digest, tensor_digest
 from engine_ext.placement import HostElements
 from engine_ext.sync.staged import Write
-from tests.support import toy_models
 from tests.support.rank_engine import Engine, errors_of, part_id
 from tests.support.served_models import (
     base_checkpoint,
@@ -26,7 +27,6 @@ from tests.support.served_models import (
     serve_ranks,
     target_checkpoint,
 )
-from tests.support.toy_models import ToyModel
 from tests.unit.sync.recorded_ranks import lose_sync
 
 

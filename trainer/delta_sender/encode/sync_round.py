@@ -59,6 +59,8 @@ class SyncRound:
     Attributes:
         encoders: How many parts are encoded at once.
         observed: The findings of reading; set when all is read.
+        writes_last: Whether a log's version is finished after the engines have staged all; see
+            `let_write`.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class SyncRound:
         self._tensors: list[tuple[str, Change | None]] = []
         self._is_complete = self._is_released = False
         self._writers, self._readers = writers, 0
+        self.writes_last = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self.encoders = min(usable_cores(), MOST_ENCODERS)
@@ -127,9 +130,32 @@ class SyncRound:
             self._changed.notify_all()
 
     def wait_until_written(self) -> None:
-        """Wait until engines can commit; raise the error that the round has failed with."""
+        """Wait until engines can commit; raise the error that the round has failed with.
+
+        A log that writes last is not waited for.
+        """
         with self._changed:
-            while self._writers > 0:
+            while self._writers > (1 if self.writes_last else 0):
+                self.check()
+                self._changed.wait()
+
+    def let_write(self) -> None:
+        """Let the log that writes last finish its version, and wait until it has.
+
+        Raises the error that the round has failed with.
+        """
+        with self._changed:
+            self.writes_last = False
+            self._changed.notify_all()
+        self.wait_until_written()
+
+    def wait_to_write(self) -> None:
+        """Wait until a log can finish its version; raise the error that the round has failed with.
+
+        Returns at once if it does not write last.
+        """
+        with self._changed:
+            while self.writes_last:
                 self.check()
                 self._changed.wait()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from delta_sender.publish.bandwidth import LinkSpeed
+from delta_sender.results import SyncError
 from delta_sender.run import Run
 from engine_ext.ranks.status import EngineStatus
 
@@ -90,6 +92,18 @@ class Destination(Protocol):
     def catch_up(self) -> int | None:
         """Replay the delta log in the receiver; return its version then, None if it has no log."""
         return None
+
+    def take_step(self, action: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Take one step of a commit of several receivers; return the answer.
+
+        Args:
+            action: ``prepare``, ``record``, ``commit`` or ``abort``.
+            fields: Of the request, see ``POST /delta_commit``.
+
+        Raises:
+            SyncError: It was refused, or no answer came.
+        """
+        raise SyncError(f"{self.name} does not commit together with others")
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         """Deliver one part; called from threads of its own, `at_once` of them at most.

@@ -7,7 +7,7 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar, cast
 
 import httpx
@@ -65,6 +65,7 @@ class EngineClient(Destination):
         key = options.api_key
         self._authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._headers = {"Content-Type": _PART, **self._authorization}
+        self._holds = options.commit == "all_or_none"
         self._hmac_key = options.hmac_key
         self.reason: str | None = None  # of the parts that follow, see `announce`
         self._is_stopped = False
@@ -159,6 +160,18 @@ class EngineClient(Destination):
         version = self._request("POST", "/delta_catch_up", self._query).get("version")
         return version if isinstance(version, int) else None
 
+    def take_step(self, action: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Destination.take_step`; waits while the engine is busy."""
+        post = self._patient()(self._request)
+        body = {"action": action, **fields}
+        try:
+            return post("POST", "/delta_commit", self._query, fields=body)
+        except SyncError as failed:
+            if failed.status == 404 and not failed.error:
+                text = f"{self._url} does not commit together with others; update the engine"
+                raise SyncError(text, 404) from failed
+            raise
+
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         """Post one part until it is taken or refused, and return the engine's answer.
 
@@ -174,12 +187,13 @@ class EngineClient(Destination):
         try:
             post = self._patient()(self._request)
             query = self._query | ({} if self.reason is None else {"reason": self.reason})
+            query |= {"commit": "hold"} if self._holds else {}
             answer = post("POST", "/update_weights_delta", query, body, signed, unanswered)
         except SyncError as failed:
             failed.unanswered = bool(unanswered)
             raise
         # The part can belong to an earlier sync whose answer was lost.
-        expected = ("committed" if last else "staged", "already_applied")
+        expected = ("committed" if last and not self._holds else "staged", "already_applied")
         if answer.get("status") not in expected or (last and answer.get("version") != version):
             raise SyncError(f"part {part} of version {version} was answered {answer}", 200)
         return answer

@@ -173,7 +173,7 @@ class LogDestination(Destination):
         self._draft.add(body, None if self._hmac_key is None else sign(self._hmac_key, body))
         if not last:
             return {"status": "staged"}
-        folder, self._draft = self._draft.finish(), None
+        folder, self._draft = self._draft.finish(self._hmac_key), None
         self.highest_posted = version
         return {"status": f"saved in {self.log.location}/{folder.name}"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -14,7 +14,7 @@ from delta_sender.options import Flush, SenderOptions
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.publisher import Connect, Publisher
 from delta_sender.publish.senders import Sender
-from delta_sender.results import SyncReport
+from delta_sender.results import FleetOutcome, SyncError, SyncReport
 from engine_ext.resources import RateLimit
 
 
@@ -34,6 +34,11 @@ class MultiSender(Sender):
     the first commit. Engines that are not done by then continue on their own with the parts that
     they are being sent. They have no report, are in `lagging`, are left out of later syncs until
     they are done, and then get what they missed; `late_outcomes` has how they ended.
+
+    With ``commit="all_or_none"`` either all engines commit a sync or none does: each stages and
+    checks all of it first, while it serves. If one cannot, `sync` raises `GroupAborted` and all
+    stay at the version before; with `quorum` the engines that cannot are left out. `outcomes` says
+    what has become of each.
 
     Host memory: see `DeltaSender`; plus, for an engine that failed, the changes that it missed;
     for one that lags, twice those and the parts that it has yet to get.
@@ -113,6 +118,10 @@ class MultiSender(Sender):
         state: str | Path | None = None,
         quantize: str | None = None,
         lag_limit: float | None = 60.0,
+        commit: str = "each",
+        commit_window: float = 10.0,
+        quorum: int | None = None,
+        evict: Callable[[str, SyncError], object] | None = None,
     ) -> None:
         options = SenderOptions.among(locals())
         check_urls(urls)
@@ -151,6 +160,15 @@ class MultiSender(Sender):
         """
         return self._publisher.late_outcomes
 
+    @property
+    def outcomes(self) -> dict[str, FleetOutcome]:
+        """The outcome of the last sync for every engine, by url, if they commit as one.
+
+        An engine whose state is ``prepared`` settles its sync with the others; the next sync asks
+        it how.
+        """
+        return self._publisher.outcomes
+
     def close(self) -> None:
         """Release the engines, and close own HTTP clients, the log and the state file.
 
@@ -170,7 +188,10 @@ class MultiSender(Sender):
             The reports by url, without engines that lag.
 
         Raises:
-            PartialSyncError: Some engines did not commit. Those in its `reports` did.
+            GroupAborted: With ``commit="all_or_none"``: no engine commits, as not all, or not as
+                many as `quorum`, could prepare.
+            PartialSyncError: Some engines did not commit. Those in its `reports` did. With
+                ``commit="all_or_none"``: an engine was lost after all had prepared.
             ValueError: Names, shapes or dtypes are not the base's, or a weight to quantise is not
                 finite. No engine commits anything. Nothing was sent if `tensors` is a collection
                 and not an iterator, and `quantize` is not set.

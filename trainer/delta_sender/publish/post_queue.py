@@ -44,7 +44,7 @@ class PostQueue:
 
     There are at most as many parts as are encoded and posted at once, unless the round is hurried:
     then those that are encoded can wait. If the queue `waits`, the last part is posted only after
-    `SyncRound.wait_until_written`.
+    `SyncRound.wait_until_written`, else after `SyncRound.wait_to_write`.
     """
 
     def __init__(self, destination: Destination, sync_round: SyncRound, *, waits: bool) -> None:
@@ -194,6 +194,8 @@ class PostQueue:
             encoded = part.body.result()
             if part.last and self._waits:
                 self._round.wait_until_written()
+            elif part.last:
+                self._round.wait_to_write()
             self._round.check()
             if self._begin(part):
                 started, body = time.perf_counter(), encoded

@@ -25,6 +25,7 @@ from delta_sender.locations import log_of
 from delta_sender.options import SenderOptions
 from delta_sender.publish.contact import meet_all, release_all, release_at_exit
 from delta_sender.publish.destination import Destination
+from delta_sender.publish.fleet import ABORTED, FleetRound
 from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.notify import Notifier, Told
 from delta_sender.publish.session import Committed, Session
@@ -35,7 +36,14 @@ from delta_sender.publish.session_thread import (
     wait_for,
 )
 from delta_sender.publish.state_file import Known, StateFile, StateTracker
-from delta_sender.results import PartialSyncError, SyncReport, raising_as_one
+from delta_sender.results import (
+    FleetOutcome,
+    GroupAborted,
+    PartialSyncError,
+    SyncError,
+    SyncReport,
+    raising_as_one,
+)
 from delta_sender.run import Run
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.log import open_log
@@ -136,6 +144,7 @@ class Publisher:
         # Set while the snapshot and the sessions advance; still set if that was interrupted.
         self._is_inconsistent = False
         self._is_released = False
+        self._fleet: FleetRound | None = None  # of the last sync
         self._lagging: dict[Session, SessionThread] = {}
         self._late_outcomes: dict[str, SyncReport | Exception] = {}
         self._ended = Condition()
@@ -297,8 +306,16 @@ class Publisher:
             started=started,
             writers=writers,
         )
+        fleet = self._fleet = self._fleet_round(version, sessions)
+        sync_round.writes_last = fleet is not None and self._log is not None
         threads = [
-            SessionThread(session, sync_round, self._ended, is_writer=session is self._log)
+            SessionThread(
+                session,
+                sync_round,
+                self._ended,
+                is_writer=session is self._log,
+                fleet=None if session is self._log else fleet,
+            )
             for session in sessions
         ]
         self._unfinished = sync_round, threads
@@ -312,14 +329,63 @@ class Publisher:
             )
             self._watch.read(sync_round, found)
             self._tracker.begin(sync_round)
-            wait_for(threads, self._ended, self.options.lag_limit)
+            if fleet is None:
+                wait_for(threads, self._ended, self.options.lag_limit)
+            else:
+                if not fleet.conduct(sync_round.let_write if sync_round.writes_last else None):
+                    sync_round.fail(SyncError("none commits this sync", 409, dict(ABORTED)))
+                wait_for(threads, self._ended, self.options.commit_window, begins_now=True)
             sync_round.release()
         except BaseException as error:
+            if fleet is not None:
+                fleet.decide(commits=False)
             sync_round.fail(error)
             if isinstance(error, Exception):  # an interruption does not wait for answers
                 self._end_unfinished()
             raise
         return self._finish(sync_round, threads)
+
+    def _fleet_round(self, version: int, sessions: Sequence[Session]) -> FleetRound | None:
+        """Return what lets the engines commit together; None if each commits alone."""
+        options = self.options
+        if options.commit == "each":
+            return None
+        busy = SyncError("it is still busy with an earlier sync")
+        return FleetRound(
+            version,
+            {self._url_of(s): s.destination for s in sessions if s is not self._log},
+            {self._url_of(session): busy for session in self.sessions if session not in sessions},
+            quorum=options.quorum,
+            evict=options.evict,
+            window=options.commit_window,
+            limit=options.lag_limit,
+            timeout=options.timeout,
+        )
+
+    @property
+    def outcomes(self) -> dict[str, FleetOutcome]:
+        """The outcome of the last sync for every engine, by url; see `MultiSender.outcomes`."""
+        return {} if self._fleet is None else self._fleet.outcomes()
+
+    def _check_fleet(
+        self, fleet: FleetRound, failures: dict[str, SyncError], reports: dict[str, SyncReport]
+    ) -> None:
+        """Raise what follows from failures of a sync that the engines were to commit together."""
+        outcomes = fleet.outcomes()
+        if not fleet.is_committed:
+            found = {url: one.error for url, one in outcomes.items() if one.error is not None}
+            raise GroupAborted({**found, **failures}, {})
+        for url, one in outcomes.items():
+            if one.error is None or one.state == "left out":
+                continue
+            try:
+                if self.options.evict is not None:
+                    self.options.evict(url, one.error)
+            except Exception:  # the others have committed
+                logger.exception("%s was not evicted", url)
+        failures = {u: error for u, error in failures.items() if outcomes[u].state != "left out"}
+        if failures:
+            raise PartialSyncError(failures, reports)
 
     def sync_one(self, tensors: Tensors, *, full: bool) -> SyncReport:
         """Bring the only destination to the next version; raises its error in place of several."""
@@ -361,6 +427,8 @@ class Publisher:
                 version = max(version, session.destination.highest_posted)
             if session.is_log:
                 version = max(version, session.destination.last_number)
+            if self.options.commit != "each":  # an engine might hold what was posted
+                version = max(version, session.destination.highest_posted)
         if self._tracker.file is not None:
             version = max(version, self._tracker.file.state.highest)
         return version + 1
@@ -426,7 +494,9 @@ class Publisher:
         self._write_state(done, digest.hex())
         if others:
             raise others[0]
-        if failures:
+        if self._fleet is not None:
+            self._check_fleet(self._fleet, failures, reports)
+        elif failures:
             raise PartialSyncError(failures, reports)
         if self.notifier is not None:
             self.notifier.poke(max(report.version for report in reports.values()))

@@ -20,6 +20,7 @@ from delta_sender.encode.part_builder import ChangedTensors, PartBuilder
 from delta_sender.encode.sync_round import Attempt, SyncRound
 from delta_sender.options import SenderOptions
 from delta_sender.publish.destination import Destination
+from delta_sender.publish.fleet import FleetRound, Unsettled
 from delta_sender.publish.full_sync import FullSyncGuard
 from delta_sender.publish.post_queue import PostQueue
 from delta_sender.publish.recovery import Recovery
@@ -80,6 +81,8 @@ class Session:
             allow = options.full == "allow"
             self._guard = FullSyncGuard(destination, self.state, run, allow=allow)
         self._unserved: set[str] = set()  # changed tensors that it ignores, as was said
+        self._fleet: FleetRound | None = None  # of the round that is being sent
+        self._unsettled: Unsettled | None = None
         self._asking = Lock()
         self._contact: _Contact | None = None
         self._tries = 0  # of asking that have failed
@@ -151,18 +154,25 @@ class Session:
         numbers = (contact.claimed.get("highest"), contact.status.version.number)
         state.highest_used = max([n for n in numbers if isinstance(n, int)], default=0)
 
-    def sync(self, sync_round: SyncRound) -> Committed:
+    def sync(self, sync_round: SyncRound, fleet: FleetRound | None = None) -> Committed:
         """Send one round, in as many attempts as `Recovery` knows.
 
         The session stays as before the round until `acknowledge` is called.
+
+        Args:
+            fleet: The destinations that commit together with this one; None: it commits alone.
 
         Raises:
             FullSyncRefused: Only a full sync would help, and it would replace others' weights.
             SyncError: The destination refused or could not be reached.
         """
+        self._fleet = fleet
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
+        if self._unsettled is not None:
+            self._unsettled.settle(self.destination)
+            self._unsettled = None
         if not self.is_met:
             self.ask()
             with sync_round.reading():
@@ -175,6 +185,8 @@ class Session:
             try:
                 return self._send(sync_round, attempt)
             except SyncError as error:
+                if fleet is not None and fleet.has_prepared(self.destination):
+                    raise
                 if (following := recovery.after(attempt, error)) is None:
                     raise
                 attempt = following
@@ -215,7 +227,13 @@ class Session:
 
     def _send(self, sync_round: SyncRound, attempt: Attempt) -> Committed:
         """Build part by part, and have them posted."""
-        state, destination = self.state, self.destination
+        state, destination, fleet = self.state, self.destination, self._fleet
+        if fleet is not None and attempt.version != sync_round.version:
+            state.highest_used = max(state.highest_used, attempt.version - 1)
+            raise SyncError(
+                f"{destination.name} can not be at version {sync_round.version}, which the others "
+                f"are to reach: the next one that it can have is {attempt.version}; sync again"
+            )
         # Before a full sync again: the engine might be another one, or our digest wrong. Without a
         # plan too: an engine that was started without a checkpoint has one after its first sync.
         reads_plan = attempt.full or not state.plan_is_current
@@ -228,6 +246,10 @@ class Session:
                     state.read_plan(plan, keep_digest=self._options.digest, full=attempt.full)
                 parts, digest = self._post(sync_round, attempt, queue)
             answer = queue.finish()
+            if fleet is not None and answer["status"] != "staged":
+                fleet.note_committed(destination)
+            elif fleet is not None:
+                answer = fleet.commit(destination, sync_round.sync_id(attempt), self._note)
         except BaseException as raised:
             queue.abandon()
             error = queue.reason(raised)
@@ -259,6 +281,9 @@ class Session:
             message = "version %d: link speed %.0f MB/s, params sent as %s"
             logger.info(message, attempt.version, rate, choices)
         return Committed(report, digest, attempt.next_policy)
+
+    def _note(self, unsettled: Unsettled | None) -> None:
+        self._unsettled = unsettled
 
     def _post(
         self, sync_round: SyncRound, attempt: Attempt, queue: PostQueue

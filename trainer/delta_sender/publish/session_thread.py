@@ -8,6 +8,7 @@ from threading import Condition, Thread
 
 from delta_sender.encode.acked_state import PostedSync
 from delta_sender.encode.sync_round import SyncRound
+from delta_sender.publish.fleet import FleetRound
 from delta_sender.publish.session import Committed, Session
 from delta_sender.results import SyncError, SyncReport
 
@@ -15,13 +16,20 @@ from delta_sender.results import SyncError, SyncReport
 class SessionThread:
     """A thread in which a session sends one round, to be started by the caller.
 
-    It notifies `ended` at its end. If it `is_writer`, engines wait for it before they commit.
+    It notifies `ended` at its end. If it `is_writer`, engines wait for it before they commit. The
+    engines of a `fleet` commit together.
     """
 
     def __init__(
-        self, session: Session, sync_round: SyncRound, ended: Condition, *, is_writer: bool
+        self,
+        session: Session,
+        sync_round: SyncRound,
+        ended: Condition,
+        *,
+        is_writer: bool,
+        fleet: FleetRound | None = None,
     ) -> None:
-        self.session, self.is_writer = session, is_writer
+        self.session, self.is_writer, self._fleet = session, is_writer, fleet
         session.state.posted = None
         self.outcome: Committed | BaseException | None = None  # None until it has ended
         self.content = ""  # hex digest of what the round leads to, if that is remembered
@@ -41,11 +49,13 @@ class SessionThread:
     def _run(self) -> None:
         outcome: Committed | BaseException
         try:
-            outcome = self.session.sync(self._round)
+            outcome = self.session.sync(self._round, self._fleet)
             if self.is_writer:
                 self._round.note_written()
         except BaseException as error:
             outcome = error
+            if self._fleet is not None:
+                self._fleet.note_failed(self.session.destination, error)
             if self.is_writer:
                 # The error of the engines' sessions, which do not get the version either.
                 not_logged = SyncError(f"not sent, as writing the delta log failed: {error}")
@@ -56,12 +66,21 @@ class SessionThread:
             self._ended.notify_all()
 
 
-def wait_for(threads: Sequence[SessionThread], ended: Condition, lag_limit: float | None) -> None:
+def wait_for(
+    threads: Sequence[SessionThread],
+    ended: Condition,
+    lag_limit: float | None,
+    *,
+    begins_now: bool = False,
+) -> None:
     """Wait until every thread has ended, or `lag_limit` seconds (None: no limit) after a commit.
 
     The delta log's thread is waited for in any case.
+
+    Args:
+        begins_now: The seconds count from now on.
     """
-    deadline: float | None = None
+    deadline = time.monotonic() + lag_limit if begins_now and lag_limit is not None else None
     with ended:
         while late := [thread for thread in threads if thread.outcome is None]:
             if deadline is None and any(thread.has_committed for thread in threads):

@@ -5,20 +5,27 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import socket
+import time
 from collections.abc import Callable
 from html.parser import HTMLParser
 from importlib.resources import files
+from typing import get_args
 
 import httpx
 import msgspec
 import pytest
+from prometheus_client import REGISTRY
 
+from engine_ext.placement import Status
 from engine_ext.ranks.operations import ScrubState, SyncRecord
 from engine_ext.ranks.status import (
     EngineStatus,
+    HealthState,
     HealthStatus,
     LogStatus,
     PauseStatus,
+    ServerStatus,
     VersionStatus,
 )
 from engine_ext.settings import API_KEY_ENVIRONMENT
@@ -83,14 +90,27 @@ def test_without_a_token_clients_on_this_host_get_it(rig: Rig, headers: dict[str
     assert_page(rig.get(PAGE, headers=headers))
 
 
-@pytest.mark.parametrize("headers", [{}, BROWSER])
-def test_without_a_token_others_do_not(
-    rig: Rig, denied: list[Exception], headers: dict[str, str]
-) -> None:
-    response = rig.run(rig.request("GET", PAGE, peer=("10.0.4.9", 9), headers=headers))
+def test_without_a_token_others_do_not(rig: Rig, denied: list[Exception]) -> None:
+    response = rig.run(rig.request("GET", PAGE, peer=("10.0.4.9", 9)))
     assert_error(response, 403, "AccessDenied")
-    forwarded = rig.get(PAGE, headers={**headers, "X-Forwarded-For": "10.0.4.9"})
+    forwarded = rig.get(PAGE, headers={"X-Forwarded-For": "10.0.4.9"})
     assert_error(forwarded, 403, "AccessDenied")
+    assert len(denied) == 2
+
+
+def test_a_browser_elsewhere_gets_a_page_that_says_what_to_do(
+    rig: Rig, denied: list[Exception]
+) -> None:
+    elsewhere = rig.run(rig.request("GET", PAGE, peer=("10.0.4.9", 9), headers=BROWSER))
+    forwarded = rig.get(PAGE, headers={**BROWSER, "X-Forwarded-<b>": "10.0.4.9"})
+    for response in (elsewhere, forwarded):
+        assert_page(response, 403)
+        assert all(one in response.text for one in ("ssh -L", "DELTA_API_KEY", "allow-from"))
+        assert "script-src" not in policy(response)
+        page = Elements(response.text)
+        assert page.texts["script"] == []
+        assert "b" not in {tag for tag, _ in page.found}
+    assert "x-forwarded-&lt;b&gt;" in forwarded.text.lower()
     assert len(denied) == 2
 
 
@@ -163,6 +183,7 @@ def test_text_does_not_become_markup() -> None:
         ("version", VersionStatus, {"number", "published", "complete", "by_rank", "digest"}),
         ("health", HealthStatus, {"state", "asleep", "paused", "changed_externally"}),
         (r"health\.paused", PauseStatus, {"since", "by"}),
+        ("server", ServerStatus, {"host", "model", "since", "seconds"}),
         ("log", LogStatus, {"newest", "folder", "problem"}),
         ("scrub", ScrubState, {"passes", "mismatched", "error"}),
         ("sync", SyncRecord, {"outcome", "version", "bytes", "nnz", "error"}),
@@ -189,3 +210,36 @@ def test_the_groups_it_takes_apart_are_in_the_status() -> None:
 def test_its_script_finds_its_elements(rig: Rig) -> None:
     ids = {attributes.get("id") for _, attributes in Elements(rig.get(PAGE).text).found}
     assert set(re.findall(r'find\("#([\w-]+)', SCRIPT)) <= ids
+
+
+def words(page: str, title: str) -> set[str]:
+    """The words of one group of the legend."""
+    [group] = re.findall(rf"<h3>{title}</h3>\n<dl>(.*?)</dl>", page, re.S)
+    return set(re.findall(r"<dt>(.*?)</dt>", group))
+
+
+def test_the_legend_has_every_word_that_the_page_shows(rig: Rig) -> None:
+    page = rig.get(PAGE).text
+    assert words(page, "States") == {*get_args(HealthState), "asleep", "unreachable"}
+    statuses = {status.value for status in Status} - {Status.UNJUDGED.value}
+    assert words(page, "How tensors are updated") == statuses
+    known = {metric.name: metric for metric in REGISTRY.collect()}
+    documented = known["delta_updates_syncs"].documentation.partition(": ")[2].partition(".")[0]
+    outcomes = re.sub(r" \(.*?\)", "", documented).split(", ")
+    assert words(page, "Outcomes of a sync") == set(outcomes)
+    samples = known["delta_updates_full_syncs"].samples
+    reasons = {sample.labels["reason"] for sample in samples} - {"other"}
+    assert words(page, "Why a sync was full") == reasons
+
+
+def test_the_status_names_host_model_and_uptime(rig: Rig) -> None:
+    server = rig.get("/delta_status").json()["server"]
+    assert (server["host"], server["model"]) == (socket.gethostname(), "checkpoint")
+    assert 0 <= server["seconds"] <= time.time() - server["since"] + 1
+
+
+def test_refused_tensors_fit_a_phone(rig: Rig) -> None:
+    [style] = Elements(rig.get(PAGE).text).texts["style"]
+    [phone] = re.findall(r"@media \(max-width: 40rem\) \{(.*?\n)\}", style, re.S)
+    assert "#refused tr, #refused td { display: block; }" in phone
+    assert "#refused td { overflow-wrap: anywhere; }" in style

@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from engine_ext.conformance.thread_group import Group, ThreadRanks
+from engine_ext.conformance.toy_models import UNTOUCHED, Checkpoint, ToyModel, Weights, parameter
+from engine_ext.conformance.toy_models.open_module import OpenModule
 from engine_ext.model.constants import is_constant
 from engine_ext.settings import Settings
 from engine_ext.startup import LoadedModel
 from engine_ext.startup.derived.recompute import Recomputation
 from engine_ext.sync import make_receiver
-from tests.support.open_module import OpenModule
 from tests.support.rank_engine import Engine, part_id
 from tests.support.served_models import (
     base_checkpoint,
@@ -28,8 +30,6 @@ from tests.support.served_models import (
     random_tensor,
     target_checkpoint,
 )
-from tests.support.thread_group import Group, ThreadRanks
-from tests.support.toy_models import UNTOUCHED, Checkpoint, ToyModel, Weights, parameter
 
 KV = ("layers.0.kv_b_proj", "layers.1.kv_b_proj")
 

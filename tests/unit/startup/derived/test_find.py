@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
+from engine_ext.conformance.toy_models import UNTOUCHED, ToyModel, Weights, parameter
+from engine_ext.conformance.toy_models.open_module import OpenModule
 from engine_ext.model.constants import Constants, is_constant
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.certify import certify_placement
 from engine_ext.placement.segments import Placement, Status
 from engine_ext.startup import LoaderDryRun
 from engine_ext.startup.derived.find import find_derived, refuse_derived
-from tests.support.open_module import OpenModule
 from tests.support.served_models import base_checkpoint, load
-from tests.support.toy_models import UNTOUCHED, ToyModel, Weights, parameter
 
 
 class Projection(OpenModule):

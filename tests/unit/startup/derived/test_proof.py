@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from engine_ext.conformance.toy_models import parameter
+from engine_ext.conformance.toy_models.device import DEVICE
 from engine_ext.model.state_guard import TracingError
 from engine_ext.startup.derived.proof import _MANTISSA, varied
 from engine_ext.startup.derived.recompute import Recomputation
+from engine_ext.startup.recomputed.perturbation import Perturbation
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import PROPERTY, random_tensor
-from tests.support.toy_models import parameter
 from tests.unit.startup.derived.latent_attention import (
     KV,
     Attention,
@@ -245,3 +248,32 @@ def test_other_values_differ_everywhere_and_are_numbers(dtype: torch.dtype, seed
     new = varied(old, dtype, torch.Generator().manual_seed(seed))
     assert bool((new != old).all())
     assert new.view(dtype).double().isfinite().all()
+
+
+@pytest.mark.parametrize("proof", ["of functions", "of rebuilds"])
+def test_other_values_are_drawn_where_the_weights_are(
+    proof: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host takes minutes for what a device draws in a second."""
+    drawn: list[object] = []
+    generator = torch.Generator
+
+    def record(device: object = "not said") -> torch.Generator:
+        frame = inspect.currentframe()
+        assert frame is not None
+        assert frame.f_back is not None
+        if frame.f_back.f_globals["__name__"].startswith("engine_ext."):
+            drawn.append(device)
+        return generator(DEVICE)
+
+    monkeypatch.setattr(torch, "Generator", record)
+    if proof == "of functions":
+        assert Service(tmp_path).refusals() == {}
+    else:
+        tensor = torch.ones(3, dtype=torch.bfloat16, device=DEVICE)
+        for one in (tensor, tensor.to(torch.int32)):
+            before = one.clone()
+            Perturbation().within(one).put(Perturbation.new)
+            assert bool((one != before).all())
+    assert drawn
+    assert set(drawn) == {torch.empty(0, device=DEVICE).device}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from engine_ext.conformance.toy_models import Checkpoint
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
-from tests.support.toy_models import Checkpoint
 from tests.support.toy_quantised import OUT, Int8, Layer, Mixer, Model, empty, linear_shapes
 
 

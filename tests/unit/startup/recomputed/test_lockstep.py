@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from engine_ext.conformance.thread_group import Group, ThreadRanks
 from engine_ext.errors import NotUpdatable
 from engine_ext.ranks import SingleRank
 from engine_ext.startup import LockstepRunner, RebuildError
-from tests.support.thread_group import Group, ThreadRanks
 from tests.support.toy_collective import all_ranks, all_reduce_max_
 
 RANKS = 3

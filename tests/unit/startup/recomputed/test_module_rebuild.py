@@ -14,6 +14,7 @@ import torch
 from engine_ext.model import StorageIndex
 from engine_ext.placement import DeviceElements, HostElements, flat_bits
 from engine_ext.startup.recomputed import ModuleRebuild, UnprocessedModules
+from engine_ext.startup.recomputed import rebuild as rebuild_module
 from engine_ext.startup.recomputed.compare import RebuildError
 from engine_ext.startup.recomputed.elements import Replacement
 from engine_ext.startup.recomputed.rebuild import tensor_differences
@@ -122,6 +123,31 @@ def test_differences_are_by_bits(size: int) -> None:
     for one in tensor_differences("a", live, new):
         one.elements.put(one.new)
     assert np.array_equal(bits(live), bits(new))
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor in host memory that says it is on an accelerator."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+@pytest.mark.host_memory
+@pytest.mark.parametrize("chunk", [7, 1 << 24])
+def test_places_on_a_device_are_narrow(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept until the next sync, and half as large as PyTorch's own."""
+    monkeypatch.setattr(rebuild_module, "_DEVICE_CHUNK", chunk)
+    live, new = torch.arange(30.0), torch.arange(30.0)
+    new[[0, 6, 7, 29]] += 1
+    live, new = live.as_subclass(Elsewhere), new.as_subclass(Elsewhere)
+    [one] = tensor_differences("a", live, new)
+    assert isinstance(one.elements, DeviceElements)
+    assert one.elements.offsets.dtype == torch.int32
+    assert one.elements.offsets.tolist() == [0, 6, 7, 29]
+    assert torch.equal(one.new, flat_bits(new)[[0, 6, 7, 29]])
+    assert [*tensor_differences("a", live, live.clone())] == []
+    assert [*tensor_differences("a", live[:0], new[:0])] == []
 
 
 def test_elements_of_a_device_are_those_of_another_tensor() -> None:

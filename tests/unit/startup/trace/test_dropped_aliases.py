@@ -7,12 +7,13 @@ from typing import ClassVar
 import pytest
 import torch
 
+from engine_ext.conformance import toy_models
+from engine_ext.conformance.receivers import Project
+from engine_ext.conformance.sending import Refused
+from engine_ext.conformance.subject import Delta, Rank
+from engine_ext.conformance.toy_models import ToyModel, parameter
 from engine_ext.model import StorageIndex
 from engine_ext.startup.trace import LoaderDryRun, LoadingTrace, dropped_aliases
-from tests.conformance.receivers import Project, Refused
-from tests.conformance.subject import Delta, Rank
-from tests.support import toy_models
-from tests.support.toy_models import ToyModel, parameter
 
 BASE = {"embed": torch.arange(20.0).reshape(5, 4).bfloat16()}
 

@@ -10,12 +10,12 @@ from typing import ClassVar
 import pytest
 import torch
 
+from engine_ext.conformance.models import HalfReplaced, LoaderReplaced
+from engine_ext.conformance.toy_models import PackedAway, PlainCopy, Skipped, ToyModel
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, Status, make_plan
 from engine_ext.ranks import SingleRank
 from engine_ext.startup import LoaderDryRun, LoadingTrace, compose
-from tests.conformance.models import HalfReplaced, LoaderReplaced
-from tests.support.toy_models import PackedAway, PlainCopy, Skipped, ToyModel
 
 
 def checkpoint(model: type[ToyModel]) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from engine_ext.conformance.toy_models import ToyModel, Weights, parameter
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.certify import holds
 from engine_ext.placement.segments import Placement, Repack, Status, TensorSpec
@@ -34,7 +35,6 @@ from tests.support.served_models import (
     target_checkpoint,
 )
 from tests.support.toy_loaders import MOVING, NOT_MOVING, PickedByLayer, Reversed
-from tests.support.toy_models import ToyModel, Weights, parameter
 
 APPLY = pytest.mark.parametrize("apply", ["scatter", "masked"])
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from engine_ext.conformance import toy_models
+from engine_ext.conformance.toy_models import ToyModel, every_model, parameter
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import TensorSpec
 from engine_ext.startup import LoaderDryRun
-from tests.support import toy_models
 from tests.support.served_models import base_checkpoint, memory, serve
-from tests.support.toy_models import ToyModel, every_model, parameter
 from tests.unit.startup.trace.traced import identities, loaded
 
 # --- rehearsal ---

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from engine_ext.conformance import toy_models
+from engine_ext.conformance.toy_models import ToyModel, Weights
 from engine_ext.model import fingerprint
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Placed, Status, TensorSpec
 from engine_ext.startup import LoaderDryRun
-from tests.support import toy_models
-from tests.support.toy_models import ToyModel, Weights
 from tests.unit.startup.trace.traced import COPY, MODELS, Calls, loaded, trace
 
 

@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engine_ext.conformance import toy_models
+from engine_ext.conformance.toy_models import ToyModel, Weights, parameter
 from engine_ext.model import StorageIndex, TracingError
 from engine_ext.placement.segments import Status
 from engine_ext.startup import LoaderDryRun, young_collections
 from engine_ext.startup.trace import thread_propagation
-from tests.support import toy_models
 from tests.support.served_models import base_checkpoint, memory, serve
-from tests.support.toy_models import ToyModel, Weights, parameter
 from tests.unit.startup.trace.traced import COPY, MODELS, Calls, identities, loaded, trace
 
 

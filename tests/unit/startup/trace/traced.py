@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from engine_ext.conformance.toy_models import ToyModel, Weights, every_model
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Placement, TensorSpec
 from engine_ext.startup import LoaderDryRun
 from tests.support.served_models import base_checkpoint, load
-from tests.support.toy_models import ToyModel, Weights, every_model
 
 COPY = torch.Tensor.copy_
 MODELS = pytest.mark.parametrize("model", every_model(), ids=lambda m: m.__name__)

@@ -1,0 +1,122 @@
+"""The chain of a delta log: what its senders have said about each version, also of pruned ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine_ext.audit.chain import Link
+from engine_ext.errors import LogDamaged
+from engine_ext.log import (
+    DeltaLog,
+    Done,
+    Entry,
+    done_of,
+    folder_name,
+    is_signed,
+    read_digests,
+    read_manifests,
+    read_publications,
+)
+
+
+@dataclass(slots=True)
+class LogTrail:
+    """What a log says of its versions.
+
+    Attributes:
+        links: by version; those of folded ones have ``_from_`` in their source.
+        problems: signatures that are wrong, and what cannot be read.
+        signed: how many records have a valid signature.
+    """
+
+    links: list[Link] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    signed: int = 0
+
+
+def read_log_trail(log: DeltaLog, key: str | None) -> LogTrail:
+    """Read the records of a log, and verify their signatures if there is a key.
+
+    If the sender has written none, the parts say what they can; that is not signed.
+
+    Raises:
+        LogDamaged: the log cannot be read.
+        OSError: likewise.
+    """
+    trail = LogTrail()
+    listing = log.listing()
+    trail.problems += [f"gap: {name}: {why}" for name, why in listing.damaged.items()]
+    present = {entry.folder.name for entry in listing.entries}
+    for done in read_publications(log.store):
+        name = folder_name(done.version)
+        if name not in present:
+            _add(trail, f"{name} (pruned)", done, key)
+    for entry in listing.entries:
+        done_or_none = done_of(entry)
+        if done_or_none is not None:
+            _add(trail, entry.folder.name, done_or_none, key)
+        else:
+            _add_unsaid(trail, log, entry, key)
+    trail.links.sort(key=lambda link: (link.version, link.source))
+    return trail
+
+
+def _add(trail: LogTrail, source: str, done: Done, key: str | None) -> None:
+    said = done.publication
+    assert said is not None
+    if key is not None:
+        if is_signed(done, key):
+            trail.signed += 1
+        else:
+            why = "has no signature" if said.signature is None else "was changed: its signature"
+            why += "" if said.signature is None else " is of something else, or by another key"
+            trail.problems.append(f"signature: {source} {why}")
+    trail.links.append(
+        Link(
+            source=source,
+            version=done.version,
+            run=said.run,
+            base_version=done.base_version,
+            digest_before=said.digest_before,
+            digest=said.digest_after,
+            nbytes=sum(facts.bytes for facts in done.files.values()),
+            sender=_sender(said.run, said.epoch, said.owner),
+            at=said.at,
+        )
+    )
+
+
+def _add_unsaid(trail: LogTrail, log: DeltaLog, entry: Entry, key: str | None) -> None:
+    source = entry.folder.name
+    if key is not None:
+        trail.problems.append(f"signature: {source} has no record of its sender")
+    run = epoch = owner = before = after = None
+    if not entry.foreign:
+        try:
+            with log.fetched(entry):
+                digests = read_digests(entry)
+                first = read_manifests(entry)[0]
+        except LogDamaged as error:
+            trail.problems.append(f"gap: {source}: {error.message}")
+            return
+        before, after = digests.before, digests.after
+        run, epoch, owner = first.run, first.run_epoch, first.run_owner
+    trail.links.append(
+        Link(
+            source=source,
+            version=entry.version,
+            run=run,
+            base_version=entry.base_version,
+            digest_before=before,
+            digest=after,
+            nbytes=entry.nbytes,
+            sender=_sender(run, epoch, owner),
+            at=entry.written_at,
+        )
+    )
+
+
+def _sender(run: str | None, epoch: int | None, owner: str | None) -> str | None:
+    if run is None:
+        return None
+    return f"{run} (epoch {epoch or 1}{', ' + owner if owner else ''})"

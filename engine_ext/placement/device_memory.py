@@ -1,0 +1,131 @@
+"""Memory of devices that is reserved at start-up for what syncs keep there.
+
+An engine measures what is left of a device once the model is loaded, and takes nearly all of it for
+its KV cache. What a sync needs later must not make the engine's own allocations fail: offsets and
+new values until the commit, offsets for the undo until the next one. So they are put into memory
+that was reserved before, and into pinned host memory when that is full: kernels read it over the
+bus.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+import torch
+
+from engine_ext.kernels.triton import runs_kernels
+
+_ALIGNMENT: Final = 512  # as PyTorch's own allocator aligns
+
+
+class Lease:
+    """A piece of reserved memory; it can be given to others once this object is gone."""
+
+    __slots__ = ("_place", "_returned")
+
+    def __init__(self, place: tuple[int, int], returned: deque[tuple[int, int]]) -> None:
+        self._place, self._returned = place, returned
+
+    def __del__(self) -> None:
+        # Whatever a garbage collection interrupts: nothing is locked here.
+        self._returned.append(self._place)
+
+
+class Kept(NamedTuple):
+    """Bits that kernels of a device can read.
+
+    Attributes:
+        bits: on the device, or in pinned host memory.
+        lease: must live as long as `bits` and its views are used; None: they have own memory.
+    """
+
+    bits: torch.Tensor
+    lease: Lease | None
+
+
+class _Reserved:
+    """The reserved memory of one device."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._free = [(0, nbytes)]  # start and size, ascending
+        self._returned: deque[tuple[int, int]] = deque()
+        self._lock = threading.Lock()
+
+    def lease(self, nbytes: int) -> tuple[torch.Tensor, Lease] | None:
+        """Return a piece of memory, or None if no free one is large enough."""
+        size = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            self._merge()
+            for number, (start, room) in enumerate(self._free):
+                if room >= size:
+                    left = [(start + size, room - size)] if room > size else []
+                    self._free[number : number + 1] = left
+                    lease = Lease((start, size), self._returned)
+                    return self.memory[start : start + nbytes], lease
+        return None
+
+    @property
+    def free(self) -> int:
+        """Bytes that are not leased."""
+        with self._lock:
+            self._merge()
+            return sum(size for _, size in self._free)
+
+    def _merge(self) -> None:
+        """Take back what was returned, and join neighbours."""
+        if not self._returned:
+            return
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        self._free.sort()
+        joined: list[tuple[int, int]] = []
+        for start, size in self._free:
+            if joined and sum(joined[-1]) == start:
+                start, size = joined[-1][0], joined.pop()[1] + size
+            joined.append((start, size))
+        self._free = joined
+
+
+class DeviceMemory:
+    """What one rank has reserved of the devices of its weights.
+
+    Args:
+        nbytes: of each device.
+        devices: those that are no CPUs.
+
+    Raises:
+        torch.OutOfMemoryError: a device has not so much left.
+    """
+
+    def __init__(self, nbytes: int = 0, devices: Iterable[torch.device] = ()) -> None:
+        self._reserved = {device: _Reserved(device, nbytes) for device in devices}
+
+    def keep(self, bits: torch.Tensor, device: torch.device) -> Kept:
+        """Copy bits to where kernels of a device read them.
+
+        Args:
+            bits: 1-D and contiguous, in host memory or on the device.
+        """
+        reserved = self._reserved.get(device)
+        if reserved is None:
+            return Kept(bits.to(device), None)
+        found = reserved.lease(bits.nbytes)
+        if found is not None:
+            memory, lease = found
+            return Kept(memory.view(bits.dtype).copy_(bits), lease)
+        if runs_kernels(device):
+            return Kept(_pinned(bits), None)
+        return Kept(bits.to(device), None)  # PyTorch's operators read nothing else
+
+    def free(self, device: torch.device) -> int:
+        """Return how many bytes of the reserved memory of a device are in no use."""
+        return self._reserved[device].free
+
+
+def _pinned(bits: torch.Tensor) -> torch.Tensor:
+    """Return a copy in pinned host memory, which has the same address on a device."""
+    return torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True).copy_(bits)

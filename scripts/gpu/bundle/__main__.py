@@ -1,0 +1,117 @@
+"""Bundle vLLM for CUDA with what it needs, for a GPU host without network.
+
+``make gpu-bundle`` runs it.
+The host has Python with torch, triton, transformers, numba, httpx, psutil and what these need, and
+no engine. ``requirements/gpu-vllm.txt`` lists what it lacks: wheels of the package index for that
+Python. Device code of other GPUs is blanked, and what the rows do not use is left out. The product
+does not travel in the bundle but as the checkout that ``python -m scripts.gpu`` runs in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from engine_ext.resources import usable_cores
+from scripts.gpu.bundle import device_code, pieces
+
+_REQUIREMENTS: Final = Path(__file__).resolve().parents[3] / "requirements" / "gpu-vllm.txt"
+_PLATFORMS: Final = ("2_34", "2_31", "2_28", "2_27", "2_24", "2_17", "2_5")
+
+# Patterns of paths that no row needs.
+_LEFT_OUT: Final = (
+    "vllm/vllm-rs",
+    "vllm/third_party/fmha_sm100",
+    "vllm/third_party/deep_gemm",  # needs symbols that torch 2.11 lacks, as qutlass does
+    "vllm/**/*deep_gemm*.so",
+    "vllm/**/*qutlass*.so",
+    "vllm/**/*deepselect*.so",
+    "vllm/**/*flashkda*.so",
+    "vllm/vllm_flash_attn/_vllm_fa2_C*.so",  # 65 MB; FlashAttention 3 serves on Hopper
+    "vllm/**/swagger-ui*",
+    "vllm/benchmarks",
+    "vllm/model_executor/layers/**/configs/*.json",  # tuned sizes of kernels; there are defaults
+    "**/__pycache__",
+    "**/*.pyi",
+    "bin",
+    "mistral_common/data/tekken*",
+    "zstandard/_cffi*",
+    "cryptography",
+    "cryptography-*",
+    "outlines_core",
+    "outlines_core-*",
+    "anthropic/types",
+    "anthropic/resources",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make a bundle; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.gpu.bundle", description=__doc__)
+    parser.add_argument("--python", default="3.12", help="of the GPU host (%(default)s)")
+    parser.add_argument("--arch", type=int, default=90, help="90: H100 and H200 (%(default)s)")
+    parser.add_argument("--into", type=Path, default=Path("build/gpu-vllm"), help="(%(default)s)")
+    parser.add_argument(
+        "--wheel",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a wheel that is here already, instead of the one in the list; repeatable",
+    )
+    chosen = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="gpu-bundle-") as folder:
+        site = Path(folder) / "site"
+        _install(chosen.python, chosen.wheel, site)
+        thin(site, chosen.arch)
+        made = pieces.pack(site, chosen.into, threads=usable_cores())
+    for piece in made:
+        print(f"{piece.stat().st_size / 1e6:8.1f} MB  {piece}")
+    print(f"{sum(piece.stat().st_size for piece in made) / 1e6:8.1f} MB")
+    return 0
+
+
+def thin(site: Path, arch: int) -> None:
+    """Remove what the rows do not use, and the device code of other GPUs than `arch`."""
+    for pattern in _LEFT_OUT:
+        for path in [*site.glob(pattern)]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    debugged = [*site.glob("zstandard/*.so")]  # ten times as large as what runs
+    if debugged and shutil.which("strip"):
+        subprocess.run(["strip", "--strip-unneeded", *map(str, debugged)], check=True)
+    for library in sorted(site.rglob("*.so")):
+        if blanked := device_code.blank(library, arch):
+            print(f"{library.relative_to(site)}: {blanked / 1e6:.0f} MB blanked", flush=True)
+
+
+def _install(python: str, wheels: Sequence[Path], site: Path) -> None:
+    """Install the wheels for another Python; raises CalledProcessError if one cannot be had."""
+    listed = _REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    own = {_normal(wheel.name.partition("-")[0]) for wheel in wheels}
+    wanted = [line for line in listed if line and not line.startswith("#")]
+    wanted = [line for line in wanted if _normal(line.partition("==")[0]) not in own]
+    platforms = [f"--platform=manylinux_{one}_x86_64" for one in _PLATFORMS]
+    platforms += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"]
+    command = [
+        *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"),
+        *("--only-binary=:all:", "--implementation=cp", f"--python-version={python}", *platforms),
+        *("--disable-pip-version-check", "--target", str(site), *map(str, wheels), *wanted),
+    ]
+    subprocess.run(command, check=True)
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,349 @@
+"""Time syncs of a large model whose trainer's tensors are on the engine's GPU.
+
+Two trees of the product can be timed in one run, in turns: each is a process of its own, and a lock
+says whose turn it is. A stock engine's ``reload_weights`` of the same weights is timed with them,
+and shows in the end whether the synced engine holds these.
+``python -m scripts.gpu --timing SIZE`` runs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import psutil
+import torch
+from safetensors.torch import save_file
+
+from delta_sender import DeltaSender
+from scripts.gpu.engine import MODEL, GpuVllm, gpu_mib, on_cpu
+from scripts.live_engine import tiny_models
+
+Weights = dict[str, torch.Tensor]
+Facts = dict[str, Any]
+
+ENCODINGS: Final = ("deltas_zstd", "gap8_exp", "gap8_ulp")
+_SYNCS: Final = 2  # of each encoding; the first one of a sender takes longer
+_DENSITY: Final = 0.02
+_CHUNK: Final = 1 << 26  # elements that change at a time
+_FILES: Final = 8  # of a checkpoint, written side by side
+_GRAPHS: Final = (
+    "--compilation-config",
+    '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4]}',
+)
+_TURN_S: Final = 0.5  # in which the other tree can take its turn
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a Qwen3."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the checkpoint's tensors."""
+        hidden, inner = self.hidden, self.intermediate
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        yield "model.embed_tokens.weight", (self.vocabulary, hidden)
+        for layer in range(self.layers):
+            of_layer: dict[str, tuple[int, ...]] = {
+                "self_attn.q_proj": (wide, hidden),
+                "self_attn.k_proj": (narrow, hidden),
+                "self_attn.v_proj": (narrow, hidden),
+                "self_attn.o_proj": (hidden, wide),
+                "mlp.gate_proj": (inner, hidden),
+                "mlp.up_proj": (inner, hidden),
+                "mlp.down_proj": (hidden, inner),
+                "input_layernorm": (hidden,),
+                "post_attention_layernorm": (hidden,),
+                "self_attn.q_norm": (self.head_dim,),
+                "self_attn.k_norm": (self.head_dim,),
+            }
+            for name, shape in of_layer.items():
+                yield f"model.layers.{layer}.{name}.weight", shape
+        yield "model.norm.weight", (hidden,)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocabulary, hidden)
+
+    def config(self) -> Facts:
+        """Return the ``config.json``."""
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocabulary,
+            "tie_word_embeddings": self.tied,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "torch_dtype": "bfloat16",
+            "eos_token_id": 0,
+        }
+
+
+SIZES: Final = {
+    "4b": Size(2560, 36, 9728, 32, 8, 128, 151936, True),
+    "8b": Size(4096, 36, 12288, 32, 8, 128, 151936, False),
+    "tiny": Size(256, 2, 512, 4, 2, 64, 512, False),
+}
+
+
+def run(size: str, folder: Path, name: str, *, stock: bool) -> Facts:
+    """Time one tree of the product; never raises.
+
+    Args:
+        size: of `SIZES`.
+        folder: shared by the trees of a run; in memory, such as ``/dev/shm``.
+        name: of the tree.
+        stock: whether a stock engine runs next to it.
+    """
+    facts: Facts = {"tree": name, "model": size}
+    started = time.monotonic()
+    own = folder / name
+    own.mkdir(parents=True, exist_ok=True)
+    try:
+        _time(SIZES[size], folder, own, facts, stock=stock)
+    except (Exception, KeyboardInterrupt) as error:
+        facts["error"] = f"{type(error).__name__}: {error}"[-1500:]
+    facts["seconds"] = round(time.monotonic() - started, 1)
+    return facts
+
+
+def _time(size: Size, folder: Path, own: Path, facts: Facts, *, stock: bool) -> None:
+    device = "cpu" if on_cpu() else "cuda"
+    torch.manual_seed(0)
+    weights = {
+        name: (
+            torch.ones(shape, device=device)
+            if "norm" in name
+            else torch.empty(shape, device=device).normal_(0, 0.02)
+        ).to(torch.bfloat16)
+        for name, shape in size.shapes()
+    }
+    facts["weights"] = sum(tensor.numel() for tensor in weights.values())
+    base = folder / "base"
+    with _turn(folder / "base.lock"):
+        if not (base / "config.json").exists():
+            _write(weights, size, base)
+    flags = ("--dtype", "bfloat16", *(("--enforce-eager",) if on_cpu() else _GRAPHS))
+    more: Facts = {"kv_bytes": 2 << 30, "length": 2048}
+    live = GpuVllm(base, flags, delta=True, log_path=own / "live.log", **more)
+    other = GpuVllm(base, flags, delta=False, log_path=own / "stock.log", **more)
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        ups = [pool.submit(_up, stack, one) for one in ((live, other) if stock else (live,))]
+        facts["start_s"], *rest = (up.result() for up in ups)
+        facts["stock_start_s"] = rest[0] if rest else None
+        facts["loading"] = _lines(live, "delta updates:", "oading took", "init engine")
+        facts["stock_loading"] = _lines(other, "oading took", "init engine") if stock else []
+        facts["gpu_mib"] = {"before": gpu_mib(live)}
+        facts["syncs"] = []
+        for number, encoding in enumerate(ENCODINGS):
+            with _turn(folder / "measure.lock"):
+                _sync(live, weights, encoding, 100 * number, facts)
+            time.sleep(_TURN_S)
+        facts["gpu_mib"]["after"] = gpu_mib(live)
+        started = time.monotonic()
+        scan = live.get("/delta_digest", params={"scan": True}, timeout=120).json()
+        facts["scan_s"] = round(time.monotonic() - started, 2)
+        facts["corrupted"] = scan.get("corrupted")
+        facts["digest_as_answered"] = scan.get("digest") == facts["syncs"][-1]["digest"]
+        if stock:
+            target = own / "target"
+            _write(weights, size, target)
+            weights.clear()
+            _reload(live, other, target, folder / "measure.lock", facts)
+
+
+def _sync(live: GpuVllm, weights: Weights, encoding: str, seed: int, facts: Facts) -> None:
+    """Time the syncs of one encoding, under a client that streams tokens."""
+    at = int(live.delta_status().version.number)
+    started = time.monotonic()
+    sender = DeltaSender(live.url, weights.items(), base_version=at, encoding=encoding)
+    made_s = time.monotonic() - started
+    with sender, Stream(live) as stream:
+        for number in range(_SYNCS):
+            step(weights, seed + number)
+            _synchronize()
+            cpu, began = _cpu_seconds(live), time.monotonic()
+            report = sender.sync(weights.items())
+            ended = time.monotonic()
+            spent = _cpu_seconds(live)
+            timings = report.engine.get("timings_ms", {})
+            facts["syncs"].append(
+                {
+                    "encoding": encoding,
+                    "number": number + 1,
+                    "status": report.status,
+                    "full": report.full,
+                    "density": report.density,
+                    "wire_bytes": report.wire_bytes,
+                    "parts": report.parts,
+                    "wall_ms": round(1e3 * (ended - began), 1),
+                    "encode_ms": round(report.encode_ms, 1),
+                    "post_ms": round(report.post_ms, 1),
+                    "sender_cpu_s": round(spent[0] - cpu[0], 2),
+                    "engine_cpu_s": round(spent[1] - cpu[1], 2),
+                    "sender_made_s": round(made_s, 2),
+                    "token_gap_ms": stream.gaps(began - 0.5, ended + 0.5),
+                    "timings_ms": timings,
+                    "digest": report.engine.get("digest"),
+                    "gpu_mib": gpu_mib(live),
+                }
+            )
+
+
+def _reload(live: GpuVllm, other: GpuVllm, target: Path, lock: Path, facts: Facts) -> None:
+    """Time the stock engine's own reload of the checkpoint, and compare the two engines."""
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
+    found = []
+    with _turn(lock), Stream(other) as stream:
+        for _ in range(2):
+            began = time.monotonic()
+            answer = other.post("/collective_rpc", json=body, timeout=180)
+            ended = time.monotonic()
+            gaps = stream.gaps(began - 0.5, ended + 0.5)
+            wall = round(1e3 * (ended - began), 1)
+            found.append({"status": answer.status_code, "wall_ms": wall, "token_gap_ms": gaps})
+    facts["reload_weights"] = found
+    ours, theirs = live.checksums(), other.checksums()
+    wrong = sorted(name for name in theirs if ours.get(name) != theirs[name])
+    facts["verdict"] = f"DIFFERS: {wrong[:6]}" if wrong else f"exact ({len(theirs)} tensors)"
+
+
+def step(weights: Weights, seed: int, density: float = _DENSITY) -> None:
+    """Move that share of the elements of bf16 tensors by 1 to 3 units in the last place."""
+    device = next(iter(weights.values())).device
+    random = torch.Generator(device).manual_seed(seed)
+    for tensor in weights.values():
+        bits = tensor.view(torch.int16).view(-1)
+        for start in range(0, bits.numel(), _CHUNK):
+            chunk = bits[start : start + _CHUNK]
+            chosen = torch.rand(chunk.shape, generator=random, device=device) < density
+            moves = torch.randint(
+                *(1, 4, chunk.shape), generator=random, device=device, dtype=torch.int16
+            )
+            chunk ^= moves * chosen
+
+
+class Stream:
+    """A client that streams tokens without end; the gaps between them are what a user feels."""
+
+    def __init__(self, engine: GpuVllm) -> None:
+        self._url, self._times, self._ended = engine.url, list[float](), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Stream:
+        self._thread.start()
+        time.sleep(2.0)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join(30)
+
+    def gaps(self, start: float, end: float) -> dict[str, float]:
+        """Return the median and the largest gap, in ms, of the tokens from `start` to `end`."""
+        time.sleep(max(0.0, end - time.monotonic()))
+        inside = [one for one in self._times if start <= one <= end]
+        found = sorted(1e3 * (after - before) for before, after in pairwise(inside))
+        if not found:
+            return {}
+        return {"median": round(found[len(found) // 2], 1), "largest": round(found[-1], 1)}
+
+    def _run(self) -> None:
+        body = {
+            **{"model": MODEL, "prompt": "x" * 64, "temperature": 0, "ignore_eos": True},
+            **{"max_tokens": 100 if on_cpu() else 1800, "stream": True},
+        }
+        while not self._ended.is_set():
+            with contextlib.suppress(httpx.HTTPError):
+                self._read(body)
+            self._ended.wait(0.05)
+
+    def _read(self, body: Facts) -> None:
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data:"):
+                    self._times.append(time.monotonic())
+                if self._ended.is_set():
+                    return
+
+
+@contextlib.contextmanager
+def _turn(lock: Path) -> Iterator[None]:
+    """Wait until no other tree of this run is measured."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write(weights: Weights, size: Size, folder: Path) -> None:
+    """Write a checkpoint in several files; its config comes last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny_models.build_tokenizer().save_pretrained(folder)
+    names = [*weights]
+    each = -(-len(names) // _FILES)
+    groups = [names[at : at + each] for at in range(0, len(names), each)]
+    files = {f"model-{n:05}-of-{len(groups):05}.safetensors": g for n, g in enumerate(groups, 1)}
+
+    def one(file: str) -> None:
+        tensors = {name: weights[name].cpu() for name in files[file]}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+
+    with ThreadPoolExecutor(_FILES) as pool:
+        [*pool.map(one, files)]
+    places = {name: file for file, group in files.items() for name in group}
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(size.config()))
+
+
+def _up(stack: ExitStack, engine: GpuVllm) -> float:
+    started = time.monotonic()
+    stack.enter_context(engine)
+    return round(time.monotonic() - started, 1)
+
+
+def _lines(engine: GpuVllm, *words: str) -> list[str]:
+    lines = engine.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line.strip()[-220:] for line in lines if any(word in line for word in words)][:20]
+
+
+def _cpu_seconds(engine: GpuVllm) -> tuple[float, float]:
+    """Return the processor time of this process, and of the engine's processes."""
+    spent = 0.0
+    for pid in engine.pids():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(pid).cpu_times()
+            spent += times.user + times.system
+    return time.process_time(), spent
+
+
+def _synchronize() -> None:
+    if not on_cpu():
+        torch.cuda.synchronize()

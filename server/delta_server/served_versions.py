@@ -1,0 +1,159 @@
+"""The version that an engine serves, and the last changes of it, for all of its HTTP processes.
+
+A request that asked for a version must not be answered with tokens of another one, so each of its
+tokens is compared with this, which takes no call of the ranks: it is a page of memory. Processes of
+one engine share the page, whose file they find by the ranks' board.
+
+A change is noted after every rank has written and before generation is resumed. Generation is
+paused in between, so a token of the new weights is always later than the note of their version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from delta_server.board import SERVED, Item
+from delta_server.engine import Engine
+from delta_server.process_identity import is_alive, new_name
+from engine_ext.structs import prepare
+
+UNKNOWN: Final = -1
+"""Instead of a version: the weights are of none, or of one that had another content before."""
+
+PAGE: Final = "served-versions"
+"""Name of the page's file in the folder of a process."""
+
+_CHANGES, _VERSION, _CONTENT, _WRITING, _LAST = range(5)  # 64-bit words of the page
+_KEPT: Final = 128  # last changes
+_NBYTES: Final = 8 * (_LAST + _KEPT)
+
+
+class ServedFiles(msgspec.Struct, frozen=True):
+    """Where the page is, by the process that has a link to it; the value of the item `SERVED`."""
+
+    paths: dict[str, str] = {}
+
+
+prepare(ServedFiles)
+
+
+class ServedVersions:
+    """What one HTTP process knows of it. Only who holds the lease of the engine changes it."""
+
+    def __init__(self) -> None:
+        self._words = memoryview(bytearray(_NBYTES)).cast("q")
+        self._words[_VERSION] = UNKNOWN
+
+    async def share(self, engine: Engine, folder: Path, version: int, digest: str) -> None:
+        """Begin with the engine's version and digest, or with what another process has noted.
+
+        Args:
+            folder: of this process; the page is there if several processes serve the engine.
+
+        Raises:
+            OSError: the page of another process cannot be opened.
+        """
+        self.move(version, digest)
+        if not engine.shared:
+            return
+        item, own, file = Item(engine, SERVED, ServedFiles), new_name(), folder / PAGE
+        while True:
+            known = await item.read()
+            living = {name: path for name, path in known.paths.items() if is_alive(name)}
+            words = _linked(living, file) or _made(file, bytes(self._words))
+            if await item.try_put(ServedFiles({**living, own: str(file)})):
+                self._words = words
+                return
+            file.unlink(missing_ok=True)  # another process was faster
+
+    @property
+    def changes(self) -> int:
+        """How many changes were noted; read it before `version`."""
+        return self._words[_CHANGES]
+
+    @property
+    def version(self) -> int:
+        """The version of the weights, or `UNKNOWN`."""
+        return self._words[_VERSION]
+
+    def left(self, since: int, lowest: int, highest: int) -> bool:
+        """Return whether the engine has had a version out of a range after `since` changes."""
+        changes = self.changes
+        if changes - since > _KEPT // 2:  # who writes at this moment might replace older ones
+            return True
+        last = (self._words[_LAST + number % _KEPT] for number in range(since, changes))
+        return any(not lowest <= version <= highest for version in last)
+
+    def begin_write(self) -> None:
+        """Note that the ranks might be writing; if this process dies, the next one notices."""
+        self._words[_WRITING] = 1
+
+    def keep(self) -> None:
+        """Note that the ranks have written nothing."""
+        self._words[_WRITING] = 0
+
+    def move(self, version: int, digest: str) -> None:
+        """Note that the ranks have written weights of a version."""
+        content = _short(digest)
+        if (version, content) != (self.version, self._words[_CONTENT]):
+            self._change(version, UNKNOWN if version == self.version else version, content)
+        self.keep()
+
+    def lose(self) -> None:
+        """Note that the weights are of no version."""
+        if self.version != UNKNOWN or self._words[_WRITING]:
+            self._change(UNKNOWN, UNKNOWN, 0)
+        self.keep()
+
+    def see(self, version: int) -> None:
+        """Note what the ranks hold now: a process might have died before it did."""
+        if self._words[_WRITING]:
+            self.lose()
+        if version != self.version:
+            self._change(version, version, 0)
+
+    def _change(self, version: int, noted: int, content: int) -> None:
+        changes = self.changes
+        self._words[_LAST + changes % _KEPT] = noted
+        self._words[_CONTENT], self._words[_VERSION] = content, version
+        self._words[_CHANGES] = changes + 1
+
+
+def _linked(paths: Mapping[str, str], file: Path) -> memoryview[int] | None:
+    """Return the page of one of the processes, also under the name `file`; None without any."""
+    for path in paths.values():
+        with contextlib.suppress(FileNotFoundError):  # the process is ending
+            words = _mapped(path, os.O_RDWR)
+            with contextlib.suppress(OSError):  # another file system; the first process has it
+                os.link(path, file)
+            return words
+    return None
+
+
+def _made(file: Path, content: bytes) -> memoryview[int]:
+    words = _mapped(file, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    words[:] = memoryview(content).cast("q")
+    return words
+
+
+def _mapped(path: str | Path, flags: int) -> memoryview[int]:
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        if flags & os.O_CREAT:
+            os.ftruncate(descriptor, _NBYTES)
+        return memoryview(mmap.mmap(descriptor, _NBYTES)).cast("q")
+    finally:
+        os.close(descriptor)
+
+
+def _short(digest: str) -> int:
+    """Return 62 bits that another digest has otherwise; 0 for none."""
+    return int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=8).digest(), "big") >> 2 | 1

@@ -1,0 +1,145 @@
+"""The GPU rows' program without a GPU: its order, its results, its table and a row that fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.doc_tables import gpu as doc_table
+from scripts.gpu import __main__ as program
+from scripts.gpu import results, timing
+from scripts.gpu import rows as rows_module
+from scripts.gpu.rows import ROWS, Row
+
+ROOT = Path(__file__).parents[3]
+SYNCS = {f"sync{n}": {"pause_ms": 10.0 + n, "commit_ms": 1.0} for n in (1, 2, 3)}
+EXACT: dict[str, Any] = {
+    "row": "awq",
+    "title": "AWQ",
+    "certification": [{"exact": 11, "rebuilt": 42}],
+    "verdict": "exact (43 tensors)",
+    **SYNCS,
+    "rollback": "exact",
+    "full": {"verdict": "exact (43 tensors)"},
+}
+DIFFERS = {**EXACT, "row": "mla", "title": "MLA", "verdict": "DIFFERS: 1 of 40", "rollback": "no"}
+FAILED = {"row": "lora", "error": "EngineError: it exited | with 1\nlong text"}
+ON, PLAN = "H9, vLLM 1", "11 exact, 42 rebuilt"
+RUN = {"device": "H9", "engine": "vLLM 1", "rows": [EXACT, DIFFERS, FAILED]}
+
+
+def test_the_table_shows_what_ran_where() -> None:
+    lines = doc_table.rows_of([RUN]).splitlines()
+    assert lines[2:] == [
+        f"| AWQ | {ON} | {PLAN} | exact; rollback and full sync exact | 11, 12, 13 |",
+        f"| MLA | {ON} | {PLAN} | DIFFERS: 1 of 40; full sync exact | 11, 12, 13 |",
+        f"| lora | {ON} |  | not done: EngineError: it exited / with 1 |  |",
+    ]
+
+
+def test_rows_that_were_never_exact_come_first() -> None:
+    other = {"engine": "SGLang 1", "rows": [{**EXACT, "row": "keep"}]}
+    assert results.by_worth(["awq", "keep", "mla"], [RUN, other]) == ["keep", "mla", "awq"]
+    assert results.exact_rows([RUN, RUN, other]) == 1
+
+
+def test_the_readme_counts_the_exact_rows() -> None:
+    [count] = re.findall(r"\[(\d+) rows exact\]\(docs/gpu\.md\)", (ROOT / "README.md").read_text())
+    assert int(count) == results.exact_rows(results.recorded())
+
+
+def test_a_row_that_fails_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(folder: Path) -> Path:
+        (folder.parent / "live.log").write_text("x" * 9000 + "the kernel is missing")
+        raise RuntimeError("no checkpoint")
+
+    def interrupt(folder: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rows_module, "ROWS", {"a": Row(write), "b": Row(interrupt)})
+    found = rows_module.run("a", tmp_path / "a")
+    assert found["error"] == "RuntimeError: no checkpoint"
+    assert found["logs"]["live"].endswith("the kernel is missing")
+    assert (len(found["logs"]["live"]), found["logs"]["fresh"]) == (4000, "")
+    assert rows_module.run("b", tmp_path / "b")["error"] == "time ran out"
+
+
+class Process:
+    """Stands in for the program that runs one row."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        self.path = folder / "python"
+        self.path.write_text(f"#!/bin/sh\n{text}\n")
+        self.path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('echo noise; echo \'FACTS {"verdict": "exact (3)"}\'', {"verdict": "exact (3)"}),
+        ("echo it broke; exit 3", {"error": "no result: it broke\n"}),
+        ("trap 'echo FACTS {}; kill $!; exit' INT; sleep 30 & wait", {}),  # the time is up
+    ],
+)
+def test_what_a_rows_process_prints_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(Process(tmp_path, text).path))
+    monkeypatch.setattr(program, "machine", lambda: {"engine": "vLLM 1"})
+    monkeypatch.setattr(program, "_LEAST_S", -1)
+    chosen = program.make_parser().parse_args(
+        ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    )
+    run = program.Run(chosen, time.monotonic() + 5.0)
+    run.prove("awq")
+    assert run.facts["rows"] == [{"row": "awq", **expected}]
+    assert json.loads((tmp_path / "found.json").read_text()) == run.facts
+    assert "awq" in run.table()
+
+
+def test_no_row_begins_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "machine", lambda: {"engine": "vLLM 1"})
+    chosen = program.make_parser().parse_args(
+        ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    )
+    run = program.Run(chosen, time.monotonic() + 5.0)
+    run.prove("awq")
+    assert run.facts["rows"] == [{"row": "awq", "error": "no time was left"}]
+
+
+def test_a_step_of_the_timing_moves_a_share_of_the_bits() -> None:
+    weights = {"a": torch.zeros(40, 500, dtype=torch.bfloat16), "b": torch.ones(7).bfloat16()}
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    timing.step(weights, 3)
+    moved = (weights["a"].view(torch.int16) ^ before["a"].view(torch.int16)).view(-1)
+    assert set(moved.unique().tolist()) == {0, 1, 2, 3}
+    assert 0.01 < (moved != 0).float().mean() < 0.03
+
+
+def test_sizes_of_the_timing_are_what_they_are_called() -> None:
+    def count(name: str) -> int:
+        return sum(torch.Size(shape).numel() for _, shape in timing.SIZES[name].shapes())
+
+    assert round(count("4b") / 1e9, 1) == 4.0
+    assert round(count("8b") / 1e9, 1) == 8.2
+    assert {"mla", "moe-fp8-online"} <= ROWS.keys()
+
+
+def test_the_table_of_syncs_has_the_last_of_each_encoding() -> None:
+    times = {"pause_ms": 106.2, "commit_ms": 5.9}
+    sync = {"encoding": "gap8_exp", "wire_bytes": 178_195_818, "wall_ms": 3807.0}
+    sync |= {"encode_ms": 2125.0, "timings_ms": times, "token_gap_ms": {"largest": 166.4}}
+    other = {**sync, "encoding": "gap8_ulp", "token_gap_ms": {}}
+    new = {"tree": "new", "weights": 4.02e9, "syncs": [{**sync, "wall_ms": 6570.0}, sync, other]}
+    run = {**RUN, "timing": [new, {**new, "tree": "base"}, {"tree": "new", "error": "no"}]}
+    assert doc_table.syncs_of([RUN, run]).splitlines()[2:] == [
+        "| H9, 4.0 billion weights | `gap8_exp` | 178 | 3807 | 2125 | 106 | 6 | 166 |",
+        "| H9, 4.0 billion weights | `gap8_ulp` | 178 | 3807 | 2125 | 106 | 6 |  |",
+    ]

@@ -1,0 +1,152 @@
+"""A bundle for a GPU host: what is packed comes out, without other GPUs' code, in small pieces."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.gpu.bundle import __main__ as program
+from scripts.gpu.bundle import device_code, pieces
+from scripts.gpu.trees import environment
+
+ROOT = Path(__file__).parents[3]
+PTX, MACHINE_CODE = 1, 2
+
+
+def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
+    """Entries are (kind, architecture, code)."""
+    body = b""
+    for kind, arch, code in entries:
+        head = struct.pack("<HHIQ", kind, 0, 64, len(code))
+        head += struct.pack("<IIHHIII", 0, 0, 0, 0, arch, 0, 0)
+        body += head.ljust(64, b"\0") + code
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def library(section: bytes, name: bytes = b".nv_fatbin") -> bytes:
+    """An ELF file with the section, and one that has the sections' names."""
+    names = b"\0" + name + b"\0.shstrtab\0"
+    data = bytearray(b"\x7fELF\x02\x01\x01".ljust(64, b"\0"))
+    at = {"names": len(data), "section": len(data) + len(names)}
+    data += names + section
+    headers = len(data)
+    for place, offset, size in (
+        (0, 0, 0),
+        (1, at["section"], len(section)),
+        (len(name) + 2, at["names"], len(names)),
+    ):
+        data += struct.pack("<IIQQQQ", place, 1, 0, 0, offset, size).ljust(64, b"\0")
+    struct.pack_into("<Q", data, 0x28, headers)
+    struct.pack_into("<HHH", data, 0x3A, 64, 3, 2)
+    return bytes(data)
+
+
+def test_other_gpus_code_is_blanked(tmp_path: Path) -> None:
+    file = tmp_path / "kernels.so"
+    own, other, ptx = b"nine-zero" * 8, b"eight-ni" * 8, b"assembly" * 8
+    first = fat_binary((MACHINE_CODE, 89, other), (MACHINE_CODE, 90, own), (PTX, 90, ptx))
+    second = fat_binary((MACHINE_CODE, 89, other), (PTX, 80, b"old" * 8), (PTX, 89, ptx))
+    file.write_bytes(library(first + bytes(8) + second))
+    assert device_code.blank(file, 90) == 2 * len(other) + len(ptx) + 24
+    left = file.read_bytes()
+    assert left.count(own) == 1
+    assert left.count(ptx) == 1  # what the second has no machine code for
+    assert (other in left, b"old" in left) == (False, False)
+    assert len(left) == len(library(first + bytes(8) + second))
+
+
+@pytest.mark.parametrize("data", [b"INPUT(libc.so)", library(b"text", b".text")])
+def test_a_library_without_device_code_stays(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "plain.so"
+    file.write_bytes(data)
+    assert device_code.blank(file, 90) == 0
+    assert file.read_bytes() == data
+
+
+def test_pieces_unpack_to_what_was_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_LARGE", 200_000)
+    site = tmp_path / "site"
+    (site / "package" / "deep").mkdir(parents=True)
+    (site / "package" / "a.py").write_text("a = 1\n")
+    (site / "package" / "deep" / "empty").touch()
+    large = random.Random(0).randbytes(220_000)
+    (site / "package" / "kernels.so").write_bytes(large)
+    (tmp_path / "pieces").mkdir()
+    (tmp_path / "pieces" / "old.tar.xz.00").write_bytes(b"of an earlier bundle")
+    made = pieces.pack(site, tmp_path / "pieces", threads=2, most=100_000)
+    assert max(piece.stat().st_size for piece in made) <= 100_000
+    assert len(made) == 4  # the large file is a tar file of its own, in three pieces
+    assert {*made} == {*(tmp_path / "pieces").iterdir()}
+    out = tmp_path / "out"
+    assert pieces.unpack(tmp_path / "pieces", out) == 2
+    found = {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    packed = {p.relative_to(site): p.read_bytes() for p in site.rglob("*") if p.is_file()}
+    assert found == packed
+
+
+def test_a_bundle_with_a_lost_piece_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "a").write_bytes(random.Random(0).randbytes(1000))
+    made = pieces.pack(tmp_path / "site", tmp_path, threads=1, most=400)
+    made[-1].unlink()
+    with pytest.raises(EOFError):
+        pieces.unpack(tmp_path, tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="no pieces"):
+        pieces.unpack(tmp_path / "site", tmp_path / "out")
+
+
+def test_a_bundle_leaves_out_what_no_row_uses(tmp_path: Path) -> None:
+    kept = ["vllm/_C.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", "tvm_ffi/libtesting.so"]
+    left_out = ["vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "vllm/third_party/deep_gemm/a.py"]
+    left_out += ["vllm/model_executor/layers/fused_moe/configs/E=8,N=9.json"]
+    for name in (*kept, *left_out, "zmq/a.pyi"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    program.thin(tmp_path, 90)
+    assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()} == {*kept}
+
+
+def test_unpacking_needs_the_standard_library_alone() -> None:
+    """The host has nothing else before it: isolated Python does not even see this environment."""
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import scripts.gpu.trees, sys"
+    code += "; assert not {'torch', 'numpy', 'engine_ext'} & set(sys.modules)"
+    base = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+    subprocess.run([base, "-I", "-S", "-c", code], check=True, timeout=60)
+
+
+def test_a_process_can_use_another_tree(tmp_path: Path) -> None:
+    """The product and its entry points are the tree's, the programs are this checkout's."""
+    other = tmp_path / "other"
+    for package in ("engine_ext", "server/delta_server", "trainer/delta_sender", "scripts"):
+        (other / package).mkdir(parents=True)
+        (other / package / "__init__.py").touch()
+    code = (
+        "import importlib.metadata, engine_ext, delta_server, delta_sender, scripts.gpu.trees as t;"
+        "points = importlib.metadata.entry_points(group='vllm.general_plugins');"
+        "print([p.value for p in points if p.name == 'delta_updates']);"
+        "print(*(m.__file__ for m in (engine_ext, delta_server, delta_sender, t)), sep='\\n')"
+    )
+    names = ["engine_ext", "server/delta_server", "trainer/delta_sender"]
+    for tree in (None, other):
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment(tree, tmp_path),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        points, *files = run.stdout.splitlines()
+        assert points == "['engine_ext.adapters.vllm.plugin:register']"
+        root = ROOT if tree is None else other
+        assert [Path(os.path.realpath(f)) for f in files] == [
+            *(root / name / "__init__.py" for name in names),
+            ROOT / "scripts/gpu/trees.py",
+        ]

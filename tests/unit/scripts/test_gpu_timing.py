@@ -1,0 +1,131 @@
+"""The timing of a large model, with stand-ins for the engines and the sender."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from scripts.gpu import timing
+from scripts.gpu.trees import REHEARSAL
+from scripts.live_engine.tiny_models import load_tensors
+
+DIGEST = "0" * 32
+
+
+class Engine:
+    """Takes syncs and reloads; its weights are the files that it was started with or reloads."""
+
+    made: list[Engine]
+
+    def __init__(self, model: Path, flags: Any, *, delta: bool, log_path: Path, **_: Any) -> None:
+        self.model, self.delta, self.log_path, self.url = model, delta, log_path, "http://engine"
+        self.version = 0
+        log_path.write_text("INFO Model loading took 1 s\nINFO delta updates: traced\nnoise\n")
+        self.made.append(self)
+
+    def __enter__(self) -> Engine:
+        self.weights = load_tensors(self.model)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def pids(self) -> list[int]:
+        return []
+
+    def delta_status(self) -> Any:
+        return SimpleNamespace(version=SimpleNamespace(number=self.version))
+
+    def get(self, path: str, **_: Any) -> httpx.Response:
+        assert path == "/delta_digest"
+        return httpx.Response(200, json={"corrupted": [], "digest": DIGEST})
+
+    def post(self, path: str, json: Any, **_: Any) -> httpx.Response:
+        assert (path, json["method"]) == ("/collective_rpc", "reload_weights")
+        self.weights = load_tensors(Path(json["kwargs"]["weights_path"]))
+        return httpx.Response(200)
+
+    def checksums(self) -> dict[str, Any]:
+        return {
+            name: hash(tensor.view(torch.int16).numpy().tobytes())
+            for name, tensor in self.weights.items()
+        }
+
+
+class Sender:
+    """Writes to the only engine with delta updates; `loses` every value of one tensor."""
+
+    loses = ""
+
+    def __init__(self, url: str, weights: Any, *, base_version: int, encoding: str) -> None:
+        [self._engine] = [one for one in Engine.made if one.delta]
+        assert base_version == self._engine.version
+
+    def __enter__(self) -> Sender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def sync(self, weights: Any) -> Any:
+        kept = {name: tensor.clone() for name, tensor in weights if name != self.loses}
+        self._engine.weights.update(kept)
+        self._engine.version += 1
+        answer = {"timings_ms": {"pause_ms": 1.0, "commit_ms": 0.5}, "digest": DIGEST}
+        sizes = {"wire_bytes": 10, "parts": 1, "encode_ms": 1.0, "post_ms": 1.0, "density": 0.02}
+        return SimpleNamespace(status="committed", full=False, engine=answer, **sizes)
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def stream(*_: Any, **__: Any) -> Iterator[Any]:
+        def lines() -> Iterator[str]:
+            while True:
+                time.sleep(0.02)
+                yield "data: {}"
+
+        yield SimpleNamespace(iter_lines=lines)
+
+    monkeypatch.setenv(REHEARSAL, "1")
+    monkeypatch.setattr(Engine, "made", [], raising=False)
+    monkeypatch.setattr(timing, "GpuVllm", Engine)
+    monkeypatch.setattr(timing, "DeltaSender", Sender)
+    monkeypatch.setattr(httpx, "stream", stream)
+
+
+@pytest.mark.parametrize("loses", ["", "model.norm.weight"])
+def test_two_trees_are_timed_and_compared(
+    loses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sender, "loses", loses)
+    facts = timing.run("tiny", tmp_path, "new", stock=True)
+    assert "error" not in facts
+    assert [sync["encoding"] for sync in facts["syncs"][::2]] == [*timing.ENCODINGS]
+    assert all(sync["token_gap_ms"]["largest"] >= 20 for sync in facts["syncs"])
+    assert facts["loading"] == ["INFO Model loading took 1 s", "INFO delta updates: traced"]
+    assert (facts["digest_as_answered"], len(facts["reload_weights"])) == (True, 2)
+    assert facts["verdict"] == (f"DIFFERS: [{loses!r}]" if loses else "exact (25 tensors)")
+    json.dumps(facts)
+    Engine.made.clear()
+    other = timing.run("tiny", tmp_path, "base", stock=False)
+    assert ("error" in other, other["stock_start_s"], len(other["syncs"])) == (False, None, 6)
+
+
+def test_a_timing_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Engine) -> Engine:
+        raise RuntimeError("it exited")
+
+    monkeypatch.setattr(Engine, "__enter__", fail)
+    facts = timing.run("tiny", tmp_path, "new", stock=True)
+    assert facts["error"] == "RuntimeError: it exited"
+    assert facts["weights"] > 1e6

@@ -1,0 +1,358 @@
+"""`MultiSender` with ``commit="all_or_none"`` against the engines' own endpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from delta_sender import GroupAborted, MultiSender, PartialSyncError, SyncError
+from engine_ext.errors import NotUpdatable
+from engine_ext.log import Draft, open_log
+from tests.support.delta_bodies import SHAPES, VERSION, fresh_weights
+from tests.support.fake_engine import Model, bits, train
+from tests.support.fleet_rig import COMMIT, FleetRig, posts
+
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[FleetRig]:
+    made = FleetRig(tmp_path, 3)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def model() -> Model:
+    found = {}
+    for name, values in fresh_weights().items():
+        tensor = torch.empty(SHAPES[name], dtype=torch.bfloat16)
+        tensor.view(-1).view(torch.int16).numpy()[:] = values.view(np.int16)
+        found[name] = tensor
+    return found
+
+
+def copied(model: Model) -> Model:
+    return {name: tensor.clone() for name, tensor in model.items()}
+
+
+def sender_of(fleet: FleetRig, base: Model, answer: Answer | None = None, **options: Any) -> Any:
+    transport = httpx.MockTransport(answer or fleet.answer)
+    given = {"commit": "all_or_none", "commit_window": 5.0, "timeout": 5.0, **options}
+    return MultiSender(fleet.urls, base.items(), client=httpx.Client(transport=transport), **given)
+
+
+def versions(fleet: FleetRig) -> list[int]:
+    return [fleet.status(url).version.number for url in fleet.urls]
+
+
+def states(sender: MultiSender) -> list[str]:
+    return [one.state for one in sender.outcomes.values()]
+
+
+def hold(fleet: FleetRig, model: Model) -> list[bool]:
+    """Whether each engine holds a model."""
+    return [
+        all(np.array_equal(rig.engine.weights[n], bits(t)) for n, t in model.items())
+        for rig in (fleet.rigs[url] for url in fleet.urls)
+    ]
+
+
+def refuse(fleet: FleetRig, number: int, *, refuses: bool = True) -> None:
+    """Let an engine refuse what it is sent, or take it again."""
+    shard = fleet.rigs[fleet.urls[number]].engine.shards[1]
+    shard.refuses = {name: NotUpdatable("no") for name in SHAPES} if refuses else {}
+
+
+def test_all_engines_commit(fleet: FleetRig, model: Model) -> None:
+    with sender_of(fleet, model) as sender:
+        for step in range(3):
+            train(model, step)
+            reports = sender.sync(model.items())
+            assert [r.version for r in reports.values()] == [VERSION + step + 1] * 3
+            assert {r.status for r in reports.values()} == {"committed"}
+            assert states(sender) == ["committed"] * 3
+            assert hold(fleet, model) == [True] * 3
+
+
+def test_engine_that_refuses_keeps_all_back(fleet: FleetRig, model: Model) -> None:
+    before = copied(model)
+    with sender_of(fleet, model) as sender:
+        refuse(fleet, 1)
+        train(model)
+        with pytest.raises(GroupAborted) as raised:
+            sender.sync(model.items())
+        assert raised.value.reports == {}
+        assert {*raised.value.failures} == {*fleet.urls}
+        assert states(sender) == ["aborted", "refused", "aborted"]
+        assert versions(fleet) == [VERSION] * 3
+        assert hold(fleet, before) == [True] * 3
+        assert all(
+            fleet.status(url).staged is None or not fleet.prepared(url) for url in fleet.urls
+        )
+        refuse(fleet, 1, refuses=False)
+        reports = sender.sync(model.items())
+        # The number of what was prepared names nothing else.
+        assert {r.version for r in reports.values()} == {VERSION + 2}
+        assert hold(fleet, model) == [True] * 3
+
+
+def test_engine_is_left_out_by_quorum(fleet: FleetRig, model: Model) -> None:
+    evicted: list[tuple[str, list[int]]] = []
+
+    def evict(url: str, error: SyncError) -> None:
+        assert "no" in str(error)
+        evicted.append((url, versions(fleet)))
+
+    with sender_of(fleet, model, quorum=2, evict=evict) as sender:
+        refuse(fleet, 2)
+        train(model)
+        reports = sender.sync(model.items())
+        assert [*reports] == fleet.urls[:2]
+        assert states(sender) == ["committed", "committed", "left out"]
+        assert evicted == [(fleet.urls[2], [VERSION] * 3)]  # before any has committed
+        refuse(fleet, 2, refuses=False)
+        train(model, 1)
+        assert len(sender.sync(model.items())) == 3
+        assert hold(fleet, model) == [True] * 3
+        assert len({*versions(fleet)}) == 1
+
+
+def test_evict_that_fails_keeps_all_back(fleet: FleetRig, model: Model) -> None:
+    def evict(url: str, error: SyncError) -> None:
+        raise RuntimeError("the router does not answer")
+
+    with sender_of(fleet, model, quorum=2, evict=evict) as sender:
+        refuse(fleet, 2)
+        train(model)
+        with pytest.raises(RuntimeError, match="router"):
+            sender.sync(model.items())
+        assert versions(fleet) == [VERSION] * 3
+        assert all(fleet.prepared(url) is None for url in fleet.urls)
+        refuse(fleet, 2, refuses=False)
+        assert len(sender.sync(model.items())) == 3
+        assert hold(fleet, model) == [True] * 3
+
+
+def test_slow_engine_is_left_out(fleet: FleetRig, model: Model) -> None:
+    slow, ends = fleet.urls[2], threading.Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if posts(request) and str(request.url).startswith(slow):
+            ends.wait(20)
+        return fleet.answer(request)
+
+    with sender_of(fleet, model, answer, quorum=2, lag_limit=0.3, commit_window=0.5) as sender:
+        train(model)
+        assert [*sender.sync(model.items())] == fleet.urls[:2]
+        assert states(sender) == ["committed", "committed", "left out"]
+        ends.set()
+        while sender.lagging:
+            time.sleep(0.01)
+        train(model, 1)
+        assert len(sender.sync(model.items())) == 3
+        assert hold(fleet, model) == [True] * 3
+
+
+def test_engine_lost_after_the_decision(fleet: FleetRig, model: Model) -> None:
+    """The others commit; it starts again below them, and the next sync brings it there."""
+    lost, evicted = fleet.urls[1], list[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        commits = b'"commit"' in request.read() and str(request.url).startswith(lost)
+        if commits and fleet.incarnations[lost] == 1:
+            fleet.start(lost)
+        return fleet.answer(request)
+
+    sender = sender_of(fleet, model, answer, evict=lambda url, error: evicted.append(url))
+    with sender:
+        train(model)
+        with pytest.raises(PartialSyncError) as raised:
+            sender.sync(model.items())
+        assert not isinstance(raised.value, GroupAborted)
+        assert {*raised.value.reports} == {fleet.urls[0], fleet.urls[2]}
+        assert states(sender) == ["committed", "failed", "committed"]
+        assert evicted == [lost]
+        assert versions(fleet) == [VERSION + 1, VERSION, VERSION + 1]
+        train(model, 1)
+        assert len(sender.sync(model.items())) == 3
+        assert hold(fleet, model) == [True] * 3
+
+
+class Dead(Exception):
+    """The trainer does nothing more."""
+
+
+@pytest.mark.parametrize("is_delivered", [False, True])
+@pytest.mark.parametrize("number", range(9))
+def test_trainer_dies_at_any_step(
+    fleet: FleetRig, model: Model, number: int, is_delivered: bool
+) -> None:
+    """All engines end alike, and the next trainer brings all to one version."""
+    before, steps, lock, is_dead = copied(model), 0, threading.Lock(), threading.Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal steps
+        if is_dead.is_set():
+            raise Dead
+        if request.url.path == COMMIT:
+            with lock:
+                steps += 1
+                dies = steps == number + 1
+            if dies:
+                if is_delivered:
+                    fleet.answer(request)
+                is_dead.set()
+                raise Dead
+        return fleet.answer(request)
+
+    dead = sender_of(fleet, model, answer, commit_window=0.2)
+    train(model)
+    with pytest.raises((SyncError, Dead)):
+        dead.sync(model.items())
+    assert is_dead.is_set()
+    assert all(fleet.settle(url) for url in fleet.urls)
+    assert len({*versions(fleet)}) == 1
+    commits = versions(fleet)[0] > VERSION
+    assert hold(fleet, model if commits else before) == [True] * 3
+    if number < 3 or number > 5:  # the records are on their way at once
+        assert commits == (number > 5)
+    held = model if commits else before
+    with sender_of(fleet, held, takeover=True) as sender:
+        train(model, 1)
+        reports = sender.sync(model.items())
+        assert len(reports) == 3
+        assert hold(fleet, model) == [True] * 3
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_engine_dies_at_any_step(fleet: FleetRig, model: Model, number: int) -> None:
+    """The others end alike, and the next sync brings all to one version."""
+    before, steps, lock, dying = copied(model), 0, threading.Lock(), fleet.urls[1]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal steps
+        if request.url.path == COMMIT:
+            with lock:
+                steps += 1
+                dies = steps == number + 1
+            if dies:
+                fleet.start(dying)
+        return fleet.answer(request)
+
+    with sender_of(fleet, model, answer) as sender:
+        train(model)
+        with contextlib.suppress(PartialSyncError):
+            sender.sync(model.items())
+        assert "prepared" not in states(sender)
+        assert all(fleet.prepared(url) is None for url in fleet.urls)
+        first, _, last = versions(fleet)
+        assert first == last
+        assert hold(fleet, model if first > VERSION else before)[::2] == [True, True]
+        train(model, 1)
+        assert len(sender.sync(model.items())) == 3
+        assert hold(fleet, model) == [True] * 3
+        assert len({*versions(fleet)}) == 1
+
+
+def logged(log: Path) -> list[int]:
+    """The versions in a log."""
+    return [entry.version for entry in open_log(log).listing().entries]
+
+
+def test_log_has_what_all_have_agreed_on(fleet: FleetRig, model: Model, tmp_path: Path) -> None:
+    log, seen = tmp_path / "log", list[tuple[str, list[int]]]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == COMMIT:
+            seen.append((json.loads(request.read())["action"], logged(log)))
+        return fleet.answer(request)
+
+    with sender_of(fleet, model, answer, delta_log=log) as sender:
+        train(model)
+        assert len(sender.sync(model.items())) == 3
+        assert sorted(seen) == [
+            *[("commit", [VERSION + 1])] * 3,
+            *[("prepare", [])] * 3,
+            *[("record", [])] * 3,
+        ]
+        refuse(fleet, 1)
+        train(model, 1)
+        with pytest.raises(GroupAborted):
+            sender.sync(model.items())
+        assert logged(log) == [VERSION + 1]
+        refuse(fleet, 1, refuses=False)
+        sender.sync(model.items())
+        assert hold(fleet, model) == [True] * 3
+        assert logged(log) == [VERSION + 1, versions(fleet)[0]]
+
+
+def test_log_that_cannot_be_written_keeps_all_back(
+    fleet: FleetRig, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    with sender_of(fleet, model, delta_log=log) as sender:
+        train(model)
+        with monkeypatch.context() as full:
+            full.setattr(Draft, "finish", out_of_space)
+            with pytest.raises(GroupAborted, match="no space"):
+                sender.sync(model.items())
+        assert (versions(fleet), logged(log)) == ([VERSION] * 3, [])
+        assert all(fleet.prepared(url) is None for url in fleet.urls)
+        assert len(sender.sync(model.items())) == 3
+        assert hold(fleet, model) == [True] * 3
+        assert logged(log) == [versions(fleet)[0]]
+
+
+def out_of_space(draft: Draft) -> Path:
+    raise OSError("no space")
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_step_without_answer_is_taken_again(
+    fleet: FleetRig, model: Model, number: int, naps: list[float]
+) -> None:
+    steps, lock = 0, threading.Lock()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal steps
+        given = fleet.answer(request)
+        if request.url.path == COMMIT:
+            with lock:
+                steps += 1
+                is_lost = steps == number + 1
+            if is_lost:
+                raise httpx.ReadTimeout("late", request=request)
+        return given
+
+    with sender_of(fleet, model, answer) as sender:
+        train(model)
+        assert len(sender.sync(model.items())) == 3
+        assert states(sender) == ["committed"] * 3
+        assert hold(fleet, model) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"commit": "some"},
+        {"commit": "each", "quorum": 2},
+        {"commit": "each", "evict": print},
+        {"adapter": "a"},
+        {"quorum": 0},
+        {"commit_window": 0.0},
+    ],
+)
+def test_wrong_options_are_refused(fleet: FleetRig, model: Model, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"commit|quorum"):
+        sender_of(fleet, model, **wrong)

@@ -1,0 +1,372 @@
+"""Steps of a commit of several engines at the endpoints, and what an engine settles alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from delta_server import fleet as fleet_module
+from delta_server.fleet import PeerAnswer
+from tests.support.delta_bodies import BASE, NEXT, OTHER_STEP, VERSION, after, delta_part, same
+from tests.support.endpoint_rig import DELTA, assert_error
+from tests.support.fleet_rig import COMMIT, LONG, FleetRig
+from tests.support.present import present
+from tests.unit.server.other_process import Process
+
+GROUP = "g"
+SYNC = {"version": VERSION + 1, "sync_id": "s"}
+RUN: dict[str, Any] = {"run": "a", "run_epoch": 1, "run_owner": "host:1"}
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[FleetRig]:
+    made = FleetRig(tmp_path, 3)
+    yield made
+    made.close()
+
+
+def prepare(fleet: FleetRig, url: str, **more: Any) -> None:
+    """Stage the step and prepare it."""
+    answer = fleet.hold(url, delta_part(sync_id="s", **RUN))
+    assert (answer.status_code, answer.json()["status"]) == (200, "staged"), answer.text
+    answer = fleet.step(url, "prepare", GROUP, **{**SYNC, "lease": LONG, **more})
+    assert (answer.status_code, answer.json()["status"]) == (200, "prepared"), answer.text
+
+
+def record(fleet: FleetRig, url: str, **more: Any) -> None:
+    answer = fleet.step(url, "record", GROUP, **{"peers": fleet.urls, "lease": LONG, **more})
+    assert (answer.status_code, answer.json()["status"]) == (200, "recorded"), answer.text
+
+
+def versions(fleet: FleetRig) -> list[int]:
+    return [fleet.status(url).version.number for url in fleet.urls]
+
+
+def held(fleet: FleetRig) -> list[bool]:
+    return [fleet.prepared(url) is not None for url in fleet.urls]
+
+
+def claim(fleet: FleetRig, url: str, **more: Any) -> httpx.Response:
+    body = {"action": "claim", "run": "a", "epoch": 2, "host": "host", "pid": 2, **more}
+    return fleet.rigs[url].post("/delta_run", json=body)
+
+
+def test_engines_commit_what_they_have_recorded(fleet: FleetRig) -> None:
+    for url in fleet.urls:
+        prepare(fleet, url)
+        rig = fleet.rigs[url]
+        assert (rig.engine.events, rig.engine.writes) == ([], [0, 0])  # it serves, unpaused
+    for url in fleet.urls:
+        record(fleet, url)
+        assert present(fleet.prepared(url)).recorded
+    for url in fleet.urls:
+        fleet.rigs[url].assert_committed(fleet.step(url, "commit", GROUP), NEXT, VERSION + 1)
+        again = fleet.step(url, "commit", GROUP).json()
+        assert (again["status"], again["version"]) == ("already_applied", VERSION + 1)
+    assert held(fleet) == [False] * 3
+
+
+def test_held_sync_is_not_committed_by_its_parts(fleet: FleetRig) -> None:
+    url = fleet.urls[0]
+    prepare(fleet, url)
+    answer = fleet.rigs[url].send(delta_part(sync_id="s", **RUN))
+    assert_error(answer, 409, "SyncInProgress", staged_version=VERSION + 1)
+    assert held(fleet) == [True, False, False]
+    assert same(fleet.rigs[url].engine.weights, BASE)
+
+
+def test_held_sync_keeps_others_out(tmp_path: Path) -> None:
+    fleet = FleetRig(tmp_path, 1, stage_timeout=0.2)
+    [url] = fleet.urls
+    rig = fleet.rigs[url]
+    prepare(fleet, url)
+    time.sleep(0.3)
+    later = delta_part(OTHER_STEP, VERSION + 2, base_version=VERSION, sync_id="t", **RUN)
+    error = assert_error(rig.send(later), 409, "SyncInProgress")
+    assert error["retry_after"] <= 5
+    assert_error(rig.post("/delta_rollback"), 409, "SyncInProgress")
+    other = {"action": "release", "run": "a", "epoch": 1, "host": "host", "pid": 1}
+    assert rig.post("/delta_run", json=other).json()["released"]
+    assert held(fleet) == [True]
+    assert fleet.step(url, "abort", GROUP, **SYNC).json()["status"] == "aborted"
+    assert (held(fleet), rig.status().staged) == ([False], None)
+    fleet.close()
+
+
+@pytest.mark.parametrize("action", ["prepare", "record", "commit"])
+def test_aborted_group_stays_aborted(fleet: FleetRig, action: str) -> None:
+    url = fleet.urls[0]
+    if action != "prepare":
+        prepare(fleet, url)
+    assert fleet.step(url, "abort", GROUP, **SYNC).json()["status"] == "aborted"
+    if action == "prepare":  # its parts come late
+        assert fleet.hold(url, delta_part(sync_id="s")).json()["status"] == "staged"
+    answer = fleet.step(url, action, GROUP, peers=fleet.urls, **SYNC)
+    assert_error(answer, 409, "GroupAborted")
+    assert versions(fleet) == [VERSION] * 3
+
+
+def test_steps_need_the_one_before(fleet: FleetRig) -> None:
+    url = fleet.urls[0]
+    assert_error(fleet.step(url, "prepare", GROUP, **SYNC), 409, "Conflict")
+    assert_error(fleet.step(url, "prepare", GROUP), 400, "MalformedPart")
+    assert_error(fleet.step(url, "record", GROUP), 409, "Conflict")
+    assert_error(fleet.step(url, "commit", GROUP), 409, "Conflict")
+    prepare(fleet, url)
+    assert_error(fleet.step(url, "commit", GROUP), 409, "Conflict")
+    assert_error(fleet.step(url, "prepare", "other", **SYNC), 409, "SyncInProgress")
+    assert held(fleet) == [True, False, False]
+
+
+def test_sync_that_ranks_refuse_is_not_prepared(fleet: FleetRig) -> None:
+    url = fleet.urls[0]
+    fleet.hold(url, delta_part(sync_id="s"))
+    fleet.rigs[url].engine.receivers[1].weights_replaced("a reload")
+    answer = fleet.step(url, "prepare", GROUP, **SYNC)
+    assert answer.status_code == 409
+    assert fleet.status(url).staged is None
+
+
+@pytest.mark.parametrize("wrong", [{"action": "decide"}, {"group": ""}, {"peers": ["file:///x"]}])
+def test_malformed_steps_are_refused(fleet: FleetRig, wrong: dict[str, Any]) -> None:
+    body = {"action": "prepare", "group": GROUP, **SYNC, **wrong}
+    rig = fleet.rigs[fleet.urls[0]]
+    assert_error(rig.post(COMMIT, json=body), 400, "MalformedPart")
+    assert_error(rig.post(f"{COMMIT}?adapter=x", json=body), 400, "MalformedPart")
+    part = rig.post(f"{DELTA}?commit=never", content=b"", headers={"Content-Type": PART})
+    assert_error(part, 400, "MalformedPart")
+    files = {"model_path": "/shared", "load_format": "delta"}
+    assert_error(rig.post(f"{DELTA}?commit=hold", json=files), 400, "MalformedPart")
+
+
+PART = "application/octet-stream"
+
+
+# When a lease ends -------------------------------------------------------------------------------
+
+
+def test_unrecorded_sync_is_dropped_and_stays_aborted(fleet: FleetRig) -> None:
+    for url in fleet.urls:
+        prepare(fleet, url)
+    assert fleet.settle(fleet.urls[0])
+    assert held(fleet) == [False, True, True]
+    answer = fleet.step(fleet.urls[0], "record", GROUP, peers=fleet.urls)
+    assert_error(answer, 409, "GroupAborted")
+
+
+def test_sync_recorded_everywhere_is_committed(fleet: FleetRig) -> None:
+    for url in fleet.urls:
+        prepare(fleet, url)
+    for url in fleet.urls:
+        record(fleet, url)
+    for url in fleet.urls:
+        assert fleet.settle(url)
+    assert versions(fleet) == [VERSION + 1] * 3
+    assert all(same(rig.engine.weights, NEXT) for rig in fleet.rigs.values())
+
+
+def test_sync_recorded_by_some_is_dropped(fleet: FleetRig) -> None:
+    for url in fleet.urls:
+        prepare(fleet, url)
+    for url in fleet.urls[:2]:
+        record(fleet, url)
+    for url in fleet.urls:
+        assert fleet.settle(url)
+    assert versions(fleet) == [VERSION] * 3
+    assert held(fleet) == [False] * 3
+
+
+def test_commit_of_one_is_enough_for_others(fleet: FleetRig) -> None:
+    a, b, c = fleet.urls
+    for url in fleet.urls:
+        prepare(fleet, url)
+    for url in fleet.urls:
+        record(fleet, url)
+    assert fleet.step(a, "commit", GROUP).json()["status"] == "committed"
+    fleet.cut.add(c)
+    assert fleet.settle(b)
+    assert versions(fleet) == [VERSION + 1, VERSION + 1, VERSION]
+
+
+def test_unreachable_engines_are_waited_for(fleet: FleetRig) -> None:
+    a, b, c = fleet.urls
+    for url in fleet.urls:
+        prepare(fleet, url)
+    for url in fleet.urls:
+        record(fleet, url)
+    fleet.cut |= {b, c}
+    assert not fleet.settle(a)
+    assert present(fleet.prepared(a)).unreachable == [b, c]
+    fleet.start(b)  # it has lost what it held
+    fleet.cut.clear()
+    assert fleet.settle(a)
+    assert fleet.settle(c)
+    assert versions(fleet) == [VERSION + 1, VERSION, VERSION + 1]
+
+
+def test_abort_comes_too_late_for_settling_engines(fleet: FleetRig) -> None:
+    a, b, c = fleet.urls
+    for url in fleet.urls:
+        prepare(fleet, url)
+    for url in fleet.urls:
+        record(fleet, url)
+    fleet.cut.add(c)
+    assert not fleet.settle(a)
+    for url in (a, b):
+        assert_error(fleet.step(url, "abort", GROUP, **SYNC), 409, "SyncInProgress", retry_after=1)
+    assert fleet.step(c, "abort", GROUP, **SYNC).json()["status"] == "aborted"
+    fleet.cut.clear()
+    assert fleet.settle(a)
+    assert fleet.settle(b)
+    assert versions(fleet) == [VERSION] * 3
+
+
+def test_operator_ends_what_cannot_be_settled(fleet: FleetRig) -> None:
+    a, b, c = fleet.urls
+    for url in (a, b):
+        prepare(fleet, url)
+    for url in (a, b):
+        record(fleet, url)
+    fleet.cut.add(c)
+    assert not fleet.settle(a)
+    assert not fleet.settle(b)
+    assert fleet.step(a, "abort", GROUP, force=True).json()["status"] == "aborted"
+    assert fleet.settle(b)
+    assert versions(fleet) == [VERSION] * 3
+
+
+def test_next_sender_does_not_wait_for_the_lease(fleet: FleetRig) -> None:
+    a, b, _ = fleet.urls
+    prepare(fleet, a)
+    assert claim(fleet, a).status_code == 200
+    assert fleet.prepared(a) is None
+    prepare_again = delta_part(sync_id="t", **{**RUN, "run_epoch": 2, "run_owner": "host:2"})
+    fleet.rigs[a].assert_committed(fleet.rigs[a].send(prepare_again), NEXT, VERSION + 1)
+    prepare(fleet, b)
+    record(fleet, b)
+    fleet.cut.add(a)
+    assert_error(claim(fleet, b), 409, "SyncInProgress")
+    assert_error(claim(fleet, b, run="b", takeover=True), 409, "SyncInProgress")
+    fleet.cut.clear()
+    assert claim(fleet, b).status_code == 200
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_engine_settles_when_the_lease_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+) -> None:
+    """The engine does so without any request; it asks again what did not answer."""
+    monkeypatch.setattr(fleet_module, "_AGAIN_S", 0.02)
+    fleet = FleetRig(tmp_path, 2)
+    a, b = fleet.urls
+    prepare(fleet, a, lease=0.3)
+    if is_recorded:
+        prepare(fleet, b)
+        record(fleet, b)
+        record(fleet, a, lease=0.1)
+        fleet.cut.add(b)
+
+    async def settled() -> None:
+        deadline = time.monotonic() + 20
+        service = fleet.rigs[a].service
+        while (await service.coordinator.held()).staged is not None:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+            if time.monotonic() > deadline - 19.5:
+                fleet.cut.clear()
+
+    fleet.rigs[a].run(settled())
+    assert versions(fleet) == [VERSION + is_recorded, VERSION]
+    fleet.close()
+
+
+def test_processes_of_an_engine_settle_once(tmp_path: Path) -> None:
+    fleet = FleetRig(tmp_path, 1)
+    [a] = fleet.urls
+    rig = fleet.rigs[a]
+    rig.engine.shared = True
+    other = Process(rig)
+    other.service.fleet.ask = rig.service.fleet.ask
+    prepare(fleet, a)
+    record(fleet, a)
+    works = [rig.service.fleet.settle(), other.service.fleet.settle()]
+
+    async def settle() -> list[Any]:
+        return list(await asyncio.gather(*works, return_exceptions=True))
+
+    assert True in rig.run(settle())
+    assert (versions(fleet), rig.engine.writes) == ([VERSION + 1], [1, 1])
+    assert not rig.engine.paused
+    other.service.intake.close()
+    fleet.close()
+
+
+class Peer(BaseHTTPRequestHandler):
+    """Answers as an engine of a group, if it is asked with the token."""
+
+    status, body = 200, b"{}"
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        is_right = asked == {"action": "ask", "group": GROUP} and self.path == COMMIT
+        has_token = self.headers["Authorization"] == "Bearer secret"
+        self.send_response(self.status if is_right and has_token else 401)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *text: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "raises"),
+    [
+        (200, b'{"decision": "commit", "committed": true}', None),
+        (200, b"<html>", ValueError),
+        (409, b"{}", ValueError),
+        (None, b"", OSError),
+    ],
+)
+def test_peers_are_asked_with_the_token(
+    status: int | None, body: bytes, raises: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTA_API_KEY", "secret")
+    handler = type("Handler", (Peer,), {"status": status, "body": body})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        root = f"http://127.0.0.1:{server.server_port}/"
+        if status is None:
+            server.server_close()
+        else:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        asking = fleet_module.ask_peer(root, GROUP)
+        if raises is None:
+            assert asyncio.run(asking) == PeerAnswer(decision="commit", committed=True)
+        else:
+            with pytest.raises(raises):
+                asyncio.run(asking)
+        if status is not None:
+            server.shutdown()
+
+
+def test_engine_that_was_asked_late_prepares_nothing(fleet: FleetRig) -> None:
+    a = fleet.urls[0]
+    assert fleet.step(a, "ask", GROUP).json() == {"decision": "lost", "committed": False}
+    fleet.hold(a, delta_part(sync_id="s"))
+    assert_error(fleet.step(a, "prepare", GROUP, **SYNC), 409, "GroupAborted")
+
+
+def test_next_sync_follows_an_aborted_one(fleet: FleetRig) -> None:
+    a = fleet.urls[0]
+    prepare(fleet, a)
+    fleet.settle(a)
+    body = delta_part(OTHER_STEP, VERSION + 2, base_version=VERSION, sync_id="t", **RUN)
+    fleet.rigs[a].assert_committed(fleet.rigs[a].send(body), after(BASE, OTHER_STEP), VERSION + 2)

@@ -1,0 +1,143 @@
+"""The page that shows all HTTP processes of an engine which version it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from delta_server import served_versions
+from delta_server.board import SERVED, Item
+from delta_server.served_versions import UNKNOWN, ServedFiles, ServedVersions
+from engine_ext.settings import Settings
+from tests.support.in_process_engine import Engine
+
+
+@pytest.fixture
+def engine() -> Engine:
+    engine = Engine(Settings())
+    engine.shared = True
+    return engine
+
+
+def process(engine: Engine, folder: Path, version: int = 1) -> ServedVersions:
+    """What a process of an engine knows that has just started."""
+    folder.mkdir()
+    served = ServedVersions()
+    asyncio.run(served.share(engine, folder, version, "digest"))
+    return served
+
+
+def test_all_processes_see_a_change(engine: Engine, tmp_path: Path) -> None:
+    one, two = (process(engine, tmp_path / name) for name in ("one", "two"))
+    since = one.changes
+    two.move(2, "other")
+    assert (one.version, two.version) == (2, 2)
+    assert one.left(since, 1, 1)
+    assert not one.left(since, 1, 2)
+
+
+def test_a_later_process_joins_the_others(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the one that has made the page is dead, and its folder is removed."""
+    one, two = (process(engine, tmp_path / name) for name in ("one", "two"))
+    item = Item(engine, SERVED, ServedFiles)
+    [first, _] = asyncio.run(item.read()).paths
+    monkeypatch.setattr(served_versions, "is_alive", lambda name: name != first)
+    for file in (tmp_path / "one").iterdir():
+        file.unlink()
+    two.move(2, "other")
+    three = process(engine, tmp_path / "three")
+    assert (one.version, three.version) == (2, 2)
+    assert first not in asyncio.run(item.read()).paths
+
+
+def test_the_page_of_dead_processes_is_not_used(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process(engine, tmp_path / "one").move(2, "other")
+    monkeypatch.setattr(served_versions, "is_alive", lambda name: False)
+    assert process(engine, tmp_path / "two", version=5).version == 5
+
+
+def test_processes_that_start_at_once_share_a_page(engine: Engine, tmp_path: Path) -> None:
+    both = [ServedVersions(), ServedVersions()]
+
+    async def start() -> None:
+        folders = [tmp_path / "one", tmp_path / "two"]
+        for folder in folders:
+            folder.mkdir()
+        pairs = zip(both, folders, strict=True)
+        await asyncio.gather(*(one.share(engine, folder, 1, "") for one, folder in pairs))
+
+    asyncio.run(start())
+    both[0].move(9, "other")
+    assert both[1].version == 9
+
+
+def test_a_version_between_two_looks_counts() -> None:
+    served = ServedVersions()
+    served.move(1, "a")
+    since = served.changes
+    served.move(2, "b")
+    served.move(1, "a")
+    assert served.left(since, 1, 1)
+    assert not served.left(served.changes, 1, 1)
+
+
+def test_too_many_changes_count_as_left() -> None:
+    served = ServedVersions()
+    for version in range(200):
+        served.move(version, "")
+    assert served.left(0, 0, 500)
+    assert not served.left(served.changes - 10, 0, 500)
+
+
+def test_the_same_weights_are_no_change() -> None:
+    served = ServedVersions()
+    served.move(1, "a")
+    since = served.changes
+    served.move(1, "a")
+    assert served.changes == since
+
+
+def test_a_number_with_another_content_is_left() -> None:
+    served = ServedVersions()
+    served.move(1, "a")
+    since = served.changes
+    served.move(1, "b")
+    assert served.version == 1
+    assert served.left(since, 0, 9)
+
+
+def test_a_process_that_dies_in_a_write_leaves_doubt() -> None:
+    served = ServedVersions()
+    served.move(1, "a")
+    since = served.changes
+    served.begin_write()
+    served.see(1)  # the next process holds the lease
+    assert served.version == 1
+    assert served.left(since, 0, 9)
+
+
+def test_a_refused_write_leaves_no_doubt() -> None:
+    served = ServedVersions()
+    served.move(1, "a")
+    since = served.changes
+    served.begin_write()
+    served.keep()
+    served.see(1)
+    assert served.changes == since
+
+
+def test_lost_weights_are_of_no_version() -> None:
+    served = ServedVersions()
+    served.move(1, "a")
+    since = served.changes
+    served.lose()
+    assert served.version == UNKNOWN
+    assert served.left(since, 0, 9)
+    served.see(1)
+    assert served.version == 1

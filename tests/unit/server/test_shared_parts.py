@@ -1,0 +1,305 @@
+"""``GET /delta_parts``: an engine hands on the parts of its log."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import uvicorn
+import xxhash
+
+from engine_ext.log import DeltaLog, open_log
+from engine_ext.settings import API_KEY_ENVIRONMENT
+from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
+from tests.support.endpoint_rig import Rig, assert_error
+from tests.support.present import present
+from tests.support.store_proxy import StoreProxy
+from tests.unit.server.test_log_replay import STEPS, write, write_steps
+
+PARTS = "/delta_parts"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    folder = tmp_path / "log"
+    folder.mkdir()
+    return folder
+
+
+def content_of(folder: Path) -> tuple[str, bytes]:
+    data = (folder / "rank0_flush000.safetensors").read_bytes()
+    return xxhash.xxh3_128_hexdigest(data), data
+
+
+def test_part_of_the_log_is_served(make_rig: Callable[..., Rig], log: Path) -> None:
+    rig = make_rig(log=str(log))
+    [folder, *_] = write_steps(log)
+    content, data = content_of(folder)
+    assert rig.get(f"{PARTS}/{content}").content == data
+    rest = rig.get(f"{PARTS}/{content}", headers={"Range": "bytes=10-"})
+    assert (rest.status_code, rest.content) == (206, data[10:])
+    assert rig.get(f"{PARTS}/{content}?cached=true").content == data
+
+
+@pytest.mark.parametrize("name", ["0" * 32, "DONE", "..", "%2e%2e%2fDONE"])
+def test_nothing_else_is_served(make_rig: Callable[..., Rig], log: Path, name: str) -> None:
+    rig = make_rig(log=str(log))
+    write_steps(log)
+    assert rig.get(f"{PARTS}/{name}").status_code == 404
+
+
+def test_engine_without_log_serves_none(rig: Rig) -> None:
+    assert_error(rig.get(f"{PARTS}/{'0' * 32}"), 409, "LogDamaged")
+
+
+def test_access_is_that_of_other_routes(
+    make_rig: Callable[..., Rig], log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(log=str(log))
+    [folder, *_] = write_steps(log)
+    url = f"{PARTS}/{content_of(folder)[0]}"
+    elsewhere = rig.get(url, peer=("10.1.2.3", 9))
+    assert_error(elsewhere, 403, "AccessDenied")
+    monkeypatch.setenv(API_KEY_ENVIRONMENT, "token")
+    assert_error(rig.get(url), 401, "Unauthorized")
+    headers = {"Authorization": "Bearer token"}
+    assert rig.get(url, peer=("10.1.2.3", 9), headers=headers).status_code == 200
+
+
+# An engine without a log ---------------------------------------------------------------------
+
+
+class Fleet:
+    """An engine with a log in a folder, whose endpoints are served, and one that joins it."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        self._folder, self._stack = folder, ExitStack()
+        self.first = Rig(folder / "first", log=str(log))
+        self._stack.callback(self.first.close)
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        # Its ranks are those of the rig's loop, so an offer is asked for there.
+        answers: dict[str, Any] = {}
+        self.answers = answers
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            body = answers.get(scope["path"])
+            if body is None:
+                await self.first.app(scope, receive, send)
+                return
+            start = {"type": "http.response.start", "status": 200, "headers": []}
+            await send(start)
+            await send({"type": "http.response.body", "body": body})
+
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            server.should_exit = True
+            thread.join()
+
+        self._stack.callback(stop)
+
+    def offer(self) -> dict[str, Any]:
+        answer = self.first.get(PARTS)
+        self.answers[PARTS] = answer.content
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def join(self, **settings: Any) -> Rig:
+        given = {"peers": (self.url,), "cache_dir": str(self._folder / "cache")}
+        rig = Rig(self._folder / "joins", **given | settings)
+        self._stack.callback(rig.close)
+        return rig
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, log: Path) -> Iterator[Fleet]:
+    weights = fresh_weights()
+    for k, step in enumerate(STEPS):
+        before, weights = Rig.digest_of(weights), after(weights, step)
+        version = VERSION + k + 1
+        digests = {"digest_before": before, "digest_after": Rig.digest_of(weights)}
+        body = delta_part(step, version, base_version=version - 1, **digests)
+        write(log, body, number=version)
+    found = Fleet(tmp_path, log)
+    yield found
+    found.close()
+
+
+def test_engine_without_log_joins_by_peer(fleet: Fleet) -> None:
+    offer = fleet.offer()
+    assert (offer["version"], len(offer["versions"])) == (VERSION + 3, 3)
+    rig = fleet.join()
+    status = rig.status()
+    assert (status.version.number, status.version.digest) == (VERSION + 3, offer["digest"])
+    assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
+    found = present(status.log)
+    assert (found.folder, found.problem) == (fleet.url, None)
+    assert found.from_peers > 0
+    more = delta_part({"norm.weight": {1: 9}}, VERSION + 4, base_version=VERSION + 3)
+    assert rig.send(more).json()["status"] == "committed"
+
+
+def test_versions_past_the_peers_own_are_not_taken(fleet: Fleet) -> None:
+    assert fleet.first.post("/delta_rollback").status_code == 200
+    fleet.offer()
+    rig = fleet.join()
+    assert rig.status().version.digest == fleet.first.status().version.digest
+    assert rig.status().version.number < VERSION + 3
+
+
+def test_peer_whose_digest_differs_is_not_joined(fleet: Fleet) -> None:
+    offer = fleet.offer()
+    fleet.answers[PARTS] = msgspec.json.encode(offer | {"digest": "e" * 32})
+    rig = fleet.join()
+    assert same(rig.engine.weights, fresh_weights())
+    problem = present(present(rig.status().log).problem)
+    assert problem["type"] == "LogDamaged"
+    assert "nothing shows that one leads to the other" in problem["message"]
+
+
+def test_peer_that_is_down_leaves_the_checkpoint(fleet: Fleet) -> None:
+    rig = fleet.join(peers=("http://127.0.0.1:9",))
+    assert same(rig.engine.weights, fresh_weights())
+    assert present(present(rig.status().log).problem)["type"] == "LogDamaged"
+    fleet.offer()
+
+
+def test_uncertain_engine_offers_nothing(fleet: Fleet) -> None:
+    fleet.first.fail_commit(VERSION + 4)
+    assert_error(fleet.first.get(PARTS), 409, "Conflict")
+
+
+# A group of engines that follow a log in a store ---------------------------------------------
+
+
+class Group:
+    """Engines with a cache each, whose endpoints are served."""
+
+    def __init__(self, folder: Path, log: str, size: int) -> None:
+        self._folder, self._log = folder, log
+        self._stack = ExitStack()
+        self.listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
+        self.urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in self.listening]
+        self.rigs: list[Rig] = []
+
+    def start(self, number: int, **settings: Any) -> Rig:
+        """Start one of the engines."""
+        given = {
+            "log": self._log,
+            "follow": True,
+            "follow_interval": 1000.0,
+            "cache_dir": str(self._folder / f"cache{number}"),
+            "peers": tuple(self.urls),
+            "own_url": self.urls[number],
+        }
+        rig = Rig(self._folder / f"spool{number}", **given | settings)
+        self._stack.callback(rig.close)
+        config = uvicorn.Config(rig.app, log_config=None, lifespan="off")
+        server = uvicorn.Server(config)
+        listening = self.listening[number]
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            server.should_exit = True
+            thread.join()
+
+        self._stack.callback(stop)
+        self.rigs.append(rig)
+        return rig
+
+    def close(self) -> None:
+        self._stack.close()
+        for one in self.listening:
+            one.close()
+
+
+@pytest.fixture
+def store(store_url: str, tmp_path: Path) -> DeltaLog:
+    return open_log(store_url, scratch=str(tmp_path))
+
+
+@pytest.fixture
+def proxy(
+    store_server: Any, store: DeltaLog, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StoreProxy]:
+    with StoreProxy(store_server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.server.endpoint)
+        yield proxy
+
+
+@pytest.fixture
+def group(tmp_path: Path, store: DeltaLog, proxy: StoreProxy) -> Iterator[Group]:
+    found = Group(tmp_path, store.location, 3)
+    yield found
+    found.close()
+
+
+def publish(log: DeltaLog) -> None:
+    writer = log.writer()
+    for k, step in enumerate(STEPS):
+        draft = writer.begin(VERSION + k + 1)
+        draft.add(delta_part(step, VERSION + k + 1, base_version=VERSION + k))
+        draft.finish()
+
+
+def reads_of_parts(proxy: StoreProxy) -> list[int]:
+    """How often each part was read from the store."""
+    return sorted(
+        count
+        for (method, path), count in proxy.requests.items()
+        if method == "GET" and "_flush" in path
+    )
+
+
+@pytest.mark.slow
+def test_store_sends_each_part_once_to_a_group(
+    group: Group, store: DeltaLog, proxy: StoreProxy
+) -> None:
+    for number in range(3):
+        group.start(number)
+    publish(store)
+    proxy.requests.clear()
+    for rig in group.rigs:
+        assert rig.post("/delta_catch_up").json()["version"] == VERSION + 3
+        assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
+    assert reads_of_parts(proxy) == [1, 1, 1]
+    assert sum(present(rig.status().log).from_peers for rig in group.rigs) > 0
+
+
+@pytest.mark.slow
+def test_peers_that_are_down_leave_the_store(
+    group: Group, store: DeltaLog, proxy: StoreProxy
+) -> None:
+    for one in (0, 2):
+        group.listening[one].close()
+    rig = group.start(1)
+    publish(store)
+    proxy.requests.clear()
+    assert rig.post("/delta_catch_up").json()["version"] == VERSION + 3
+    assert reads_of_parts(proxy) == [1, 1, 1]
+
+
+@pytest.mark.slow
+def test_peers_are_found_by_their_heartbeats(
+    group: Group, store: DeltaLog, proxy: StoreProxy
+) -> None:
+    for number in range(3):
+        group.start(number, peers=())
+    publish(store)
+    proxy.requests.clear()
+    for rig in group.rigs:
+        assert rig.post("/delta_catch_up").json()["version"] == VERSION + 3
+    assert reads_of_parts(proxy) == [1, 1, 1]

@@ -1,0 +1,300 @@
+"""Let several engines commit one sync as one: the class `FleetRound`.
+
+The engines' side, and what becomes of a sync if the sender or an engine dies, is in
+`delta_server.fleet`. Each session takes its steps in its own thread, and waits between two steps
+for the others; the publisher's thread decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Condition
+from typing import Any, Final, Literal
+
+from delta_sender.publish.destination import Destination
+from delta_sender.results import EngineBusy, FleetOutcome, SyncError
+
+logger = logging.getLogger(__name__)
+
+ABORTED: Final = {"type": "GroupAborted", "engine_state": "unchanged"}
+
+Evict = Callable[[str, SyncError], object]
+_Phase = Literal["prepare", "record", "commit", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unsettled:
+    """The last step of a destination, which it has not answered; it is to be taken again."""
+
+    action: Literal["commit", "abort"]
+    fields: Mapping[str, Any]
+
+    def settle(self, destination: Destination) -> None:
+        """Take the step again.
+
+        Raises:
+            SyncError: No answer came. A refusal settles it, too, and is not raised.
+        """
+        try:
+            destination.take_step(self.action, self.fields)
+        except EngineBusy:
+            raise
+        except SyncError as failed:
+            if not failed.error.get("engine_state"):
+                raise
+
+
+@dataclass(slots=True)
+class _Member:
+    """One destination in the round."""
+
+    state: Literal["sending", "prepared", "recorded", "committed", "aborted", "failed"] = "sending"
+    has_prepared: bool = False
+    takes_part: bool = False  # it had prepared when the others began to record
+    error: SyncError | None = None
+
+
+class FleetRound:
+    """One sync that the engines commit together, or not at all.
+
+    Args:
+        version: That the sync leads to.
+        members: The destinations, by url.
+        absent: Urls of engines that are not sent this sync, with the reason.
+        quorum: How many must have prepared for any to commit; None: all, the absent ones too.
+        evict: Called with the url of an engine that is left out, before the others commit.
+        window: Seconds for the engines to record, and then to commit.
+        limit: Seconds after the first one in which all must have prepared; None: no limit.
+        timeout: Seconds for which an engine that has prepared waits for the others, if there is no
+            limit.
+
+    Attributes:
+        is_committed: Whether the engines that have prepared commit; None until that is decided.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        members: Mapping[str, Destination],
+        absent: Mapping[str, SyncError],
+        *,
+        quorum: int | None,
+        evict: Evict | None,
+        window: float,
+        limit: float | None,
+        timeout: float,
+    ) -> None:
+        self._version, self._group = version, uuid.uuid4().hex
+        self._urls = {destination: url for url, destination in members.items()}
+        self._members = {url: _Member() for url in members}
+        for url, error in absent.items():
+            self._members[url] = _Member("failed", error=error)
+        self._quorum = len(self._members) if quorum is None else quorum
+        self._evict, self._window, self._limit = evict, window, limit
+        self._lease = (timeout if limit is None else limit) + 2 * window
+        self._phase: _Phase = "prepare"
+        self._changed = Condition()
+        self._unwritten: Exception | None = None  # why the delta log lacks the version
+        self.is_committed: bool | None = None
+
+    # The sessions' threads -----------------------------------------------------------------------
+
+    def has_prepared(self, destination: Destination) -> bool:
+        """Return whether a destination has prepared, so that nothing else can be sent to it."""
+        return self._member(destination).has_prepared
+
+    def note_committed(self, destination: Destination) -> None:
+        """Note that a destination has had the sync already."""
+        self._move(self._member(destination), "committed")
+
+    def note_failed(self, destination: Destination, error: BaseException) -> None:
+        """Note that nothing more will come of a destination in this round."""
+        member = self._member(destination)
+        with self._changed:
+            if member.state not in ("committed", "aborted"):
+                failed = error if isinstance(error, SyncError) else SyncError(str(error))
+                member.state, member.error = "failed", failed
+            self._changed.notify_all()
+
+    def commit(
+        self, destination: Destination, sync_id: str, note: Callable[[Unsettled | None], None]
+    ) -> dict[str, Any]:
+        """Prepare a destination that has all parts staged, and commit it if the others do.
+
+        Args:
+            note: Is given the last step before it is taken, and None once it is answered.
+
+        Returns:
+            The answer to the commit.
+
+        Raises:
+            SyncError: It refused, or the others do not commit, or no answer came.
+        """
+        member = self._member(destination)
+        fields = {"group": self._group, "version": self._version, "sync_id": sync_id}
+        self._check_open()
+        try:
+            destination.take_step("prepare", {**fields, "lease": self._lease})
+        except SyncError as failed:
+            if not failed.error.get("engine_state"):  # it might hold the sync
+                note(Unsettled("abort", fields))
+            raise
+        if self._enter(member) == "record":
+            with self._changed:
+                peers = [d.name for d, url in self._urls.items() if self._members[url].takes_part]
+            lease = 2 * self._window
+            try:
+                destination.take_step("record", {**fields, "peers": peers, "lease": lease})
+            except SyncError as failed:
+                self._move(member, "failed", failed)
+            else:
+                self._move(member, "recorded")
+        with self._changed:
+            self._changed.wait_for(lambda: self._phase in ("commit", "abort"))
+            commits = self._phase == "commit" and member.takes_part
+        action: Literal["commit", "abort"] = "commit" if commits else "abort"
+        note(Unsettled(action, fields))
+        try:
+            answer = destination.take_step(action, fields)
+        except EngineBusy as failed:  # the engines settle it among themselves
+            raise SyncError(str(failed), failed.status) from failed
+        except SyncError as failed:
+            if not failed.error.get("engine_state"):
+                raise
+            note(None)
+            if commits:
+                raise
+            # It has settled it with the others before the abort came.
+            raise SyncError(str(failed), failed.status) from failed
+        note(None)
+        if not commits:
+            self._move(member, "aborted")
+            raise SyncError(f"prepared, and not committed: {self._why()}", 409, dict(ABORTED))
+        self._move(member, "committed")
+        return answer
+
+    def _check_open(self) -> None:
+        with self._changed:
+            if self._phase != "prepare":
+                raise SyncError(f"too late for its group: {self._why()}", 409, dict(ABORTED))
+
+    def _enter(self, member: _Member) -> _Phase:
+        """Note that a destination has prepared; return what follows when the others have, too."""
+        with self._changed:
+            member.state, member.has_prepared = "prepared", True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._phase != "prepare")
+            return self._phase if member.takes_part else "abort"
+
+    def _move(self, member: _Member, state: Any, error: SyncError | None = None) -> None:
+        with self._changed:
+            member.state, member.error = state, error
+            self._changed.notify_all()
+
+    def _member(self, destination: Destination) -> _Member:
+        return self._members[self._urls[destination]]
+
+    def _why(self) -> str:
+        """Return why the group does not commit, or not with a late engine."""
+        if self._unwritten is not None:
+            return str(self._unwritten)
+        failed = [(url, m.error) for url, m in self._members.items() if m.state == "failed"]
+        reasons = [f"{url}: {error}" for url, error in failed]
+        if reasons:
+            return "; ".join(reasons)
+        late = [url for url, one in self._members.items() if not one.takes_part]
+        return f"not ready in time: {', '.join(late)}" if late else "the sync was interrupted"
+
+    # The publisher's thread ----------------------------------------------------------------------
+
+    def conduct(self, write: Callable[[], None] | None = None) -> bool:
+        """Wait until all have prepared, or failed, and decide; return whether they commit.
+
+        Args:
+            write: Writes the version into the delta log. It is called when all have recorded that
+                they commit, so that the log has no version that none commits.
+
+        Raises what `evict` raises; nothing is committed then.
+        """
+        prepared = self._wait_for_prepared()
+        if len(prepared) < max(1, self._quorum):
+            return self.decide(commits=False)
+        for url, error in self._left_out(prepared):
+            logger.warning("%s is left out of version %d: %s", url, self._version, error)
+            if self._evict is not None:
+                self._evict(url, error)
+        with self._changed:
+            self._phase = "record"
+            self._changed.notify_all()
+            members = [self._members[url] for url in prepared]
+            recording = [one for one in members if one.state != "committed"]
+            ended = ("recorded", "failed")
+            self._changed.wait_for(
+                lambda: all(one.state in ended for one in recording), self._window
+            )
+        if write is not None and all(one.state == "recorded" for one in recording):
+            try:
+                write()
+            except (SyncError, OSError) as error:
+                self._unwritten = error
+                return self.decide(commits=False)
+        return self.decide(commits=all(one.state == "recorded" for one in recording))
+
+    def decide(self, *, commits: bool) -> bool:
+        """Let the engines that have prepared commit or not, unless it is decided; return which."""
+        with self._changed:
+            if self.is_committed is None:
+                self.is_committed = commits
+                self._phase = "commit" if commits else "abort"
+                self._changed.notify_all()
+            return self.is_committed
+
+    def outcomes(self) -> dict[str, FleetOutcome]:
+        """Return what is known of every engine, by url."""
+        with self._changed:
+            return {url: self._outcome(one) for url, one in self._members.items()}
+
+    def _outcome(self, member: _Member) -> FleetOutcome:
+        if member.state in ("committed", "aborted"):
+            return FleetOutcome(member.state, None)
+        error = member.error or SyncError("it was not done in time")
+        if member.has_prepared:
+            has_failed = bool(self.is_committed and error.error.get("engine_state"))
+            return FleetOutcome("failed" if has_failed else "prepared", error)
+        if self.is_committed:
+            return FleetOutcome("left out", error)
+        is_cut_short = error.error.get("type") == "GroupAborted"
+        return FleetOutcome("aborted", None) if is_cut_short else FleetOutcome("refused", error)
+
+    def _wait_for_prepared(self) -> list[str]:
+        """Return the urls of those that have prepared in time."""
+        deadline: float | None = None
+        with self._changed:
+            while True:
+                states = {url: one.state for url, one in self._members.items()}
+                ready = ("prepared", "committed")
+                prepared = [url for url, state in states.items() if state in ready]
+                failed = [url for url, state in states.items() if state == "failed"]
+                is_lost = len(states) - len(failed) < self._quorum
+                if is_lost or len(prepared) + len(failed) == len(states):
+                    break
+                if deadline is None and prepared and self._limit is not None:
+                    deadline = time.monotonic() + self._limit
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._changed.wait(left)
+            if len(prepared) >= self._quorum:
+                for url in prepared:
+                    self._members[url].takes_part = True
+            return prepared
+
+    def _left_out(self, prepared: Sequence[str]) -> list[tuple[str, SyncError]]:
+        late = SyncError("it was not ready in time")
+        with self._changed:
+            others = [(url, one) for url, one in self._members.items() if url not in prepared]
+            return [(url, one.error or late) for url, one in others]
