@@ -20,10 +20,10 @@ from engine_ext.structs import prepare
 _T = TypeVar("_T")
 _PEER = Annotated[str, msgspec.Meta(pattern=r"^https?://[\x21-\x7e]{1,500}$")]
 PAUSE_MODES = ("keep", "wait", "abort")
-# Once all of it is staged; or it stays staged, and is committed by ``POST /delta_commit``.
-COMMITS = ("complete", "hold")
 Flush = bool | Literal["salt"]
 _FLUSHES: Final[dict[str, Flush]] = {"true": True, "false": False, "salt": "salt"}
+# Once all of it is staged; or it stays staged, and is committed by ``POST /delta_commit``.
+COMMITS = ("complete", "hold")
 _REASON: Final = re.compile(r"[\x20-\x7e]{1,200}")
 
 
