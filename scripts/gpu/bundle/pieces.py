@@ -59,7 +59,11 @@ def unpack(pieces: Path, folder: Path) -> int:
     def one(group: Sequence[Path]) -> None:
         joined = BufferedReader(_Joined(group), 1 << 20)
         with lzma.open(joined) as file, tarfile.open(None, "r|", file) as tar:
-            tar.extractall(folder, filter="data")
+            for member in tar:
+                checked = tarfile.data_filter(member, str(folder))
+                # Another thread can make the same folder, which `tarfile` takes for an error.
+                (folder / checked.name).parent.mkdir(parents=True, exist_ok=True)
+                tar.extract(checked, folder, filter="data")
 
     with ThreadPoolExecutor(_THREADS) as pool:
         [*pool.map(one, groups)]

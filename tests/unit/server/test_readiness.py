@@ -171,6 +171,7 @@ def counted(rig: Rig) -> list[str]:
 
 def test_many_probes_are_one_call_of_the_ranks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "_ASKED_EVERY_S", 60.0)
+    monkeypatch.setattr(readiness, "_LONGEST_WAIT_S", 60.0)
     asked = counted(rig)
 
     async def probes() -> list[httpx.Response]:
