@@ -51,7 +51,9 @@ def make_parser() -> argparse.ArgumentParser:
         "log that engines follow (s3://BUCKET/PREFIX, file:///PATH), as --log"
     )
     add("--url", action="append", help=url_help)
-    full_help = "send all of --target, dense, whatever the engine holds; needs no --base"
+    full_help = (
+        "send all of --target, dense, whatever the engine holds; needs --base only with --quantize"
+    )
     add("--full", action="store_true", dest="sends_all", help=full_help)
     log_help = (
         "write the parts to LOG/weight_v<version>/, as a delta log or for the disk endpoint, and "

@@ -224,7 +224,7 @@ _KEYWORDS: Final[dict[str, dict[str, Any]]] = {
     "digest": {"help": "send no digests along"},
     "api_key": {"help": "bearer token (default: that in DELTA_API_KEY)", "metavar": "KEY"},
     "pause_mode": {"choices": ("keep", "wait", "abort")},
-    "flush_cache": {"help": "keep KV entries of the old weights"},
+    "flush_cache": {"help": "let all requests get KV entries of old weights, without end"},
     "bandwidth_limit": {
         "help": "most bytes per second to all engines together, for links that are shared",
         "type": float,

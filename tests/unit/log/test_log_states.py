@@ -104,8 +104,9 @@ class LogMachine(RuleBasedStateMachine):
         for log in self.logs:
             fold_versions(log, route(log.listing().entries, base), base)
         last, full = steps[-1].version, steps[0].full
-        # Sparse parts leave the first element of a full one as it is.
-        self.expected[name] = (None if full else base, last, [steps[0].version if full else last])
+        # Sparse parts leave the first element of a full one as it is; that can be a fold itself.
+        first = self.expected[steps[0].folder.name][2][0] if full else last
+        self.expected[name] = (None if full else base, last, [first])
 
     @rule()
     def tidy(self) -> None:
