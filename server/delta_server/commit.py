@@ -62,6 +62,8 @@ _T = TypeVar("_T")
 _WrittenT = TypeVar("_WrittenT", bound=Written)
 _POLL_S = 0.02
 _STATE_MAX_AGE_S = 1.0
+_REPEAT_S = 1.0  # until what follows a commit is repeated; then twice as long, ...
+_LONGEST_REPEAT_S = 30.0
 
 
 @dataclass
@@ -81,10 +83,12 @@ class EngineCommitter:
 
     Attributes:
         served: the version of the model's weights; it changes before generation is resumed.
+        repeating: repeats what follows a commit, after that has failed; None if it never has.
     """
 
     def __init__(self, engine: Engine, audit: Audit | None = None) -> None:
         self.served = ServedVersions()
+        self.repeating: asyncio.Task[None] | None = None
         self._uncertain = False
         self._engine, self._audit = engine, audit
         self._use = Item(engine, ENGINE, EngineUse)
@@ -186,17 +190,25 @@ class EngineCommitter:
                     await audited.failed()
                 raise
             except BaseException as error:
-                if isinstance(error, Exception):  # else it is not known whether they have written
+                if isinstance(error, Exception):
                     self.served.keep()
+                else:  # it is not known whether they have written
+                    self.served.doubt()
                 if not lease.was_paused or (lease.resume_owed and not self.uncertain):
+                    await self._publish_owed(lease)
                     await self._resume(lease)
                 raise
             self.uncertain = False
             if is_model:
                 self.served.move(written.version, written.digest)
             elif self.served.version == UNKNOWN:  # an adapter's failed write has ended so
-                self.served.see((await rank_states(self._engine))[0].version)
-            await self._publish(written, lease, engine or self._engine, audited)
+                with contextlib.suppress(Exception):  # the next lease sees it
+                    self.served.see((await rank_states(self._engine))[0].version)
+            try:
+                await self._publish(written, lease, engine or self._engine, audited)
+            except CommittedNotResumed:
+                self._publish_later(engine or self._engine)
+                raise
             return written, (time.perf_counter() - start) * 1e3
 
     async def halt(self, options: Options) -> None:
@@ -212,6 +224,26 @@ class EngineCommitter:
             self.served.lose()
             logger.exception("generation could not be paused; its requests answer 503")
 
+    def _publish_later(self, engine: Engine) -> None:
+        """Repeat what follows a commit until it succeeds: not every sender repeats its sync."""
+
+        async def repeat() -> None:
+            wait_s = _REPEAT_S
+            while True:
+                await asyncio.sleep(wait_s)
+                try:
+                    await self.publish(engine)
+                except EngineUncertain:
+                    return
+                except Exception as error:
+                    logger.warning("delta updates: still not resumed after a commit: %s", error)
+                    wait_s = min(2 * wait_s, _LONGEST_REPEAT_S)
+                else:
+                    return
+
+        if self.repeating is None or self.repeating.done():
+            self.repeating = asyncio.ensure_future(repeat())
+
     async def publish(self, engine: Engine | None = None) -> dict[str, Any]:
         """Repeat what follows a commit, for a sender that did not get its first answer.
 
@@ -224,6 +256,8 @@ class EngineCommitter:
                 raise EngineUncertain("the ranks are not at one version; send a full sync")
             await (engine or self._engine).set_weight_version(str(replies[0].version))
             if lease.resume_owed:
+                if engine is not None and engine is not self._engine:
+                    await self._publish_owed(lease)
                 await self._resume(lease)
             if self._audit is not None:
                 try:
@@ -424,6 +458,8 @@ class EngineCommitter:
         try:
             await engine.set_weight_version(version)
             if lease.resume_owed:
+                if engine is not self._engine:
+                    await self._publish_owed(lease)
                 await self._resume(lease)
         except Exception as error:
             failures.append(error)
@@ -433,6 +469,11 @@ class EngineCommitter:
                 f"version {version} is committed, but recording or publishing the version, or "
                 f"resuming generation, failed: {why}; send the sync again"
             ) from failures[0]
+
+    async def _publish_owed(self, lease: _HeldLease) -> None:
+        """Publish the model's version if a commit might have left the engine paused without."""
+        if lease.was_paused and lease.resume_owed and self.served.version != UNKNOWN:
+            await self._engine.set_weight_version(str(self.served.version))
 
     async def _resume(self, lease: _HeldLease) -> None:
         """Resume generation; if that fails, the next commit or repeat does it."""

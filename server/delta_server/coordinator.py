@@ -179,10 +179,12 @@ class Coordinator:
         # From the digest a sender sees if more was committed than it has sent this time.
         return record.answer("already_applied", facts | await self._committer.publish(self._engine))
 
-    async def hold_staged(self, part: PartId, prepared: PreparedSync) -> None:
+    async def hold_staged(
+        self, part: PartId, prepared: PreparedSync, *, renews: bool = False
+    ) -> None:
         """Let all ranks vote on the staged sync that a part belongs to, and hold it for a group.
 
-        If it is held for this group, its lease alone is changed.
+        If it is held for this group (`renews`), its lease alone is changed.
 
         Raises:
             AuditUnavailable: its commit could not be recorded.
@@ -192,7 +194,8 @@ class Coordinator:
         """
         request = HoldSync(version=part.version, sync_id=part.sync_id, prepared=prepared)
         try:
-            await self._committer.check_audit(self._engine)
+            if not renews:
+                await self._committer.check_audit(self._engine)
             await call_all_ranks(self._engine, request)
         except Exception as error:
             with contextlib.suppress(Exception):

@@ -60,6 +60,7 @@ from delta_server.request_record import RequestRecord
 from delta_server.waiting import wait_for_event
 from engine_ext.answers import failure_in_words
 from engine_ext.errors import (
+    CommittedNotResumed,
     Conflict,
     DeltaError,
     GroupAborted,
@@ -257,6 +258,8 @@ class FleetCommits:
         return {"status": "prepared", "version": version, "group": group, "until": until}
 
     async def _record(self, request: GroupRequest, options: Options) -> dict[str, Any]:
+        if options.flush_cache == "salt":
+            raise MalformedPart("a commit of several engines does not take flush_cache=salt")
         group, staged = request.group, (await self._coordinator.held()).staged
         known = await self._recorded(group)
         if staged is None or staged.prepared is None or staged.prepared.group != group:
@@ -271,10 +274,11 @@ class FleetCommits:
             pause_mode=options.pause_mode,
             flush_cache=options.flush_cache,
         )
+        # First: a hold that cannot be renewed drops the sync, and then "commit" must not be here.
+        await self._hold(_part_of(staged), group, request.lease, renews=True)
         record = await self._write(group, lambda known: known or new)
         if record.decision != "commit":
             raise self._lost(group, record)
-        await self._hold(_part_of(staged), group, request.lease)
         return {"status": "recorded", "group": group}
 
     async def _commit_recorded(self, group: str) -> dict[str, Any]:
@@ -353,31 +357,36 @@ class FleetCommits:
         """Commit the held sync; if it was committed before, repeat what follows a commit."""
         held = await self._coordinator.held()
         staged = held.staged
+
+        def committed(known: Record | None) -> Record:
+            return msgspec.structs.replace(known or record, committed=True, unreachable=[])
+
         options = Options(pause_mode=record.pause_mode, flush_cache=record.flush_cache)
         answer: dict[str, Any]
         if staged is not None and staged.prepared is not None and staged.prepared.group == group:
             # Not in the turn of its parts: one that is sent again can wait for this commit.
             request = RequestRecord()
-            answer = await self._coordinator.commit_staged(
-                _part_of(staged), options, request, group
-            )
+            try:
+                answer = await self._coordinator.commit_staged(
+                    _part_of(staged), options, request, group
+                )
+            except CommittedNotResumed:
+                await self._write(group, committed)
+                raise
         elif _has_committed(held, record):
             published = await self._coordinator.publish()
             answer = {"status": "already_applied", "version": record.version, **published}
         else:
             raise self._lost(group, record)
 
-        def committed(known: Record | None) -> Record:
-            return msgspec.structs.replace(known or record, committed=True, unreachable=[])
-
         await self._write(group, committed)
         return answer
 
-    async def _hold(self, part: PartId, group: str, lease: float) -> float:
+    async def _hold(self, part: PartId, group: str, lease: float, *, renews: bool = False) -> float:
         """Hold the staged sync for a group, or change its lease; return when that ends."""
         until = time.time() + lease
         prepared = PreparedSync(group=group, until=until, ends=time.monotonic() + lease)
-        await self._coordinator.hold_staged(part, prepared)
+        await self._coordinator.hold_staged(part, prepared, renews=renews)
         self._begin_watch()
         return until
 

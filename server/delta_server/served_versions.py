@@ -10,10 +10,10 @@ paused in between, so a token of the new weights is always later than the note o
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import mmap
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -37,7 +37,7 @@ _NBYTES: Final = 8 * (_LAST + _KEPT)
 
 
 class ServedFiles(msgspec.Struct, frozen=True):
-    """Where the page is, by the process that has a link to it; the value of the item `SERVED`."""
+    """Where the page is open, by the processes that have it; the value of the item `SERVED`."""
 
     paths: dict[str, str] = {}
 
@@ -64,15 +64,19 @@ class ServedVersions:
         self.move(version, digest)
         if not engine.shared:
             return
-        item, own, file = Item(engine, SERVED, ServedFiles), new_name(), folder / PAGE
+        item, own = Item(engine, SERVED, ServedFiles), new_name()
         while True:
             known = await item.read()
             living = {name: path for name, path in known.paths.items() if is_alive(name)}
-            words = _linked(living, file) or _made(file, bytes(self._words))
-            if await item.try_put(ServedFiles({**living, own: str(file)})):
-                self._words = words
+            descriptor = _opened(living)
+            if descriptor is None:
+                descriptor = _made(folder / PAGE, bytes(self._words))
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            if await item.try_put(ServedFiles({**living, own: path})):
+                self._words = memoryview(mmap.mmap(descriptor, _NBYTES)).cast("q")
+                weakref.finalize(self, os.close, descriptor)  # others open the page by it
                 return
-            file.unlink(missing_ok=True)  # another process was faster
+            os.close(descriptor)  # another process was faster
 
     @property
     def changes(self) -> int:
@@ -115,10 +119,14 @@ class ServedVersions:
 
     def see(self, version: int) -> None:
         """Note what the ranks hold now: a process might have died before it did."""
-        if self._words[_WRITING]:
-            self.lose()
+        self.doubt()
         if version != self.version:
             self._change(version, version, 0)
+
+    def doubt(self) -> None:
+        """Note that it is not known what the weights are, if the ranks might have written."""
+        if self._words[_WRITING]:
+            self.lose()
 
     def _change(self, version: int, noted: int, content: int) -> None:
         changes = self.changes
@@ -127,31 +135,24 @@ class ServedVersions:
         self._words[_CHANGES] = changes + 1
 
 
-def _linked(paths: Mapping[str, str], file: Path) -> memoryview[int] | None:
-    """Return the page of one of the processes, also under the name `file`; None without any."""
-    for path in paths.values():
-        with contextlib.suppress(FileNotFoundError):  # the process is ending
-            words = _mapped(path, os.O_RDWR)
-            with contextlib.suppress(OSError):  # another file system; the first process has it
-                os.link(path, file)
-            return words
+def _opened(paths: Mapping[str, str]) -> int | None:
+    """Return a descriptor of the page that one of some processes has open; None if none lives."""
+    for name, path in paths.items():
+        try:
+            return os.open(path, os.O_RDWR)
+        except OSError:
+            if is_alive(name):
+                raise
     return None
 
 
-def _made(file: Path, content: bytes) -> memoryview[int]:
-    words = _mapped(file, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    words[:] = memoryview(content).cast("q")
-    return words
-
-
-def _mapped(path: str | Path, flags: int) -> memoryview[int]:
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        if flags & os.O_CREAT:
-            os.ftruncate(descriptor, _NBYTES)
-        return memoryview(mmap.mmap(descriptor, _NBYTES)).cast("q")
-    finally:
-        os.close(descriptor)
+def _made(file: Path, content: bytes) -> int:
+    """Return a descriptor of a new page; nothing but descriptors leads there."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    file.unlink()
+    os.ftruncate(descriptor, _NBYTES)
+    os.pwrite(descriptor, content, 0)
+    return descriptor
 
 
 def _short(digest: str) -> int:

@@ -111,7 +111,8 @@ class VersionRequests:
         stopping: set[asyncio.Task[None]] = set()
         while True:
             await asyncio.sleep(_POLL_S)
-            for request in [one for one in self._open if one.is_left()]:
+            for request in [one for one in self._open if one.is_left() and not one.is_stopping]:
+                request.is_stopping = True
                 task = asyncio.ensure_future(request.stop())
                 stopping.add(task)
                 task.add_done_callback(stopping.discard)
@@ -157,6 +158,7 @@ class _Request:
         self._left_bytes: int | None = None  # of the body, if its length is declared
         self._is_begun = self._is_over = self._is_stopped = self._is_cut = False
         self._has_events = False
+        self.is_stopping = False  # a task stops it
 
     async def run(self, app: ASGIApp) -> None:
         """Let an app answer it."""

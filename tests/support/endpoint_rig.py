@@ -63,7 +63,9 @@ class Rig:
         return Engine(self.settings)
 
     def close(self) -> None:
-        tasks = (self.service._following, self.service._ending_pauses, self.service.fleet.watch)
+        service = self.service
+        ending = (service._following, service._ending_pauses)
+        tasks = (*ending, service.fleet.watch, service.committer.repeating)
         for task in tasks:
             if task is not None:
                 task.cancel()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from delta_server import commit
 from delta_server.service import DeltaService
 from engine_ext.errors import Conflict
 from engine_ext.ranks.operations import Operation
@@ -193,6 +195,34 @@ def test_ranks_whose_answers_differ_are_uncertain(rig: Rig, refuses: int) -> Non
     assert "not here" in error["message"]
     assert rig.engine.paused
     assert rig.engine.weight_version == "7"
+
+
+def test_unpublished_version_is_published_without_a_repeat(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A delta log has no sender that repeats its sync."""
+    monkeypatch.setattr(commit, "_REPEAT_S", 0.01)
+    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
+    assert rig.engine.paused
+
+    async def until_resumed() -> None:
+        while rig.engine.paused:
+            await asyncio.sleep(0.01)
+
+    rig.run(until_resumed())
+    assert rig.engine.weight_version == "8"
+    assert rig.status().health.resume_owed is False
+
+
+def test_refusal_publishes_before_it_resumes(rig: Rig) -> None:
+    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
+    rig.engine.events.clear()
+    rig.engine.fails["flush_cache"] = ConnectionError("lost")
+    assert rig.send(delta_part(OTHER, VERSION + 2)).status_code == 500
+    assert rig.engine.events[-2:] == [("set_weight_version", "8"), ("resume",)]
+    assert not rig.engine.paused
 
 
 def test_repeat_publishes_unpublished_version(rig: Rig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,17 @@ def test_all_processes_see_a_change(engine: Engine, tmp_path: Path) -> None:
 def test_a_later_process_joins_the_others(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the one that has made the page is dead, and its folder is removed."""
-    one, two = (process(engine, tmp_path / name) for name in ("one", "two"))
+    """Also if the one that has made the page is dead, and the others are on other file systems."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        one, two = process(engine, tmp_path / "one"), process(engine, Path(shared, "two"))
     item = Item(engine, SERVED, ServedFiles)
     [first, _] = asyncio.run(item.read()).paths
     monkeypatch.setattr(served_versions, "is_alive", lambda name: name != first)
-    for file in (tmp_path / "one").iterdir():
-        file.unlink()
     two.move(2, "other")
     three = process(engine, tmp_path / "three")
     assert (one.version, three.version) == (2, 2)
+    two.move(3, "third")
+    assert three.version == 3
     assert first not in asyncio.run(item.read()).paths
 
 

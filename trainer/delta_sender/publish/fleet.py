@@ -159,7 +159,7 @@ class FleetRound:
         action: Literal["commit", "abort"] = "commit" if commits else "abort"
         note(Unsettled(action, fields))
         try:
-            answer = destination.take_step(action, fields)
+            answer = self._take_step(destination, action, fields)
         except EngineBusy as failed:  # the engines settle it among themselves
             raise SyncError(str(failed), failed.status) from failed
         except SyncError as failed:
@@ -176,6 +176,18 @@ class FleetRound:
             raise SyncError(f"prepared, and not committed: {self._why()}", 409, dict(ABORTED))
         self._move(member, "committed")
         return answer
+
+    @staticmethod
+    def _take_step(
+        destination: Destination, action: _Phase, fields: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Take a step; if it is done but the engine has not resumed, take it once more."""
+        try:
+            return destination.take_step(action, fields)
+        except SyncError as failed:
+            if failed.error.get("engine_state") != "committed":
+                raise
+            return destination.take_step(action, fields)
 
     def _check_open(self) -> None:
         with self._changed:
@@ -236,13 +248,14 @@ class FleetRound:
             self._changed.wait_for(
                 lambda: all(one.state in ended for one in recording), self._window
             )
-        if write is not None and all(one.state == "recorded" for one in recording):
+            have_recorded = all(one.state == "recorded" for one in recording)
+        if have_recorded and write is not None:
             try:
                 write()
             except (SyncError, OSError) as error:
                 self._unwritten = error
-                return self.decide(commits=False)
-        return self.decide(commits=all(one.state == "recorded" for one in recording))
+                have_recorded = False
+        return self.decide(commits=have_recorded)
 
     def decide(self, *, commits: bool) -> bool:
         """Let the engines that have prepared commit or not, unless it is decided; return which."""

@@ -484,7 +484,7 @@ class Publisher:
             if self._log is not None and logged is not None:
                 self._log.acknowledge(logged)
         elif logged is not None:
-            self._drop_from_log(logged, sync_round, is_unknown=any(unknown))
+            self._drop_from_log(logged, sync_round, is_unknown=bool(late) or any(unknown))
         engines = {self._url_of(thread.session): thread for thread in done if not thread.is_writer}
         for url in engines:
             self._late_outcomes.pop(url, None)

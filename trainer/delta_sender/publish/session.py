@@ -247,6 +247,7 @@ class Session:
                 parts, digest = self._post(sync_round, attempt, queue)
             answer = queue.finish()
             if fleet is not None and answer["status"] != "staged":
+                self._check_applied(answer)
                 fleet.note_committed(destination)
             elif fleet is not None:
                 answer = fleet.commit(destination, sync_round.sync_id(attempt), self._note)
