@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def same_loggers() -> Iterator[None]:
+    """Hooks of an engine let it print the product's log lines, which then reach no other test."""
+    loggers = [logging.getLogger(name) for name in ("engine_ext", "delta_server")]
+    before = [(one.propagate, one.level, [*one.handlers]) for one in loggers]
+    yield
+    for one, (propagate, level, handlers) in zip(loggers, before, strict=True):
+        one.propagate, one.level, one.handlers = propagate, level, handlers
 
 
 @pytest.fixture
