@@ -80,5 +80,7 @@ def _fetch_rest(client: httpx.Client, source: PartSource, file: BinaryIO) -> Non
             raise _Refused(f"HTTP status {answer.status_code}")
         for chunk in answer.iter_raw():
             file.write(chunk)
+            if file.tell() > source.size:  # it could fill the disk
+                raise _Refused(f"it sends more than the {source.size} bytes of the part")
     if file.tell() < source.size:
         raise httpx.ReadError("the transfer ended early")
