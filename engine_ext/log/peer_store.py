@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import BinaryIO, Final, NoReturn
 
 import msgspec
 import xxhash
@@ -126,11 +126,8 @@ class PeerStore:
 
     def _fetch(self, facts: FileFacts) -> Path:
         content, size = facts.xxh3_128, facts.bytes
-        fetch = self._peers.fetching(content, size)
-        with self._cache.asking(content):  # a peer on this host can fetch it meanwhile
-            if not self._cache.holds(content, size):
-                self._cache.add(content, size, fetch)
-        return self._cache.get(content, size, fetch)
+        self._peers.require(self._cache, content, size)
+        return self._cache.get(content, size, _gone)
 
     def put(self, name: str, data: bytes, *, durable: bool = False) -> NoReturn:
         """Raise OSError."""
@@ -228,6 +225,10 @@ def _require_proven(offer: Offer) -> None:
                 f"declares {declared} for it: nothing shows that one leads to the other",
                 version=offer.version,
             )
+
+
+def _gone(file: BinaryIO) -> NoReturn:
+    raise PartUnavailable("a part was removed from this host's cache before it was read")
 
 
 def _read_only() -> OSError:

@@ -16,7 +16,7 @@ import pytest
 import tenacity
 import xxhash
 
-from engine_ext.errors import SpoolFull
+from engine_ext.errors import PartUnavailable, SpoolFull
 from engine_ext.remote_parts import ROUTE, PartCache, Peers
 from engine_ext.remote_parts.peers import ordered
 
@@ -154,6 +154,22 @@ def test_peer_that_fails_is_left_out(failure: str, group: list[Peer], cache: Par
     (cache.folder / f"{CONTENT}.part").unlink()
     assert peers.bring(cache, CONTENT, SIZE)
     assert sum(first.asked.values()) == asked
+    assert not [*cache.folder.glob("*.fetch*")]
+
+
+@pytest.mark.parametrize("wrong", [DATA[::-1], DATA[:-1], DATA * 2])
+def test_only_source_is_any_peer_with_the_bytes(
+    wrong: bytes, group: list[Peer], cache: PartCache
+) -> None:
+    peers = peers_of(group)
+    for peer in group:
+        peer.parts[CONTENT] = wrong
+    with pytest.raises(PartUnavailable, match=f"no peer has sent part {CONTENT}"):
+        peers.require(cache, CONTENT, SIZE)
+    group[2].parts[CONTENT] = DATA
+    peers.require(cache, CONTENT, SIZE)  # those that have just failed are asked again
+    assert cache.get(CONTENT, SIZE, never).read_bytes() == DATA
+    assert peers.received == SIZE
     assert not [*cache.folder.glob("*.fetch*")]
 
 

@@ -82,11 +82,12 @@ class Fleet:
         self._folder, self._stack = folder, ExitStack()
         self.first = Rig(folder / "first", log=str(log))
         self._stack.callback(self.first.close)
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         # Its ranks are those of the rig's loop, so an offer is asked for there.
-        answers: dict[str, Any] = {}
-        self.answers = answers
+        self.answers: dict[str, Any] = {}
+        self.url = self._serve(self.answers)
+
+    def _serve(self, answers: dict[str, Any]) -> str:
+        listening = socket.create_server(("127.0.0.1", 0))
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             body = answers.get(scope["path"])
@@ -106,6 +107,11 @@ class Fleet:
             thread.join()
 
         self._stack.callback(stop)
+        return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+    def also(self, answers: dict[str, Any]) -> str:
+        """Serve the engine at another URL, with some answers in place of its own."""
+        return self._serve(self.answers | answers)
 
     def offer(self) -> dict[str, Any]:
         answer = self.first.get(PARTS)
@@ -174,6 +180,15 @@ def test_peer_that_is_down_leaves_the_checkpoint(fleet: Fleet) -> None:
     assert same(rig.engine.weights, fresh_weights())
     assert present(present(rig.status().log).problem)["type"] == "LogDamaged"
     fleet.offer()
+
+
+def test_other_peers_have_what_one_sends_wrong(fleet: Fleet, log: Path) -> None:
+    fleet.offer()
+    content, data = content_of(min(log.glob("weight_v*")))
+    bad = fleet.also({f"{PARTS}/{content}": data[::-1]})
+    rig = fleet.join(peers=(bad, fleet.url))
+    assert rig.status().version.number == VERSION + 3
+    assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 
 
 def test_uncertain_engine_offers_nothing(fleet: Fleet) -> None:
