@@ -20,7 +20,7 @@ import xxhash
 
 from engine_ext.errors import LogDamaged, PartUnavailable
 from engine_ext.format import SIGNATURE_SUFFIX
-from engine_ext.log.catalog import DONE, Done, Entry, FileFacts, folder_name
+from engine_ext.log.catalog import DONE, Done, Entry, FileFacts
 from engine_ext.log.store import Files
 from engine_ext.remote_parts import LocalFolder, PartCache, Peers
 from engine_ext.structs import prepare
@@ -214,10 +214,14 @@ def offer_of(
 
 
 def _require_proven(offer: Offer) -> None:
-    for one in offer.versions:
-        done = one.done
-        if done.version != offer.version or one.folder != folder_name(done.version):
-            continue
+    held = [one.done for one in offer.versions if one.done.version == offer.version]
+    if offer.versions and not held:
+        raise LogDamaged(
+            f"a peer holds version {offer.version}, which its log does not have: nothing shows that "
+            "one leads to the other",
+            version=offer.version,
+        )
+    for done in held:
         declared = None if done.publication is None else done.publication.digest_after
         if declared != offer.digest:
             raise LogDamaged(

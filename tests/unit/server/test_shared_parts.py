@@ -14,7 +14,8 @@ import pytest
 import uvicorn
 import xxhash
 
-from engine_ext.log import DeltaLog, open_log
+from delta_server.sources import log as replaying
+from engine_ext.log import DeltaLog, fold_versions, open_log, route
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
 from tests.support.endpoint_rig import Rig, assert_error
@@ -168,6 +169,29 @@ def test_versions_past_the_peers_own_are_not_taken(fleet: Fleet) -> None:
 def test_peer_whose_digest_differs_is_not_joined(fleet: Fleet) -> None:
     offer = fleet.offer()
     fleet.answers[PARTS] = msgspec.json.encode(offer | {"digest": "e" * 32})
+    rig = fleet.join()
+    assert same(rig.engine.weights, fresh_weights())
+    problem = present(present(rig.status().log).problem)
+    assert problem["type"] == "LogDamaged"
+    assert "nothing shows that one leads to the other" in problem["message"]
+
+
+@pytest.mark.parametrize("lacks", ["own version", "sound fold"])
+def test_peer_whose_log_proves_nothing_is_not_joined(
+    fleet: Fleet, log: Path, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replaying, "_WAITS_S", ())
+    if lacks == "sound fold":
+        found = open_log(log)
+        fold_versions(found, route(found.listing().entries, VERSION), VERSION)
+    offer = fleet.offer()
+    assert len(offer["versions"]) == (4 if lacks == "sound fold" else 3)
+    folds = [one for one in offer["versions"] if "_from_" in one["folder"]]
+    for fold in folds:
+        fold["done"]["publication"]["digest_after"] = "e" * 32
+    fleet.answers[PARTS] = msgspec.json.encode(
+        offer | {"versions": folds or offer["versions"][:-1]}
+    )
     rig = fleet.join()
     assert same(rig.engine.weights, fresh_weights())
     problem = present(present(rig.status().log).problem)
