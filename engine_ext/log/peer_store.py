@@ -217,8 +217,8 @@ def _require_proven(offer: Offer) -> None:
     held = [one.done for one in offer.versions if one.done.version == offer.version]
     if offer.versions and not held:
         raise LogDamaged(
-            f"a peer holds version {offer.version}, which its log does not have: nothing shows that "
-            "one leads to the other",
+            f"a peer holds version {offer.version}, which its log does not have: nothing shows "
+            "that one leads to the other",
             version=offer.version,
         )
     for done in held:
