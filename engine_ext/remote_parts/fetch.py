@@ -54,7 +54,7 @@ def fetch_if_there(source: PartSource, file: BinaryIO, attempts: int) -> None:
     with httpx.Client(timeout=_TIMEOUT, trust_env=False) as client:
         try:
             retrying(_fetch_rest, client, source, file)
-        except (httpx.HTTPError, _Refused) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, _Refused) as error:
             why = str(error) or type(error).__name__
             raise PartUnavailable(f"a part cannot be fetched from {source.url}: {why}") from error
 

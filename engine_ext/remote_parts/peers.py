@@ -117,7 +117,7 @@ class Peers:
                     timeout=httpx.Timeout(60.0, connect=5.0),
                     trust_env=False,
                 )
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
                 failure = f"{url}: {str(error) or type(error).__name__}"
                 continue
             if answer.status_code == httpx.codes.OK and len(answer.content) <= most:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -184,6 +185,20 @@ def test_found_peers_get_no_token(group: list[Peer], cache: PartCache) -> None:
     assert {token for peer in group for token in peer.tokens} <= {None}
     first = ordered(CONTENT, [*(peer.url for peer in group), own])[0]
     assert brought is (first != own)
+
+
+@pytest.mark.parametrize(
+    "text", ["http://[::1", "http://host:port", "host", "ftp://host", "", "\n"]
+)
+def test_peer_of_no_url_is_left_out(text: str, group: list[Peer], cache: PartCache) -> None:
+    peers = Peers([], None, None)
+    peers.found = frozenset({text})
+    assert not peers.bring(cache, CONTENT, SIZE)
+    alone = Peers([text, group[0].url], None, None)
+    alone.require(cache, CONTENT, SIZE)
+    assert cache.get(CONTENT, SIZE, never).read_bytes() == DATA
+    with pytest.raises(OSError, match=re.escape(f"{text}: ")):
+        Peers([text], None, None).read_offer(1)
 
 
 def test_without_peers_nobody_waits(cache: PartCache) -> None:

@@ -286,9 +286,9 @@ def group(tmp_path: Path, store: DeltaLog, proxy: StoreProxy) -> Iterator[Group]
     found.close()
 
 
-def publish(log: DeltaLog) -> None:
+def publish(log: DeltaLog, count: int = len(STEPS)) -> None:
     writer = log.writer()
-    for k, step in enumerate(STEPS):
+    for k, step in enumerate(STEPS[:count]):
         draft = writer.begin(VERSION + k + 1)
         draft.add(delta_part(step, VERSION + k + 1, base_version=VERSION + k))
         draft.finish()
@@ -316,6 +316,20 @@ def test_store_sends_each_part_once_to_a_group(
         assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
     assert reads_of_parts(proxy) == [1, 1, 1]
     assert sum(present(rig.status().log).from_peers for rig in group.rigs) > 0
+
+
+@pytest.mark.slow
+def test_part_that_was_pruned_is_not_there(group: Group, store: DeltaLog) -> None:
+    rig = group.start(0)
+    publish(store)
+    [entry, *_] = store.listing().entries
+    [facts] = entry.files.values()
+    url = f"{PARTS}/{present(facts).xxh3_128}"
+    assert rig.get(f"{url}?cached=true").status_code == 404
+    store.discard(entry.folder.name)
+    assert rig.get(url).status_code == 404
+    publish(store, 1)
+    assert rig.get(url).status_code == 200
 
 
 @pytest.mark.slow
