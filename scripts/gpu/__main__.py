@@ -26,7 +26,7 @@ from typing import Any, Final
 
 # Whatever needs more than the standard library is imported once the bundle is unpacked.
 from scripts.gpu import trees
-from scripts.gpu.results import by_worth, is_exact, recorded
+from scripts.gpu.results import by_worth, is_exact, is_sound, recorded
 
 _LEAST_S: Final = 40  # a row is not begun with less time left
 _GRACE_S: Final = 25  # in which a row that is interrupted stops its engines
@@ -58,7 +58,7 @@ def main() -> int:
     with ThreadPoolExecutor(chosen.at_once) as pool:
         [*pool.map(run.prove, names)]
     print(f"\n{run.table()}", flush=True)
-    return int(any(not is_exact(row) for row in run.facts["rows"]))
+    return int(not run.is_exact)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -119,6 +119,12 @@ class Run:
         for one in self.facts["timing"]:
             print(_timing_lines(one), flush=True)
         self._write()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all rows were exact, and all timings sound."""
+        sound = all(is_sound(one) for one in self.facts.get("timing", ()))
+        return sound and all(is_exact(row) for row in self.facts["rows"])
 
     def table(self) -> str:
         """Return one line per row."""

@@ -39,7 +39,7 @@ def test_the_table_shows_what_ran_where() -> None:
     lines = doc_table.rows_of([RUN]).splitlines()
     assert lines[2:] == [
         f"| AWQ | {ON} | {PLAN} | exact; rollback and full sync exact | 11, 12, 13 |",
-        f"| MLA | {ON} | {PLAN} | DIFFERS: 1 of 40; full sync exact | 11, 12, 13 |",
+        f"| MLA | {ON} | {PLAN} | DIFFERS: 1 of 40; full sync exact; rollback no | 11, 12, 13 |",
         f"| lora | {ON} |  | not done: EngineError: it exited / with 1 |  |",
     ]
 
@@ -48,6 +48,50 @@ def test_rows_that_were_never_exact_come_first() -> None:
     other = {"engine": "SGLang 1", "rows": [{**EXACT, "row": "keep"}]}
     assert results.by_worth(["awq", "keep", "mla"], [RUN, other]) == ["keep", "mla", "awq"]
     assert results.exact_rows([RUN, RUN, other]) == 1
+
+
+def test_a_row_is_exact_in_all_that_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "machine", lambda: RUN)
+    run = program.Run(program.make_parser().parse_args([]), time.monotonic())
+    only = {k: one for k, one in EXACT.items() if k not in ("rollback", "full")}
+    for row in (EXACT, only, {**EXACT, "full": "exact"}):
+        run.facts["rows"] = [row]
+        assert run.is_exact
+    differs = "DIFFERS: ['a']"
+    for wrong in (
+        {"rollback": differs},
+        {"full": {"verdict": differs}},
+        {"full": differs},
+        {"error": "EngineError: no answer"},
+        {"verdict": None},
+    ):
+        row = {**EXACT, **wrong}
+        run.facts["rows"] = [EXACT, row]
+        assert not run.is_exact, wrong
+        assert results.exact_rows([{**RUN, "rows": [row]}]) == 0
+        if "verdict" not in wrong:
+            assert (differs in doc_table.rows_of([{**RUN, "rows": [row]}])) is (
+                "error" not in wrong
+            )
+
+
+def test_timings_are_in_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "machine", lambda: RUN)
+    run = program.Run(program.make_parser().parse_args([]), time.monotonic())
+    sound = {"tree": "new", "syncs": [{"status": "committed"}], "corrupted": []}
+    sound["digest_as_answered"] = True
+    for good in (sound, {**sound, "verdict": "exact (9 tensors)"}):
+        run.facts["timing"] = [good]
+        assert run.is_exact
+    for wrong in (
+        {"error": "it exited"},
+        {"verdict": "DIFFERS: ['a']"},
+        {"corrupted": ["a"]},
+        {"digest_as_answered": False},
+        {"syncs": [{"status": "refused"}]},
+    ):
+        run.facts["timing"] = [sound, {**sound, **wrong}]
+        assert not run.is_exact, wrong
 
 
 def test_the_readme_counts_the_exact_rows() -> None:
