@@ -154,6 +154,24 @@ def test_what_a_rows_process_prints_is_recorded(
     assert "awq" in run.table()
 
 
+def test_a_tree_does_not_wait_for_one_that_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up = [timing.is_up(tmp_path, name) for name in ("new", "base")]
+    up[0].touch()  # of an earlier run
+    waiting = f"test -e {up[0]} && exit 1; while ! test -e {up[1]}; do sleep 0.05; done"
+    text = f"""case "$*" in *"--one base"*) exit 1;; *"--trees new base"*) ;; *) exit 1;; esac
+{waiting}; echo 'FACTS {{"verdict": "exact"}}'"""
+    monkeypatch.setattr(sys, "executable", str(Process(tmp_path, text).path))
+    monkeypatch.setattr(program, "machine", lambda: {"engine": "vLLM 1"})
+    monkeypatch.setattr(program, "_LEAST_S", -1)
+    given = ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    chosen = program.make_parser().parse_args([*given, "--timing", "tiny", "--base", str(tmp_path)])
+    run = program.Run(chosen, time.monotonic() + 15.0)
+    run.time()
+    assert run.facts["timing"] == [{"verdict": "exact"}, {"error": "no result: "}]
+
+
 def test_no_row_begins_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "machine", lambda: {"engine": "vLLM 1"})
     chosen = program.make_parser().parse_args(
