@@ -123,14 +123,14 @@ class Run:
         for name in timed:
             is_up(folder, name).unlink(missing_ok=True)  # of an earlier run
 
-        def one(name: str) -> dict[str, Any]:
+        def process(name: str) -> dict[str, Any]:
             try:
                 return self._process(name, timed[name], timed=[*timed])
             finally:
                 is_up(folder, name).touch()  # the other tree waits for it no longer
 
         with ThreadPoolExecutor(2) as pool:
-            self.facts["timing"] = [*pool.map(one, timed)]
+            self.facts["timing"] = [*pool.map(process, timed)]
         for one in self.facts["timing"]:
             print(_timing_lines(one), flush=True)
         self._write()

@@ -78,8 +78,8 @@ def test_a_row_is_exact_in_all_that_it_did(monkeypatch: pytest.MonkeyPatch) -> N
 def test_timings_are_in_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "machine", lambda: RUN)
     run = program.Run(program.make_parser().parse_args([]), time.monotonic())
-    sound = {"tree": "new", "syncs": [{"status": "committed"}], "corrupted": []}
-    sound["digest_as_answered"] = True
+    sound: dict[str, Any] = {"tree": "new", "syncs": [{"status": "committed"}]}
+    sound |= {"corrupted": [], "digest_as_answered": True}
     for good in (sound, {**sound, "verdict": "exact (9 tensors)"}):
         run.facts["timing"] = [good]
         assert run.is_exact
