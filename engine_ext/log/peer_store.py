@@ -13,14 +13,14 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import BinaryIO, Final, NoReturn
 
 import msgspec
 import xxhash
 
 from engine_ext.errors import LogDamaged, PartUnavailable
 from engine_ext.format import SIGNATURE_SUFFIX
-from engine_ext.log.catalog import DONE, Done, Entry, FileFacts, folder_name
+from engine_ext.log.catalog import DONE, Done, Entry, FileFacts
 from engine_ext.log.store import Files
 from engine_ext.remote_parts import LocalFolder, PartCache, Peers
 from engine_ext.structs import prepare
@@ -126,11 +126,8 @@ class PeerStore:
 
     def _fetch(self, facts: FileFacts) -> Path:
         content, size = facts.xxh3_128, facts.bytes
-        fetch = self._peers.fetching(content, size)
-        with self._cache.asking(content):  # a peer on this host can fetch it meanwhile
-            if not self._cache.holds(content, size):
-                self._cache.add(content, size, fetch)
-        return self._cache.get(content, size, fetch)
+        self._peers.require(self._cache, content, size)
+        return self._cache.get(content, size, _gone)
 
     def put(self, name: str, data: bytes, *, durable: bool = False) -> NoReturn:
         """Raise OSError."""
@@ -217,10 +214,14 @@ def offer_of(
 
 
 def _require_proven(offer: Offer) -> None:
-    for one in offer.versions:
-        done = one.done
-        if done.version != offer.version or one.folder != folder_name(done.version):
-            continue
+    held = [one.done for one in offer.versions if one.done.version == offer.version]
+    if offer.versions and not held:
+        raise LogDamaged(
+            f"a peer holds version {offer.version}, which its log does not have: nothing shows "
+            "that one leads to the other",
+            version=offer.version,
+        )
+    for done in held:
         declared = None if done.publication is None else done.publication.digest_after
         if declared != offer.digest:
             raise LogDamaged(
@@ -228,6 +229,10 @@ def _require_proven(offer: Offer) -> None:
                 f"declares {declared} for it: nothing shows that one leads to the other",
                 version=offer.version,
             )
+
+
+def _gone(file: BinaryIO) -> NoReturn:
+    raise PartUnavailable("a part was removed from this host's cache before it was read")
 
 
 def _read_only() -> OSError:

@@ -43,7 +43,12 @@ class SharedParts:
             OSError: likewise.
         """
         found = self._find(content)
-        return None if found is None else self._log.store.part(*found, reads=reads)
+        try:
+            return None if found is None else self._log.store.part(*found, reads=reads)
+        except FileNotFoundError:  # deleted since the log was listed
+            with self._lock:
+                self._known.pop(content, None)
+            return None
 
     def offer(self, version: int, digest: str) -> Offer:
         """Return what leads to the version that the engine holds; see `Offer`.

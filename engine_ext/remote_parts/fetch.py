@@ -54,7 +54,7 @@ def fetch_if_there(source: PartSource, file: BinaryIO, attempts: int) -> None:
     with httpx.Client(timeout=_TIMEOUT, trust_env=False) as client:
         try:
             retrying(_fetch_rest, client, source, file)
-        except (httpx.HTTPError, _Refused) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, _Refused) as error:
             why = str(error) or type(error).__name__
             raise PartUnavailable(f"a part cannot be fetched from {source.url}: {why}") from error
 
@@ -80,5 +80,7 @@ def _fetch_rest(client: httpx.Client, source: PartSource, file: BinaryIO) -> Non
             raise _Refused(f"HTTP status {answer.status_code}")
         for chunk in answer.iter_raw():
             file.write(chunk)
+            if file.tell() > source.size:  # it could fill the disk
+                raise _Refused(f"it sends more than the {source.size} bytes of the part")
     if file.tell() < source.size:
         raise httpx.ReadError("the transfer ended early")

@@ -12,7 +12,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import BinaryIO, Final
 
 import xxhash
@@ -81,27 +81,24 @@ class Peers:
                     return True
         return False
 
-    def fetching(self, content: str, size: int) -> Callable[[BinaryIO], None]:
-        """Return what writes a part into an empty file, from the first of `urls` that has it."""
+    def require(self, cache: PartCache, content: str, size: int) -> None:
+        """Have a part in the host's cache, from the first of `urls` that sends its bytes.
 
-        def fetch(file: BinaryIO) -> None:
-            from engine_ext.remote_parts.fetch import NotThere, fetch_if_there
+        All of them are asked, also those that have failed lately: there is no other source.
 
-            failure = "no peer has it"
-            for url in self.urls:
-                try:
-                    fetch_if_there(self._source(url, content, size), file, _ATTEMPTS)
-                    self.received += size
-                    return
-                except NotThere:
-                    continue
-                except PartUnavailable as error:
-                    failure = error.message
-                    file.truncate(0)
-                    file.seek(0)
-            raise PartUnavailable(failure)
+        Args:
+            content, size: xxh3_128 of the part in hex, and its length in bytes.
 
-        return fetch
+        Raises:
+            PartUnavailable: none does.
+            SpoolFull: the cache has no room.
+            OSError: it cannot be written.
+        """
+        with cache.asking(content):  # a peer on this host can fetch it meanwhile
+            if cache.holds(content, size):
+                return
+            if not any(self._ask(url, cache, content, size, reads=True) for url in self.urls):
+                raise PartUnavailable(f"no peer has sent part {content}: {' '.join(self.urls)}")
 
     def read_offer(self, most: int) -> bytes:
         """Return what the first of `urls` that answers offers, up to `most` bytes.
@@ -120,7 +117,7 @@ class Peers:
                     timeout=httpx.Timeout(60.0, connect=5.0),
                     trust_env=False,
                 )
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
                 failure = f"{url}: {str(error) or type(error).__name__}"
                 continue
             if answer.status_code == httpx.codes.OK and len(answer.content) <= most:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scripts.doc_tables.reference import table
-from scripts.gpu.results import recorded
+from scripts.gpu.results import checks, recorded, says_exact
 
 
 def rows() -> str:
@@ -58,9 +58,13 @@ def _outcome(row: dict[str, Any]) -> list[str]:
         return [plan, row["fixed"], ""]
     if "verdict" not in row:
         return [plan, f"not done: {_first_line(row.get('error', ''))}", ""]
-    more = ["rollback"] * (row.get("rollback") == "exact")
-    more += ["full sync"] * str(row.get("full", {}).get("verdict")).startswith("exact")
+    found = {what: one for what, one in checks(row).items() if one is not None}
+    more = [what for what, one in found.items() if says_exact(one)]
     tail = f"; {' and '.join(more)} exact" if more else ""
+    wrong = (f"; {what} {_first_line(one)}" for what, one in found.items() if what not in more)
+    tail += "".join(wrong)
+    if "error" in row:
+        tail += f"; not done: {_first_line(row['error'])}"
     pauses = [row[f"sync{n}"]["pause_ms"] for n in (1, 2, 3)]
     return [plan, row["verdict"].partition(" (")[0] + tail, ", ".join(f"{p:.0f}" for p in pauses)]
 

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -26,7 +27,7 @@ from typing import Any, Final
 
 # Whatever needs more than the standard library is imported once the bundle is unpacked.
 from scripts.gpu import trees
-from scripts.gpu.results import by_worth, is_exact, recorded
+from scripts.gpu.results import by_worth, is_exact, is_sound, recorded
 
 _LEAST_S: Final = 40  # a row is not begun with less time left
 _GRACE_S: Final = 25  # in which a row that is interrupted stops its engines
@@ -58,7 +59,7 @@ def main() -> int:
     with ThreadPoolExecutor(chosen.at_once) as pool:
         [*pool.map(run.prove, names)]
     print(f"\n{run.table()}", flush=True)
-    return int(any(not is_exact(row) for row in run.facts["rows"]))
+    return int(not run.is_exact)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -78,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=Path, default=Path("gpu-rows.json"), help="(%(default)s)")
     add("--one", metavar="ROW", help=argparse.SUPPRESS)
     add("--stock", action="store_true", help=argparse.SUPPRESS)
+    add("--trees", nargs="*", default=(), help=argparse.SUPPRESS)
     return parser
 
 
@@ -87,7 +89,8 @@ def _one(chosen: argparse.Namespace) -> int:
     if chosen.timing is not None:
         from scripts.gpu import timing
 
-        found = timing.run(chosen.timing, chosen.folder, chosen.one, stock=chosen.stock)
+        more = {"stock": chosen.stock, "trees": chosen.trees}
+        found = timing.run(chosen.timing, chosen.folder, chosen.one, **more)
     else:
         from scripts.gpu.rows import run
 
@@ -112,13 +115,31 @@ class Run:
 
     def time(self) -> None:
         """Time the trees, with nothing else on the machine."""
-        own, base = {"new": None}, {"base": self._chosen.base} if self._chosen.base else {}
+        from scripts.gpu.timing import is_up
+
+        folder, old = self._chosen.folder, self._chosen.base
+        folder.mkdir(parents=True, exist_ok=True)
+        timed: dict[str, Path | None] = {"new": None, **({"base": old} if old else {})}
+        for name in timed:
+            is_up(folder, name).unlink(missing_ok=True)  # of an earlier run
+
+        def process(name: str) -> dict[str, Any]:
+            try:
+                return self._process(name, timed[name], timed=[*timed])
+            finally:
+                is_up(folder, name).touch()  # the other tree waits for it no longer
+
         with ThreadPoolExecutor(2) as pool:
-            found = pool.map(lambda one: self._process(*one, timed=True), {**own, **base}.items())
-            self.facts["timing"] = [*found]
+            self.facts["timing"] = [*pool.map(process, timed)]
         for one in self.facts["timing"]:
             print(_timing_lines(one), flush=True)
         self._write()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all rows were exact, and all timings sound."""
+        sound = all(is_sound(one) for one in self.facts.get("timing", ()))
+        return sound and all(is_exact(row) for row in self.facts["rows"])
 
     def table(self) -> str:
         """Return one line per row."""
@@ -130,7 +151,7 @@ class Run:
         return "\n".join(lines)
 
     def _process(
-        self, name: str, tree: Path | None = None, *, timed: bool = False
+        self, name: str, tree: Path | None = None, *, timed: Sequence[str] = ()
     ) -> dict[str, Any]:
         left = min(self._end - time.monotonic(), _TIMING_S if timed else float("inf"))
         if left < _LEAST_S:
@@ -140,6 +161,7 @@ class Run:
         command += ["--device", chosen.device]
         if timed:
             command += ["--timing", chosen.timing, *(["--stock"] if tree is None else [])]
+            command += ["--trees", *timed]
         environment = trees.environment(tree, folder)
         process = subprocess.Popen(
             *(command,),

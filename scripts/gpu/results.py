@@ -17,8 +17,34 @@ def recorded(folder: Path = FOLDER) -> list[dict[str, Any]]:
 
 
 def is_exact(row: dict[str, Any]) -> bool:
-    """Return whether a row's weights, texts and log probabilities were those of a fresh engine."""
-    return str(row.get("verdict")).startswith("exact")
+    """Return whether a row's weights, texts and log probabilities were those of a fresh engine.
+
+    So they were after the rollback and the full sync, too, if these ran, and nothing failed.
+    """
+    later = (found for found in checks(row).values() if found is not None)
+    return "error" not in row and all(says_exact(one) for one in (row.get("verdict"), *later))
+
+
+def checks(row: dict[str, Any]) -> dict[str, str | None]:
+    """Return what was found after a row's syncs, by what was done; None: that did not run."""
+    full = row.get("full")
+    return {
+        "rollback": row.get("rollback"),
+        "full sync": full.get("verdict") if isinstance(full, dict) else full,
+    }
+
+
+def says_exact(verdict: str | None) -> bool:
+    """Return whether a verdict is that nothing differed."""
+    return str(verdict).startswith("exact")
+
+
+def is_sound(timing: dict[str, Any]) -> bool:
+    """Return whether the timing of a tree ended, and its engine had the weights that were sent."""
+    verdict = timing.get("verdict", "exact")  # without a stock engine there is none
+    committed = all(sync["status"] == "committed" for sync in timing.get("syncs", ()))
+    digest = timing.get("digest_as_answered") is True and not timing.get("corrupted")
+    return "error" not in timing and says_exact(verdict) and committed and digest
 
 
 def by_worth(

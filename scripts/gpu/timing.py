@@ -1,8 +1,8 @@
 """Time syncs of a large model whose trainer's tensors are on the engine's GPU.
 
 Two trees of the product can be timed in one run, in turns: each is a process of its own, and a lock
-says whose turn it is. A stock engine's ``reload_weights`` of the same weights is timed with them,
-and shows in the end whether the synced engine holds these.
+says whose turn it is, once the engines of both are up. A stock engine's ``reload_weights`` of the
+same weights is timed with them, and shows in the end whether the synced engine holds these.
 ``python -m scripts.gpu --timing SIZE`` runs it.
 """
 
@@ -13,7 +13,7 @@ import fcntl
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,6 +42,7 @@ _GRAPHS: Final = (
     "--compilation-config",
     '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4]}',
 )
+_POLL_S: Final = 0.1
 _TURN_S: Final = 0.5  # in which the other tree can take its turn
 
 
@@ -113,7 +114,7 @@ SIZES: Final = {
 }
 
 
-def run(size: str, folder: Path, name: str, *, stock: bool) -> Facts:
+def run(size: str, folder: Path, name: str, *, stock: bool, trees: Collection[str]) -> Facts:
     """Time one tree of the product; never raises.
 
     Args:
@@ -121,20 +122,29 @@ def run(size: str, folder: Path, name: str, *, stock: bool) -> Facts:
         folder: shared by the trees of a run; in memory, such as ``/dev/shm``.
         name: of the tree.
         stock: whether a stock engine runs next to it.
+        trees: the names of all trees of the run; nothing is measured before `is_up` has a file of
+            each, which its process makes, or whoever has seen that end.
     """
     facts: Facts = {"tree": name, "model": size}
     started = time.monotonic()
     own = folder / name
     own.mkdir(parents=True, exist_ok=True)
     try:
-        _time(SIZES[size], folder, own, facts, stock=stock)
+        _time(SIZES[size], folder, own, facts, stock=stock, trees=trees)
     except (Exception, KeyboardInterrupt) as error:
         facts["error"] = f"{type(error).__name__}: {error}"[-1500:]
     facts["seconds"] = round(time.monotonic() - started, 1)
     return facts
 
 
-def _time(size: Size, folder: Path, own: Path, facts: Facts, *, stock: bool) -> None:
+def is_up(folder: Path, tree: str) -> Path:
+    """Return the file that is there once the engines of a tree are up, or will not be."""
+    return folder / f"up-{tree}"
+
+
+def _time(
+    size: Size, folder: Path, own: Path, facts: Facts, *, stock: bool, trees: Collection[str]
+) -> None:
     device = "cpu" if on_cpu() else "cuda"
     torch.manual_seed(0)
     weights = {
@@ -146,7 +156,7 @@ def _time(size: Size, folder: Path, own: Path, facts: Facts, *, stock: bool) -> 
         for name, shape in size.shapes()
     }
     facts["weights"] = sum(tensor.numel() for tensor in weights.values())
-    base = folder / "base"
+    base = folder / f"checkpoint-{facts['model']}"
     with _turn(folder / "base.lock"):
         if not (base / "config.json").exists():
             _write(weights, size, base)
@@ -162,21 +172,25 @@ def _time(size: Size, folder: Path, own: Path, facts: Facts, *, stock: bool) -> 
         facts["stock_loading"] = _lines(other, "oading took", "init engine") if stock else []
         facts["gpu_mib"] = {"before": gpu_mib(live)}
         facts["syncs"] = []
+        is_up(folder, facts["tree"]).touch()
+        while not all(is_up(folder, tree).exists() for tree in trees):
+            time.sleep(_POLL_S)
         for number, encoding in enumerate(ENCODINGS):
             with _turn(folder / "measure.lock"):
                 _sync(live, weights, encoding, 100 * number, facts)
             time.sleep(_TURN_S)
         facts["gpu_mib"]["after"] = gpu_mib(live)
-        started = time.monotonic()
-        scan = live.get("/delta_digest", params={"scan": True}, timeout=120).json()
-        facts["scan_s"] = round(time.monotonic() - started, 2)
-        facts["corrupted"] = scan.get("corrupted")
-        facts["digest_as_answered"] = scan.get("digest") == facts["syncs"][-1]["digest"]
-        if stock:
-            target = own / "target"
-            _write(weights, size, target)
-            weights.clear()
-            _reload(live, other, target, folder / "measure.lock", facts)
+        with _turn(folder / "measure.lock"):
+            started = time.monotonic()
+            scan = live.get("/delta_digest", params={"scan": True}, timeout=120).json()
+            facts["scan_s"] = round(time.monotonic() - started, 2)
+            facts["corrupted"] = scan.get("corrupted")
+            facts["digest_as_answered"] = scan.get("digest") == facts["syncs"][-1]["digest"]
+            if stock:
+                target = own / "target"
+                _write(weights, size, target)
+                weights.clear()
+                _reload(live, other, target, facts)
 
 
 def _sync(live: GpuVllm, weights: Weights, encoding: str, seed: int, facts: Facts) -> None:
@@ -217,11 +231,11 @@ def _sync(live: GpuVllm, weights: Weights, encoding: str, seed: int, facts: Fact
             )
 
 
-def _reload(live: GpuVllm, other: GpuVllm, target: Path, lock: Path, facts: Facts) -> None:
+def _reload(live: GpuVllm, other: GpuVllm, target: Path, facts: Facts) -> None:
     """Time the stock engine's own reload of the checkpoint, and compare the two engines."""
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
     found = []
-    with _turn(lock), Stream(other) as stream:
+    with Stream(other) as stream:
         for _ in range(2):
             began = time.monotonic()
             answer = other.post("/collective_rpc", json=body, timeout=180)

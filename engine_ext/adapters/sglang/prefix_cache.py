@@ -57,7 +57,12 @@ class Salts:
                 "KV of old weights for its next turn; use flush_cache=true"
             )
         self._salt = salt
-        for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
+        diffusion = getattr(scheduler, "dllm_manager", None)
+        for request in (
+            *scheduler.waiting_queue,
+            *scheduler.grammar_manager.grammar_queue,
+            *getattr(diffusion, "waiting_queue", ()),
+        ):
             if not request.kv.holds_kv:
                 self._add(request)
 

@@ -37,10 +37,14 @@ class HostMemory:
         return sum(chunk.nbytes for chunk, _ in self._chunks)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor, with its layout but for the device."""
-        nbytes = extent(tensor) * tensor.element_size()
+        """Return a copy of a tensor, with its layout but for the device.
+
+        It is contiguous if elements of the tensor share memory, as those of an expanded one do.
+        """
+        layout = _writable(tensor)
+        nbytes = extent(layout) * tensor.element_size()
         memory = self._take(nbytes)[:nbytes].view(tensor.dtype)
-        return memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor.detach())
+        return memory.as_strided(layout.shape, layout.stride()).copy_(tensor.detach())
 
     def _take(self, nbytes: int) -> torch.Tensor:
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -62,9 +66,29 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy of a tensor on a device, with the same layout."""
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    """Return a copy of a tensor on a device, with the layout that `HostMemory.copy` gives it."""
+    return _copied(tensor, device)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor where it is, with the layout that `HostMemory.copy` gives it.
+
+    `torch.Tensor.clone` would close the gaps of one that is not dense.
+    """
+    return _copied(tensor, tensor.device)
+
+
+def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    strides = _writable(tensor).stride()
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
     return copy.copy_(tensor.detach())
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without data in whose layout each element has memory of its own."""
+    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    shared = any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return bare.contiguous() if shared else bare
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

@@ -72,7 +72,7 @@ class UnprocessedModule:
             if name in self.devices:
                 changed = tensor
                 if name in changes:
-                    changed = tensor.detach().clone()
+                    changed = host_copies.copied(tensor)
                     _apply(changes[name], changed)
                 there[id(tensor)] = host_copies.on_device(changed, self.devices[name])
         copy = ModuleCopy(self.before, there)

@@ -185,11 +185,17 @@ class LogReplay:
         return self._has_caught_up
 
     async def read_newest(self) -> None:
-        """Look for the newest version again, if the log could not be read at the start."""
-        try:
-            self._note_first(self._taken(await asyncio.to_thread(self.log.listing)))
-        except DeltaError as error:
-            logger.debug("delta log: not read: %s", error.message)
+        """Look for the newest version again, if the log could not be read at the start.
+
+        Nothing is done during a replay, which reads the log, too.
+        """
+        if self._lock.locked():
+            return
+        async with self._lock:
+            try:
+                self._note_first(self._taken(await asyncio.to_thread(self.log.listing)))
+            except (DeltaError, OSError) as error:
+                logger.debug("delta log: not read: %s", error)
 
     def behind(self, version: int) -> int:
         """Return how many versions the log had after this one when it was read last."""

@@ -51,6 +51,15 @@ def test_only_requests_in_flight_keep_their_key() -> None:
     assert waiting.extra_key == make("mine").extra_key == "s2:mine"
 
 
+def test_requests_of_diffusion_models_wait_elsewhere() -> None:
+    make, salts = request_type(), Salts()
+    salts.follow(make)
+    waiting, flying, scheduler = make("mine"), make("mine", holds_kv=True), scheduler_of()
+    scheduler.dllm_manager = SimpleNamespace(waiting_queue=[waiting, flying])
+    salts.change("s1", scheduler)
+    assert (waiting.extra_key, flying.extra_key) == ("s1:mine", "mine")
+
+
 def test_sessions_that_keep_kv_are_refused(serving: SimpleNamespace) -> None:
     make, salts = request_type(), Salts()
     salts.follow(make)

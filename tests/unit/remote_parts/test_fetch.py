@@ -76,6 +76,16 @@ def test_a_removed_file_is_no_part(server: PartServer, part: Path, tmp_path: Pat
             fetched(source, tmp_path)
 
 
+def test_a_source_that_sends_more_is_cut_off(
+    server: PartServer, part: Path, tmp_path: Path
+) -> None:
+    with server.offer(part) as source:
+        less = msgspec.structs.replace(source, size=1 << 10)
+        with pytest.raises(PartUnavailable, match="more than the 1024 bytes of the part"):
+            fetched(less, tmp_path)
+    assert (tmp_path / "fetched").stat().st_size < len(DATA) // 2
+
+
 @pytest.mark.parametrize("token", ["another", "x"])
 def test_another_token_gets_nothing(
     server: PartServer, part: Path, tmp_path: Path, token: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 import tenacity
 import xxhash
 
-from engine_ext.errors import SpoolFull
+from engine_ext.errors import PartUnavailable, SpoolFull
 from engine_ext.remote_parts import ROUTE, PartCache, Peers
 from engine_ext.remote_parts.peers import ordered
 
@@ -157,6 +158,22 @@ def test_peer_that_fails_is_left_out(failure: str, group: list[Peer], cache: Par
     assert not [*cache.folder.glob("*.fetch*")]
 
 
+@pytest.mark.parametrize("wrong", [DATA[::-1], DATA[:-1], DATA * 2])
+def test_only_source_is_any_peer_with_the_bytes(
+    wrong: bytes, group: list[Peer], cache: PartCache
+) -> None:
+    peers = peers_of(group)
+    for peer in group:
+        peer.parts[CONTENT] = wrong
+    with pytest.raises(PartUnavailable, match=f"no peer has sent part {CONTENT}"):
+        peers.require(cache, CONTENT, SIZE)
+    group[2].parts[CONTENT] = DATA
+    peers.require(cache, CONTENT, SIZE)  # those that have just failed are asked again
+    assert cache.get(CONTENT, SIZE, never).read_bytes() == DATA
+    assert peers.received == SIZE
+    assert not [*cache.folder.glob("*.fetch*")]
+
+
 def test_found_peers_get_no_token(group: list[Peer], cache: PartCache) -> None:
     own = "http://127.0.0.1:1"
     peers = Peers([], own, "secret")
@@ -168,6 +185,20 @@ def test_found_peers_get_no_token(group: list[Peer], cache: PartCache) -> None:
     assert {token for peer in group for token in peer.tokens} <= {None}
     first = ordered(CONTENT, [*(peer.url for peer in group), own])[0]
     assert brought is (first != own)
+
+
+@pytest.mark.parametrize(
+    "text", ["http://[::1", "http://host:port", "host", "ftp://host", "", "\n"]
+)
+def test_peer_of_no_url_is_left_out(text: str, group: list[Peer], cache: PartCache) -> None:
+    peers = Peers([], None, None)
+    peers.found = frozenset({text})
+    assert not peers.bring(cache, CONTENT, SIZE)
+    alone = Peers([text, group[0].url], None, None)
+    alone.require(cache, CONTENT, SIZE)
+    assert cache.get(CONTENT, SIZE, never).read_bytes() == DATA
+    with pytest.raises(OSError, match=re.escape(f"{text}: ")):
+        Peers([text], None, None).read_offer(1)
 
 
 def test_without_peers_nobody_waits(cache: PartCache) -> None:

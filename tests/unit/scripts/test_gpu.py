@@ -39,7 +39,7 @@ def test_the_table_shows_what_ran_where() -> None:
     lines = doc_table.rows_of([RUN]).splitlines()
     assert lines[2:] == [
         f"| AWQ | {ON} | {PLAN} | exact; rollback and full sync exact | 11, 12, 13 |",
-        f"| MLA | {ON} | {PLAN} | DIFFERS: 1 of 40; full sync exact | 11, 12, 13 |",
+        f"| MLA | {ON} | {PLAN} | DIFFERS: 1 of 40; full sync exact; rollback no | 11, 12, 13 |",
         f"| lora | {ON} |  | not done: EngineError: it exited / with 1 |  |",
     ]
 
@@ -48,6 +48,50 @@ def test_rows_that_were_never_exact_come_first() -> None:
     other = {"engine": "SGLang 1", "rows": [{**EXACT, "row": "keep"}]}
     assert results.by_worth(["awq", "keep", "mla"], [RUN, other]) == ["keep", "mla", "awq"]
     assert results.exact_rows([RUN, RUN, other]) == 1
+
+
+def test_a_row_is_exact_in_all_that_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "machine", lambda: RUN)
+    run = program.Run(program.make_parser().parse_args([]), time.monotonic())
+    only = {k: one for k, one in EXACT.items() if k not in ("rollback", "full")}
+    for row in (EXACT, only, {**EXACT, "full": "exact"}):
+        run.facts["rows"] = [row]
+        assert run.is_exact
+    differs = "DIFFERS: ['a']"
+    for wrong in (
+        {"rollback": differs},
+        {"full": {"verdict": differs}},
+        {"full": differs},
+        {"error": "EngineError: no answer"},
+        {"verdict": None},
+    ):
+        row = {**EXACT, **wrong}
+        run.facts["rows"] = [EXACT, row]
+        assert not run.is_exact, wrong
+        assert results.exact_rows([{**RUN, "rows": [row]}]) == 0
+        if "verdict" not in wrong:
+            assert (differs in doc_table.rows_of([{**RUN, "rows": [row]}])) is (
+                "error" not in wrong
+            )
+
+
+def test_timings_are_in_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "machine", lambda: RUN)
+    run = program.Run(program.make_parser().parse_args([]), time.monotonic())
+    sound: dict[str, Any] = {"tree": "new", "syncs": [{"status": "committed"}]}
+    sound |= {"corrupted": [], "digest_as_answered": True}
+    for good in (sound, {**sound, "verdict": "exact (9 tensors)"}):
+        run.facts["timing"] = [good]
+        assert run.is_exact
+    for wrong in (
+        {"error": "it exited"},
+        {"verdict": "DIFFERS: ['a']"},
+        {"corrupted": ["a"]},
+        {"digest_as_answered": False},
+        {"syncs": [{"status": "refused"}]},
+    ):
+        run.facts["timing"] = [sound, {**sound, **wrong}]
+        assert not run.is_exact, wrong
 
 
 def test_the_readme_counts_the_exact_rows() -> None:
@@ -108,6 +152,24 @@ def test_what_a_rows_process_prints_is_recorded(
     assert run.facts["rows"] == [{"row": "awq", **expected}]
     assert json.loads((tmp_path / "found.json").read_text()) == run.facts
     assert "awq" in run.table()
+
+
+def test_a_tree_does_not_wait_for_one_that_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up = [timing.is_up(tmp_path, name) for name in ("new", "base")]
+    up[0].touch()  # of an earlier run
+    waiting = f"test -e {up[0]} && exit 1; while ! test -e {up[1]}; do sleep 0.05; done"
+    text = f"""case "$*" in *"--one base"*) exit 1;; *"--trees new base"*) ;; *) exit 1;; esac
+{waiting}; echo 'FACTS {{"verdict": "exact"}}'"""
+    monkeypatch.setattr(sys, "executable", str(Process(tmp_path, text).path))
+    monkeypatch.setattr(program, "machine", lambda: {"engine": "vLLM 1"})
+    monkeypatch.setattr(program, "_LEAST_S", -1)
+    given = ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    chosen = program.make_parser().parse_args([*given, "--timing", "tiny", "--base", str(tmp_path)])
+    run = program.Run(chosen, time.monotonic() + 15.0)
+    run.time()
+    assert run.facts["timing"] == [{"verdict": "exact"}, {"error": "no result: "}]
 
 
 def test_no_row_begins_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

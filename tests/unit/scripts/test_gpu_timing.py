@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,13 +29,15 @@ class Engine:
     made: list[Engine]
 
     def __init__(self, model: Path, flags: Any, *, delta: bool, log_path: Path, **_: Any) -> None:
-        self.model, self.delta, self.log_path, self.url = model, delta, log_path, "http://engine"
-        self.version = 0
+        self.model, self.delta, self.log_path = model, delta, log_path
+        self.version, self.url, self.is_up = 0, f"http://{log_path}", False
         log_path.write_text("INFO Model loading took 1 s\nINFO delta updates: traced\nnoise\n")
         self.made.append(self)
 
     def __enter__(self) -> Engine:
+        time.sleep(0.0 if self.delta else 1.0)
         self.weights = load_tensors(self.model)
+        self.is_up = True
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -47,12 +51,19 @@ class Engine:
 
     def get(self, path: str, **_: Any) -> httpx.Response:
         assert path == "/delta_digest"
+        self.assert_its_turn()
         return httpx.Response(200, json={"corrupted": [], "digest": DIGEST})
 
     def post(self, path: str, json: Any, **_: Any) -> httpx.Response:
         assert (path, json["method"]) == ("/collective_rpc", "reload_weights")
+        self.assert_its_turn()
         self.weights = load_tensors(Path(json["kwargs"]["weights_path"]))
         return httpx.Response(200)
+
+    def assert_its_turn(self) -> None:
+        with (self.log_path.parents[1] / "measure.lock").open() as lock:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def checksums(self) -> dict[str, Any]:
         return {
@@ -67,7 +78,9 @@ class Sender:
     loses = ""
 
     def __init__(self, url: str, weights: Any, *, base_version: int, encoding: str) -> None:
-        [self._engine] = [one for one in Engine.made if one.delta]
+        [self._engine] = [one for one in Engine.made if one.url == url]
+        assert self._engine.delta
+        assert sum(one.is_up for one in Engine.made) == 3  # two of the new tree, one of the base
         assert base_version == self._engine.version
 
     def __enter__(self) -> Sender:
@@ -108,16 +121,18 @@ def test_two_trees_are_timed_and_compared(
     loses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sender, "loses", loses)
-    facts = timing.run("tiny", tmp_path, "new", stock=True)
-    assert "error" not in facts
+    given: dict[str, Any] = {"size": "tiny", "folder": tmp_path, "trees": ("new", "base")}
+    with ThreadPoolExecutor(2) as pool:
+        timed = pool.submit(timing.run, **given, name="new", stock=True)
+        other = timing.run(**given, name="base", stock=False)
+    facts = timed.result()
+    assert "error" not in facts, facts["error"]
     assert [sync["encoding"] for sync in facts["syncs"][::2]] == [*timing.ENCODINGS]
     assert all(sync["token_gap_ms"]["largest"] >= 20 for sync in facts["syncs"])
     assert facts["loading"] == ["INFO Model loading took 1 s", "INFO delta updates: traced"]
     assert (facts["digest_as_answered"], len(facts["reload_weights"])) == (True, 2)
     assert facts["verdict"] == (f"DIFFERS: [{loses!r}]" if loses else "exact (25 tensors)")
     json.dumps(facts)
-    Engine.made.clear()
-    other = timing.run("tiny", tmp_path, "base", stock=False)
     assert ("error" in other, other["stock_start_s"], len(other["syncs"])) == (False, None, 6)
 
 
@@ -126,6 +141,6 @@ def test_a_timing_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise RuntimeError("it exited")
 
     monkeypatch.setattr(Engine, "__enter__", fail)
-    facts = timing.run("tiny", tmp_path, "new", stock=True)
+    facts = timing.run("tiny", tmp_path, "new", stock=True, trees=["new"])
     assert facts["error"] == "RuntimeError: it exited"
     assert facts["weights"] > 1e6

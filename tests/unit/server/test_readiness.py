@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import httpx
 import pytest
 
 from delta_server import readiness
+from engine_ext.log import DeltaLog, Listing
 from engine_ext.log.catalog import DONE
 from engine_ext.ranks.operations import Operation
 from engine_ext.settings import API_KEY_ENVIRONMENT
@@ -286,6 +290,61 @@ def test_a_log_that_was_not_read_is_read_again(log: Path, started: Callable[...,
     assert unready(rig)
     assert rig.post(CATCH_UP).status_code == 200
     assert ready(rig)["version"] == NEWEST
+
+
+def test_a_log_is_read_by_one_thread_at_a_time(
+    log: Path, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = log.rename(log.with_name("away"))
+    write_steps(away)
+    rig = started()
+    listing, reading, most = DeltaLog.listing, list[DeltaLog](), Counter[DeltaLog]()
+
+    def slow(self: DeltaLog, **options: Any) -> Listing:
+        reading.append(self)
+        most[self] = max(most[self], reading.count(self))
+        time.sleep(0.05)
+        try:
+            return listing(self, **options)
+        finally:
+            reading.remove(self)
+
+    monkeypatch.setattr(DeltaLog, "listing", slow)
+
+    async def at_once() -> None:
+        for looks in (1, 2):
+            asked = (rig.request("GET", READY) for _ in range(3))
+            found = (rig.request("POST", CATCH_UP) for _ in range(looks - 1))
+            await asyncio.gather(*asked, *found, rig.request("GET", READY))
+        while reading:
+            await asyncio.sleep(0.01)
+
+    rig.run(at_once())
+    assert {*most.values()} == {1}
+    away.rename(log)
+    assert rig.post(CATCH_UP).status_code == 200
+    assert ready(rig)["version"] == NEWEST
+
+
+def test_a_log_that_fails_otherwise_is_read_again(
+    log: Path,
+    started: Callable[..., Rig],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    away = log.rename(log.with_name("away"))
+    write_steps(away)
+    rig = started()
+
+    def fail(self: DeltaLog, **options: Any) -> Listing:
+        raise OSError("no file descriptors")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeltaLog, "listing", fail)
+        assert unready(rig)
+        assert unready(rig)
+        gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_follower_waits_for_its_log(log: Path, started: Callable[..., Rig]) -> None:

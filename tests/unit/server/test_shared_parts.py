@@ -14,7 +14,8 @@ import pytest
 import uvicorn
 import xxhash
 
-from engine_ext.log import DeltaLog, open_log
+from delta_server.sources import log as replaying
+from engine_ext.log import DeltaLog, fold_versions, open_log, route
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
 from tests.support.endpoint_rig import Rig, assert_error
@@ -82,11 +83,12 @@ class Fleet:
         self._folder, self._stack = folder, ExitStack()
         self.first = Rig(folder / "first", log=str(log))
         self._stack.callback(self.first.close)
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         # Its ranks are those of the rig's loop, so an offer is asked for there.
-        answers: dict[str, Any] = {}
-        self.answers = answers
+        self.answers: dict[str, Any] = {}
+        self.url = self._serve(self.answers)
+
+    def _serve(self, answers: dict[str, Any]) -> str:
+        listening = socket.create_server(("127.0.0.1", 0))
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             body = answers.get(scope["path"])
@@ -106,6 +108,11 @@ class Fleet:
             thread.join()
 
         self._stack.callback(stop)
+        return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+    def also(self, answers: dict[str, Any]) -> str:
+        """Serve the engine at another URL, with some answers in place of its own."""
+        return self._serve(self.answers | answers)
 
     def offer(self) -> dict[str, Any]:
         answer = self.first.get(PARTS)
@@ -169,11 +176,43 @@ def test_peer_whose_digest_differs_is_not_joined(fleet: Fleet) -> None:
     assert "nothing shows that one leads to the other" in problem["message"]
 
 
+@pytest.mark.parametrize("lacks", ["own version", "sound fold"])
+def test_peer_whose_log_proves_nothing_is_not_joined(
+    fleet: Fleet, log: Path, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replaying, "_WAITS_S", ())
+    if lacks == "sound fold":
+        found = open_log(log)
+        fold_versions(found, route(found.listing().entries, VERSION), VERSION)
+    offer = fleet.offer()
+    assert len(offer["versions"]) == (4 if lacks == "sound fold" else 3)
+    folds = [one for one in offer["versions"] if "_from_" in one["folder"]]
+    for fold in folds:
+        fold["done"]["publication"]["digest_after"] = "e" * 32
+    fleet.answers[PARTS] = msgspec.json.encode(
+        offer | {"versions": folds or offer["versions"][:-1]}
+    )
+    rig = fleet.join()
+    assert same(rig.engine.weights, fresh_weights())
+    problem = present(present(rig.status().log).problem)
+    assert problem["type"] == "LogDamaged"
+    assert "nothing shows that one leads to the other" in problem["message"]
+
+
 def test_peer_that_is_down_leaves_the_checkpoint(fleet: Fleet) -> None:
     rig = fleet.join(peers=("http://127.0.0.1:9",))
     assert same(rig.engine.weights, fresh_weights())
     assert present(present(rig.status().log).problem)["type"] == "LogDamaged"
     fleet.offer()
+
+
+def test_other_peers_have_what_one_sends_wrong(fleet: Fleet, log: Path) -> None:
+    fleet.offer()
+    content, data = content_of(min(log.glob("weight_v*")))
+    bad = fleet.also({f"{PARTS}/{content}": data[::-1]})
+    rig = fleet.join(peers=(bad, fleet.url))
+    assert rig.status().version.number == VERSION + 3
+    assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 
 
 def test_uncertain_engine_offers_nothing(fleet: Fleet) -> None:
@@ -247,9 +286,9 @@ def group(tmp_path: Path, store: DeltaLog, proxy: StoreProxy) -> Iterator[Group]
     found.close()
 
 
-def publish(log: DeltaLog) -> None:
+def publish(log: DeltaLog, count: int = len(STEPS)) -> None:
     writer = log.writer()
-    for k, step in enumerate(STEPS):
+    for k, step in enumerate(STEPS[:count]):
         draft = writer.begin(VERSION + k + 1)
         draft.add(delta_part(step, VERSION + k + 1, base_version=VERSION + k))
         draft.finish()
@@ -277,6 +316,20 @@ def test_store_sends_each_part_once_to_a_group(
         assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
     assert reads_of_parts(proxy) == [1, 1, 1]
     assert sum(present(rig.status().log).from_peers for rig in group.rigs) > 0
+
+
+@pytest.mark.slow
+def test_part_that_was_pruned_is_not_there(group: Group, store: DeltaLog) -> None:
+    rig = group.start(0)
+    publish(store)
+    [entry, *_] = store.listing().entries
+    [facts] = entry.files.values()
+    url = f"{PARTS}/{present(facts).xxh3_128}"
+    assert rig.get(f"{url}?cached=true").status_code == 404
+    store.discard(entry.folder.name)
+    assert rig.get(url).status_code == 404
+    publish(store, 1)
+    assert rig.get(url).status_code == 200
 
 
 @pytest.mark.slow

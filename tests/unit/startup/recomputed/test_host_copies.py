@@ -6,7 +6,7 @@ The weights are in host memory here anyway: they are only taken for those of a d
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,8 +17,42 @@ from engine_ext.startup.recomputed import host_copies
 from engine_ext.startup.recomputed.host_copies import HostMemory
 from tests.support.quantised_engine import Serving, processing, refusal
 from tests.support.rank_engine import errors_of
-from tests.support.toy_quantised import IN, OUT, Everything, Int8, Layer
+from tests.support.toy_quantised import (
+    IN,
+    OUT,
+    Everything,
+    Int8,
+    Layer,
+    linear_shapes,
+    one_layer,
+    parameter,
+)
 from tests.unit.sync.test_post_load import TwoLayers, target_of
+
+
+class Gapped(Int8):
+    """Its weight is a part of wider rows."""
+
+    def create_weights(self, layer: Any) -> None:
+        rows = layer.weight.shape[0]
+        wide = torch.full((rows, IN + 2), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        layer.weight = parameter(wide[:, :IN])
+        layer.weight.weight_loader = layer.load
+
+
+class Repeated(Int8):
+    """A buffer repeats one row without memory of its own."""
+
+    def create_weights(self, layer: Any) -> None:
+        layer.register_buffer("row", torch.arange(3.0, device=DEVICE).expand(4, 3))
+
+
+class EverythingAndGaps(Everything):
+    shapes: ClassVar = {**Everything.shapes, **linear_shapes("gapped")}
+
+    def build(self, rank: int, ranks: int) -> None:
+        super().build(rank, ranks)
+        self.gapped = Layer(Gapped(), rank=rank, ranks=ranks)
 
 
 @pytest.fixture
@@ -45,6 +79,7 @@ def test_a_copy_has_the_layout_and_the_bits(chunk: int, monkeypatch: pytest.Monk
         torch.arange(30, dtype=torch.bfloat16).view(5, 6),
         torch.arange(12.0).view(3, 4).t(),
         torch.arange(20, dtype=torch.uint8)[::2],
+        torch.arange(12.0).view(3, 4)[:, :3],
         torch.empty(0),
         torch.tensor(7.0, dtype=torch.float64),
         torch.arange(100, dtype=torch.int32),
@@ -81,7 +116,7 @@ def test_processing_gets_a_module_on_its_device(uploaded: list[torch.Tensor]) ->
 def test_syncs_are_those_of_weights_on_the_device(
     ranks: int, tmp_path: Path, uploaded: list[torch.Tensor]
 ) -> None:
-    serving = Serving(Everything, tmp_path, ranks=ranks)
+    serving = Serving(EverythingAndGaps, tmp_path, ranks=ranks)
     assert serving.reasons() == {}
     before = serving.base
     for seed in range(2):
@@ -93,6 +128,14 @@ def test_syncs_are_those_of_weights_on_the_device(
     errors_of(serving.rollback(before), none=True)
     serving.assert_fresh()
     errors_of(serving.sync(target_of(serving, seed=40), full=True), none=True)
+    serving.assert_fresh()
+
+
+@pytest.mark.host_memory
+def test_a_repeated_row_is_refused_by_name(tmp_path: Path, uploaded: list[torch.Tensor]) -> None:
+    serving = Serving(one_layer(Repeated), tmp_path)
+    assert serving.reasons().keys() == {"lin.weight", "lin.bias"}
+    errors_of(serving.sync(target_of(serving, "norm")), none=True)
     serving.assert_fresh()
 
 
