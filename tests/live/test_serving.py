@@ -196,17 +196,21 @@ def test_a_request_is_answered_by_its_version(
     server: Server, pause_mode: str, stream: bool
 ) -> None:
     """Whole, if the commit waits for it; else up to the commit, and then the error."""
-    version = server.trainer.version
-    body, headers = {**LONG, "stream": stream}, {"X-Weight-Version": str(version)}
 
-    def ask() -> httpx.Response:
-        return server.engine.post("/v1/completions", json=body, headers=headers)
+    def ask_and_sync() -> tuple[int, httpx.Response]:
+        version = server.trainer.version
+        body, headers = {**LONG, "stream": stream}, {"X-Weight-Version": str(version)}
+        with ThreadPoolExecutor(1) as threads:
+            asking = threads.submit(
+                lambda: server.engine.post("/v1/completions", json=body, headers=headers)
+            )
+            time.sleep(0.1 if pause_mode == "keep" else 0.3)
+            server.sync(pause_mode=pause_mode)
+            return version, asking.result()
 
-    with ThreadPoolExecutor(1) as threads:
-        asking = threads.submit(ask)
-        time.sleep(0.3)
-        server.sync(pause_mode=pause_mode)
-        answer = asking.result()
+    version, answer = ask_and_sync()
+    while pause_mode == "keep" and "VersionNotServed" not in answer.text:
+        version, answer = ask_and_sync()  # the request was faster than the sync
     events = [json.loads(e) for e in re.findall(r"^data: (\{.*)$", answer.text, re.M)]
     found = events if stream else [answer.json()]
     choices = [one["choices"][0] for one in found if one.get("choices")]
