@@ -116,6 +116,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(httpx, "stream", stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loses", ["", "model.norm.weight"])
 def test_two_trees_are_timed_and_compared(
     loses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
