@@ -48,8 +48,8 @@ class Server:
         return found
 
     def status(self) -> EngineStatus:
-        """Return the status without the part that changes between syncs."""
-        return msgspec.structs.replace(self.engine.delta_status(), scrub=None)
+        """Return the status without the parts that change between syncs."""
+        return msgspec.structs.replace(self.engine.delta_status(), scrub=None, server=None)
 
     def scrubbed(self) -> list[str]:
         """Return the tensors that differ, once all were read that there are now."""
