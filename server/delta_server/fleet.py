@@ -178,7 +178,7 @@ class FleetCommits:
             DeltaError: of prepare and commit, see `Coordinator`.
         """
         if request.action == "prepare":
-            return await self._prepare(request)
+            return await self._prepare(request, options)
         if request.action == "record":
             return await self._record(request, options)
         if request.action == "commit":
@@ -244,7 +244,7 @@ class FleetCommits:
 
     # The steps -----------------------------------------------------------------------------------
 
-    async def _prepare(self, request: GroupRequest) -> dict[str, Any]:
+    async def _prepare(self, request: GroupRequest, options: Options) -> dict[str, Any]:
         group, version = request.group, request.version
         if version is None:
             raise MalformedPart("the version that is to be prepared is missing")
@@ -254,18 +254,18 @@ class FleetCommits:
         part = held.complete_sync(version, request.sync_id)
         if part is None:
             raise Conflict(f"no complete sync to version {version} is staged; send its parts")
-        until = await self._hold(part, group, request.lease)
+        until = await self._hold(part, group, request.lease, options)
         return {"status": "prepared", "version": version, "group": group, "until": until}
 
     async def _record(self, request: GroupRequest, options: Options) -> dict[str, Any]:
-        if options.flush_cache == "salt":
-            raise MalformedPart("a commit of several engines does not take flush_cache=salt")
         group, staged = request.group, (await self._coordinator.held()).staged
         known = await self._recorded(group)
         if staged is None or staged.prepared is None or staged.prepared.group != group:
             if known is not None and known.committed:
                 return {"status": "recorded", "group": group}
             raise self._lost(group, known)
+        if known is None:  # others could have committed when this engine refuses them
+            await self._coordinator.check_options(options)
         new = Record(
             decision="commit",
             version=staged.version,
@@ -275,7 +275,7 @@ class FleetCommits:
             flush_cache=options.flush_cache,
         )
         # First: a hold that cannot be renewed drops the sync, and then "commit" must not be here.
-        await self._hold(_part_of(staged), group, request.lease, renews=True)
+        await self._hold(_part_of(staged), group, request.lease)
         record = await self._write(group, lambda known: known or new)
         if record.decision != "commit":
             raise self._lost(group, record)
@@ -382,11 +382,13 @@ class FleetCommits:
         await self._write(group, committed)
         return answer
 
-    async def _hold(self, part: PartId, group: str, lease: float, *, renews: bool = False) -> float:
+    async def _hold(
+        self, part: PartId, group: str, lease: float, options: Options | None = None
+    ) -> float:
         """Hold the staged sync for a group, or change its lease; return when that ends."""
         until = time.time() + lease
         prepared = PreparedSync(group=group, until=until, ends=time.monotonic() + lease)
-        await self._coordinator.hold_staged(part, prepared, renews=renews)
+        await self._coordinator.hold_staged(part, prepared, options)
         self._begin_watch()
         return until
 

@@ -179,11 +179,6 @@ class SenderOptions:
             return
         if self.adapter is not None:
             raise ValueError("commit='all_or_none' does not work with adapter yet")
-        if self.flush_cache == "salt":
-            raise ValueError(
-                "commit='all_or_none' does not work with flush_cache='salt' yet: an engine can "
-                "refuse that when others have committed"
-            )
         if self.commit_window <= 0 or (self.quorum is not None and self.quorum < 1):
             raise ValueError("commit_window is above 0 and quorum is 1 at least")
 
