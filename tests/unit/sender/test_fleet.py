@@ -35,6 +35,11 @@ def fleet(tmp_path: Path) -> Iterator[FleetRig]:
 
 @pytest.fixture
 def model() -> Model:
+    return fresh_model()
+
+
+def fresh_model() -> Model:
+    """The tensors that the engines have loaded."""
     found = {}
     for name, values in fresh_weights().items():
         tensor = torch.empty(SHAPES[name], dtype=torch.bfloat16)
