@@ -55,12 +55,13 @@ class FleetRig:
         for rig in self.rigs.values():
             rig.close()
 
-    async def _ask(self, root: str, group: str) -> PeerAnswer:
+    async def _ask(self, root: str, group: str, adapter: str | None) -> PeerAnswer:
         root = self.served.get(root, root)
         if root in self.cut:
             raise OSError("cut off")
         body = {"action": "ask", "group": group}
-        answer = await self.rigs[root].request("POST", COMMIT, json=body)
+        query = {} if adapter is None else {"adapter": adapter}
+        answer = await self.rigs[root].request("POST", COMMIT, json=body, params=query)
         assert answer.status_code == 200, answer.text
         return msgspec.json.decode(answer.content, type=PeerAnswer)
 

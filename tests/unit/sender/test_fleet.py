@@ -389,7 +389,6 @@ def test_step_without_answer_is_taken_again(
         {"commit": "some"},
         {"commit": "each", "quorum": 2},
         {"commit": "each", "evict": print},
-        {"adapter": "a"},
         {"quorum": 0},
         {"commit_window": 0.0},
     ],
