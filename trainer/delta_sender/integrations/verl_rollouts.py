@@ -37,7 +37,7 @@ SERVERS: Final = {
 
 # The newest answer of the engine to what a server is asked.
 _ANSWER: ContextVar[list[Any] | None] = ContextVar("answer", default=None)
-# Of an answer that syncs have interrupted, by piece: the number of tokens, and the spans.
+# The pieces of an answer that syncs have interrupted: numbers of tokens, and spans.
 _PIECES: ContextVar[list[tuple[int, Any]] | None] = ContextVar("pieces", default=None)
 
 
