@@ -343,8 +343,8 @@ def test_ranks_send_to_engines_that_commit_as_one(tmp_path: Path, encoding: str)
         assert outcomes[0] == [
             ("committed", ["committed"] * 2, [first] * 2),
             ("GroupAborted", ["aborted", "refused"], [first] * 2),
-            ("committed", ["committed", "left out"], [first + 2, first]),
-            ("committed", ["committed"] * 2, [first + 3] * 2),
+            ("committed", ["committed", "left out"], [first + 1, first]),
+            ("committed", ["committed"] * 2, [first + 2] * 2),
         ]
         final = fresh_model()
         for step in range(1, 5):
