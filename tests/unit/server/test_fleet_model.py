@@ -188,6 +188,8 @@ class FleetModel(RuleBasedStateMachine):
                 self.give_up()
             self.step(phase, which, fares[number])
             self.engines_that_live_have_ended_alike()
+            if phase == 2:  # while others have yet to commit
+                self.abort_too_late(which, forces=tidies)
 
     @rule(phase=st.integers(0, 2), which=WHICH, fare=FARES)
     def step(self, phase: int, which: int, fare: str) -> None:
