@@ -1,0 +1,84 @@
+"""The faults of the soak: who dies, in which phase of a commit, and what must become of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from scripts.fleet_soak.coordinator import Kill
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        what: who dies.
+        phase: of the commit.
+        kill: when; None: before the commit, in order.
+        leaves_out: whether the trainer's quorum is one engine less than all.
+        commits: whether the engines that live must commit.
+    """
+
+    what: Literal["engine killed", "engine replaced", "trainer killed"]
+    phase: str
+    kill: Kill | None
+    commits: bool
+    leaves_out: bool = True
+
+    @property
+    def hits_engine(self) -> bool:
+        return self.what != "trainer killed"
+
+    def at(self, url: str, group: int) -> Kill | None:
+        """Return what the trainer is to do when the fault hits an engine."""
+        if self.kill is None or not self.hits_engine:
+            return self.kill
+        return Kill(action=self.kill.action, when=self.kill.when, url=url, group=group)
+
+
+FAULTS: Final = (
+    Fault(
+        "engine killed", "staging, all must commit", Kill(action="stage"), False, leaves_out=False
+    ),
+    Fault("engine killed", "staging", Kill(action="stage"), True),
+    Fault("engine killed", "prepared", Kill(action="prepare", when="after"), False),
+    Fault("engine killed", "recorded", Kill(action="record", when="after"), True),
+    Fault("engine killed", "committing", Kill(action="commit", when="during"), True),
+    Fault("engine killed", "after its commit", Kill(action="commit", when="after"), True),
+    Fault("engine replaced", "between commits", None, True),
+    Fault("trainer killed", "before the decision", Kill(action="record", number=2), False),
+    Fault("trainer killed", "after the decision", Kill(action="commit"), True),
+    Fault("trainer killed", "after the first commit", Kill(action="commit", number=2), True),
+)
+
+
+@dataclass(frozen=True)
+class Due:
+    """A fault, after how many commits it comes at the earliest, and the number of its engine."""
+
+    fault: Fault
+    commits: int
+    victim: int
+
+
+def schedule(commits: int, engines: int, faults: Sequence[Fault] = FAULTS) -> list[Due]:
+    """Spread faults over the commits; each engine is hit in turn.
+
+    Args:
+        commits: number of commits.
+        engines: number of engines, 2 or more.
+        faults: in their order.
+    """
+    due, victim = [], 0
+    for number, fault in enumerate(faults, 1):
+        due.append(Due(fault, number * commits // (len(faults) + 1), victim % engines))
+        victim += fault.hits_engine
+    return due
+
+
+def by_turns(kinds: Sequence[tuple[str, int]]) -> list[tuple[str, str]]:
+    """Return (kind, name) of so many engines of each kind, the kinds in turn."""
+    most = max(count for _, count in kinds)
+    return [(k, f"{k} {number}") for number in range(most) for k, count in kinds if number < count]
