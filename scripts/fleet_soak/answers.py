@@ -1,4 +1,4 @@
-"""What an answer must look like: its versions obey the request, and its tokens are theirs."""
+"""Check answers: their versions obey the request, and their tokens are of these versions."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def spans_of(answer: Answer) -> list[tuple[range, int]]:
         versions = wanted(answer.header)
         whole = range(len(answer.tokens))
         return [(whole, versions[0])] if len(versions) == 1 and answer.tokens else []
-    ends = [first for first, _ in answer.spans[1:]] + [len(answer.tokens)]
+    ends = [*(first for first, _ in answer.spans), len(answer.tokens)][1:]
     return [
         (range(first, end), version)
         for (first, version), end in zip(answer.spans, ends, strict=True)

@@ -17,7 +17,7 @@ class Fault:
         what: who dies.
         phase: of the commit.
         kill: when; None: before the commit, in order.
-        leaves_out: whether the trainer's quorum is one engine less than all.
+        leaves_out: whether engines can be left out of the commit.
         commits: whether the engines that live must commit.
     """
 
@@ -42,25 +42,35 @@ FAULTS: Final = (
     Fault(
         "engine killed", "staging, all must commit", Kill(action="stage"), False, leaves_out=False
     ),
+    Fault("trainer killed", "before the decision", Kill(action="record", number=2), False),
     Fault("engine killed", "staging", Kill(action="stage"), True),
+    Fault("trainer killed", "after the decision", Kill(action="commit"), True),
     Fault("engine killed", "prepared", Kill(action="prepare", when="after"), False),
+    Fault("trainer killed", "after the first commit", Kill(action="commit", number=2), True),
     Fault("engine killed", "recorded", Kill(action="record", when="after"), True),
     Fault("engine killed", "committing", Kill(action="commit", when="during"), True),
     Fault("engine killed", "after its commit", Kill(action="commit", when="after"), True),
     Fault("engine replaced", "between commits", None, True),
-    Fault("trainer killed", "before the decision", Kill(action="record", number=2), False),
-    Fault("trainer killed", "after the decision", Kill(action="commit"), True),
-    Fault("trainer killed", "after the first commit", Kill(action="commit", number=2), True),
 )
 
 
 @dataclass(frozen=True)
 class Due:
-    """A fault, after how many commits it comes at the earliest, and the number of its engine."""
+    """A fault, after how many commits it comes at the earliest, and the number of its engine.
+
+    Attributes:
+        ready: how many engines must be ready then, that one too.
+    """
 
     fault: Fault
     commits: int
     victim: int
+    ready: int
+
+
+def quorum(engines: int) -> int:
+    """Return how many engines must prepare if some can be left out: one, or two of four."""
+    return engines - (1 if engines < 4 else 2)
 
 
 def schedule(commits: int, engines: int, faults: Sequence[Fault] = FAULTS) -> list[Due]:
@@ -73,7 +83,9 @@ def schedule(commits: int, engines: int, faults: Sequence[Fault] = FAULTS) -> li
     """
     due, victim = [], 0
     for number, fault in enumerate(faults, 1):
-        due.append(Due(fault, number * commits // (len(faults) + 1), victim % engines))
+        ready = max(2, quorum(engines) + 1) if fault.leaves_out else engines
+        at = number * commits // (len(faults) + 1)
+        due.append(Due(fault, at, victim % engines, ready))
         victim += fault.hits_engine
     return due
 

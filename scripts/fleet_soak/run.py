@@ -23,7 +23,7 @@ from scripts.fleet_soak.answers import (
 from scripts.fleet_soak.coordinator import Coordinator, CoordinatorDied, Options, Outcome
 from scripts.fleet_soak.engines import Engines, Member, statuses
 from scripts.fleet_soak.load import Load
-from scripts.fleet_soak.plan import Due
+from scripts.fleet_soak.plan import Due, quorum
 from scripts.fleet_soak.reference import Reference, digest, weights
 from scripts.fleet_soak.router import Router
 
@@ -173,14 +173,18 @@ class Soak:
     # Steps --------------------------------------------------------------------------------------
 
     def _next(self) -> None:
-        """Send one step, with a fault if one is due and all engines are ready."""
-        is_due = self._due and self.figures.commits >= self._due[0].commits
-        if is_due and not self._unready and self._all_are_ready():
+        """Send one step, with a fault if one is due and enough engines are ready."""
+        if self._due and self._is_due(self._due[0]):
             self._fault(self._due.pop(0))
             return
         outcome = self._sync(None)
         if outcome is not None and len(outcome.states) == len(outcome.versions):
             self.figures.sync_s.append(outcome.seconds)
+
+    def _is_due(self, due: Due) -> bool:
+        listed = self._router.listed
+        has_victim = not due.fault.hits_engine or self._engines.members[due.victim].url in listed
+        return self.figures.commits >= due.commits and has_victim and len(listed) >= due.ready
 
     def _fault(self, due: Due) -> None:
         fault, member = due.fault, self._engines.members[due.victim]
@@ -313,7 +317,7 @@ class Soak:
             urls=[member.url for member in self._engines.members],
             step=self._known[self._version],
             version=self._version,
-            quorum=len(self._engines.members) - 1 if self._leaves_out else None,
+            quorum=quorum(len(self._engines.members)) if self._leaves_out else None,
             window=_WINDOW_S,
             lag_limit=_LAG_S,
         )
