@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from typing import Any
 
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -64,4 +64,5 @@ def summary(found: Figures) -> dict[str, Any]:
 
 def as_json(found: Figures) -> dict[str, Any]:
     """Return all figures, for `--json`."""
-    return dataclasses.asdict(found)
+    figures: dict[str, Any] = msgspec.to_builtins(found)
+    return figures
