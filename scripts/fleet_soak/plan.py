@@ -69,8 +69,8 @@ class Due:
 
 
 def quorum(engines: int) -> int:
-    """Return how many engines must prepare if some can be left out: one, or two of four."""
-    return engines - (1 if engines < 4 else 2)
+    """Return how many engines must prepare if some can be left out: half of them."""
+    return (engines + 1) // 2
 
 
 def schedule(commits: int, engines: int, faults: Sequence[Fault] = FAULTS) -> list[Due]:
@@ -83,7 +83,7 @@ def schedule(commits: int, engines: int, faults: Sequence[Fault] = FAULTS) -> li
     """
     due, victim = [], 0
     for number, fault in enumerate(faults, 1):
-        ready = max(2, quorum(engines) + 1) if fault.leaves_out else engines
+        ready = quorum(engines) + 1 if fault.leaves_out else engines
         at = number * commits // (len(faults) + 1)
         due.append(Due(fault, at, victim % engines, ready))
         victim += fault.hits_engine

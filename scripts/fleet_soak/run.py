@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -20,7 +20,7 @@ from scripts.fleet_soak.answers import (
     spans_of,
     unknown_versions,
 )
-from scripts.fleet_soak.coordinator import Coordinator, CoordinatorDied, Options, Outcome
+from scripts.fleet_soak.coordinator import Coordinator, CoordinatorDied, Kill, Options, Outcome
 from scripts.fleet_soak.engines import Engines, Member, statuses
 from scripts.fleet_soak.load import Load
 from scripts.fleet_soak.plan import Due, quorum
@@ -192,7 +192,7 @@ class Soak:
         before, start = self._version, time.monotonic()
         if fault.what == "engine replaced":
             self._router.leave_out(member.url)
-            self._replace(member, grace_s=15.0)
+            self._engines.replace(member, grace_s=15.0)
             self._deaths.append((start, time.monotonic()))
         kill = fault.at(member.url, member.group)
         victim = member if fault.hits_engine else None
@@ -212,15 +212,12 @@ class Soak:
             self._problem(f"{fault.what}, {fault.phase}: {expected} was expected, {row.outcome}")
         if victim is not None:
             if kill is not None:
-                self._replace(victim, grace_s=0.0)
+                self._engines.replace(victim, grace_s=0.0)
             self._unready[victim.url] = row
         self._need(leaves_out=True)
         self._show(f"{fault.what}, {fault.phase}: version {before} -> {self._version}")
 
-    def _replace(self, member: Member, grace_s: float) -> None:
-        self._engines.replace(member, grace_s)
-
-    def _sync(self, kill: Any, victim: Member | None = None) -> Outcome | None:
+    def _sync(self, kill: Kill | None, victim: Member | None = None) -> Outcome | None:
         """Send the next step and settle it; None if the trainer was killed."""
         self._step += 1
         coordinator = self._coordinator or self._start_coordinator()
@@ -274,14 +271,14 @@ class Soak:
                 del self._unready[url]
 
     def _check_engine(
-        self, url: str, version: int, digest_: str, before: int, outcome: Outcome | None
+        self, url: str, version: int, held: str, before: int, outcome: Outcome | None
     ) -> None:
         """Check that an engine holds the fleet's version, or was left out of it, and its bytes."""
         name = self._engines.named(url)
         step = self._known.get(version)
         if step is None:
             self._problem(f"{name} is at version {version}, which no step has")
-        elif digest_ != self._digest_of(step):
+        elif held != self._digest_of(step):
             self._problem(f"{name}: the digest is not that of version {version}")
         was_left_out = url not in self._router.listed or (
             outcome is not None and outcome.states.get(url) == "left out"
@@ -358,7 +355,7 @@ class Soak:
         if (problem := self.figures.tokens.check(answer, self._score)) is not None:
             self._problem(problem)
 
-    def _score(self, version: int, prompt: Any, tokens: Any) -> list[float]:
+    def _score(self, version: int, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
         return self._reference.logprobs(self._known[version], prompt, tokens)
 
     def _problem(self, text: str) -> None:
