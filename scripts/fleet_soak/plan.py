@@ -83,7 +83,7 @@ def schedule(commits: int, engines: int, faults: Sequence[Fault] = FAULTS) -> li
     """
     due, victim = [], 0
     for number, fault in enumerate(faults, 1):
-        ready = quorum(engines) + 1 if fault.leaves_out else engines
+        ready = max(2, quorum(engines) + fault.hits_engine) if fault.leaves_out else engines
         at = number * commits // (len(faults) + 1)
         due.append(Due(fault, at, victim % engines, ready))
         victim += fault.hits_engine
