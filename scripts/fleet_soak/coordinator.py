@@ -142,27 +142,26 @@ class Coordinator:
 
 
 class Killing(httpx.BaseTransport):
-    """Passes requests on, and kills as it is asked to.
+    """Passes requests on to another transport, and kills as it is asked to."""
 
-    Attributes:
-        next: set before a step.
-    """
-
-    def __init__(self) -> None:
-        self.next: Kill | None = None
-        self._seen, self._lock = 0, threading.Lock()
-        self._inner = httpx.HTTPTransport()
+    def __init__(self, inner: httpx.BaseTransport) -> None:
+        self._inner, self._lock = inner, threading.Lock()
+        self._next: Kill | None = None
+        self._seen = 0
 
     def expect(self, kill: Kill | None) -> None:
         """Kill during the next step of the trainer, or not."""
-        self.next, self._seen = kill, 0
+        self._next, self._seen = kill, 0
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         action = _action(request)
-        if self.next is not None and self.next.url is None and action == self.next.action:
+        awaited = self._next
+        if awaited is not None and awaited.url is None and action == awaited.action:
             with self._lock:  # one after another: those before it are done
-                self._kill(request, "before")
-                return self._inner.handle_request(request)
+                return self._passed(request)
+        return self._passed(request)
+
+    def _passed(self, request: httpx.Request) -> httpx.Response:
         kill = self._counted(request)
         if kill is None:
             return self._inner.handle_request(request)
@@ -176,13 +175,8 @@ class Killing(httpx.BaseTransport):
             _do(kill)
         return response
 
-    def _kill(self, request: httpx.Request, when: str) -> None:
-        kill = self._counted(request)
-        if kill is not None and kill.when == when:
-            _do(kill)
-
     def _counted(self, request: httpx.Request) -> Kill | None:
-        kill = self.next
+        kill = self._next
         if kill is None or _action(request) != kill.action:
             return None
         if kill.url is not None and not str(request.url).startswith(f"{kill.url}/"):
@@ -190,7 +184,7 @@ class Killing(httpx.BaseTransport):
         self._seen += 1
         if self._seen != kill.number:
             return None
-        self.next = None
+        self._next = None
         return kill
 
 
@@ -213,7 +207,7 @@ def _action(request: httpx.Request) -> str | None:
 def main() -> None:
     """Send the steps that stdin names until it is closed."""
     options = msgspec.json.decode(sys.argv[1], type=Options)
-    base, transport = load_tensors(Path(options.folder)), Killing()
+    base, transport = load_tensors(Path(options.folder)), Killing(httpx.HTTPTransport())
     lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
 
     def read() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -17,6 +20,7 @@ from scripts.fleet_soak.answers import (
     spans_of,
     unknown_versions,
 )
+from scripts.fleet_soak.coordinator import Kill, Killing
 from scripts.fleet_soak.plan import FAULTS, by_turns, schedule
 from scripts.fleet_soak.reference import digest, weights
 from scripts.fleet_soak.router import config
@@ -78,6 +82,32 @@ def test_token_of_another_version_is_found() -> None:
 @pytest.mark.parametrize(("death", "fails"), [((0.0, 0.5), False), ((0.0, 0.6), True)])
 def test_request_fails_only_near_a_death(death: tuple[float, float], fails: bool) -> None:
     assert may_fail(answer(), [death], seconds=0.4) is fails
+
+
+@pytest.mark.parametrize(
+    ("kill", "last"),
+    [
+        ({"action": "record", "number": 2}, "record b"),
+        ({"action": "record", "url": "http://b"}, "record b"),
+        ({"action": "prepare", "url": "http://a", "when": "after"}, "prepare a"),
+        ({"action": "stage", "url": "http://a"}, "stage a"),
+        ({"action": "commit", "when": "during"}, "commit a"),
+    ],
+)
+def test_kills_at_its_step(kill: dict[str, Any], last: str) -> None:
+    """The process that is killed lives until then."""
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    transport = Killing(httpx.MockTransport(lambda request: httpx.Response(200)))
+    transport.expect(Kill(**kill, group=process.pid))
+    with httpx.Client(transport=transport) as client:
+        for step in ("stage a", "prepare a", "record a", "record b", "commit a"):
+            assert process.poll() is None
+            action, engine = step.split()
+            path = "update_weights_delta" if action == "stage" else "delta_commit"
+            client.post(f"http://{engine}/{path}", json={"action": action})
+            if step == last:
+                break
+    assert process.wait(timeout=10) == -signal.SIGKILL
 
 
 def test_steps_are_weights_of_their_number() -> None:
