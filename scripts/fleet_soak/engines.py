@@ -19,7 +19,6 @@ from scripts.live_engine.registry import ENGINES
 # As in `scripts.soak`: without these, caches of CPU kernels grow with every shape of a batch.
 _ENVIRONMENT: Final = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 _ARGUMENTS: Final = {"vllm": ["--num-gpu-blocks-override", "64"], "sglang": []}
-_AT_ONCE: Final = 2  # starts; each takes a core
 
 
 class Member:
@@ -97,7 +96,7 @@ class Engines:
 
     def __init__(self, members: Sequence[tuple[str, str]], model: Path, folder: Path) -> None:
         self.members = [Member(kind, name, model, folder) for kind, name in members]
-        self._starts = ThreadPoolExecutor(_AT_ONCE)
+        self._starts = ThreadPoolExecutor(len(members))
         self._starting: dict[str, Future[None]] = {}
         self._lock, self._is_closed = threading.Lock(), False
 
