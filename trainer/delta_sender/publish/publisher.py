@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Condition
+from typing import Final
 
 from delta_sender.arguments import Base, Tensors, named_pairs, tensors_of
 from delta_sender.diff.observations import Watch
@@ -52,6 +53,7 @@ from engine_ext.resources import no_full_collections
 logger = logging.getLogger(__name__)
 
 Connect = Callable[[str, SenderOptions], Destination]
+_LEFT_OUT_S: Final = 1.0  # for an engine that the others have not waited for
 
 
 class Publisher:
@@ -332,9 +334,13 @@ class Publisher:
             if fleet is None:
                 wait_for(threads, self._ended, self.options.lag_limit)
             else:
-                if not fleet.conduct(sync_round.let_write if sync_round.writes_last else None):
+                window, awaited = self.options.commit_window, threads
+                if fleet.conduct(sync_round.let_write if sync_round.writes_last else None):
+                    awaited = [t for t in threads if not fleet.is_left_out(t.session.destination)]
+                else:
                     sync_round.fail(SyncError("none commits this sync", 409, dict(ABORTED)))
-                wait_for(threads, self._ended, self.options.commit_window, begins_now=True)
+                wait_for(awaited, self._ended, window, begins_now=True)
+                wait_for(threads, self._ended, min(window, _LEFT_OUT_S), begins_now=True)
             sync_round.release()
         except BaseException as error:
             if fleet is not None:
