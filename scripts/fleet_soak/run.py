@@ -237,11 +237,12 @@ class Soak:
         return outcome
 
     def _settle(self, outcome: Outcome | None) -> None:
-        """Wait until no engine holds a sync, compare what they hold, and let clients know."""
+        """Wait until no engine holds a prepared sync, compare what they hold, and let clients know."""
         end = time.monotonic() + _SETTLED_S
         while True:
             found = statuses(self._engines.live)
-            if all(status.staged is None for status in found.values()):
+            held = [status.staged for status in found.values() if status.staged is not None]
+            if all(staged.prepared is None for staged in held):  # others are of no group
                 break
             if time.monotonic() > end:
                 self._problem(f"step {self._step} was not settled in {_SETTLED_S:.0f} s")
