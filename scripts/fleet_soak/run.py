@@ -28,7 +28,7 @@ from scripts.fleet_soak.reference import Reference, digest, weights
 from scripts.fleet_soak.router import Router
 
 _WINDOW_S: Final = 5.0
-_LAG_S: Final = 3.0
+_LAG_S: Final = 5.0
 _SETTLED_S: Final = 120.0
 _AFTER_DEATH_S: Final = 15.0  # in which requests can fail
 _POLL_S: Final = 0.1
@@ -237,7 +237,7 @@ class Soak:
         return outcome
 
     def _settle(self, outcome: Outcome | None) -> None:
-        """Wait until no engine holds a prepared sync, compare what they hold, and let clients know."""
+        """Wait until no engine has a sync prepared, compare their weights, and let clients know."""
         end = time.monotonic() + _SETTLED_S
         while True:
             found = statuses(self._engines.live)
