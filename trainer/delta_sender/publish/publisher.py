@@ -53,7 +53,7 @@ from engine_ext.resources import no_full_collections
 logger = logging.getLogger(__name__)
 
 Connect = Callable[[str, SenderOptions], Destination]
-_LEFT_OUT_S: Final = 1.0  # for an engine that the others have not waited for
+_LEFT_OUT_S: Final = 1.0  # for engines that are left out, when the others have committed
 
 
 class Publisher:
@@ -334,13 +334,14 @@ class Publisher:
             if fleet is None:
                 wait_for(threads, self._ended, self.options.lag_limit)
             else:
-                window, awaited = self.options.commit_window, threads
+                window = self.options.commit_window
                 if fleet.conduct(sync_round.let_write if sync_round.writes_last else None):
-                    awaited = [t for t in threads if not fleet.is_left_out(t.session.destination)]
+                    others = [t for t in threads if not fleet.is_left_out(t.session.destination)]
+                    wait_for(others, self._ended, window, begins_now=True)
+                    window = min(window, _LEFT_OUT_S)
                 else:
                     sync_round.fail(SyncError("none commits this sync", 409, dict(ABORTED)))
-                wait_for(awaited, self._ended, window, begins_now=True)
-                wait_for(threads, self._ended, min(window, _LEFT_OUT_S), begins_now=True)
+                wait_for(threads, self._ended, window, begins_now=True)
             sync_round.release()
         except BaseException as error:
             if fleet is not None:
