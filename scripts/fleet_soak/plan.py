@@ -54,6 +54,9 @@ FAULTS: Final = (
 )
 
 
+_BETWEEN: Final = 5  # an engine takes minutes to start, and the next one is hit after that
+
+
 @dataclass(frozen=True)
 class Due:
     """A fault, after how many commits it comes at the earliest, and the number of its engine.
@@ -74,7 +77,7 @@ def quorum(engines: int) -> int:
 
 
 def schedule(commits: int, engines: int, faults: Sequence[Fault] = FAULTS) -> list[Due]:
-    """Spread faults over the commits; each engine is hit in turn.
+    """Put commits between the faults, five if there are so many; each engine is hit in turn.
 
     Args:
         commits: number of commits.
@@ -82,10 +85,10 @@ def schedule(commits: int, engines: int, faults: Sequence[Fault] = FAULTS) -> li
         faults: in their order.
     """
     due, victim = [], 0
+    between = min(_BETWEEN, commits // (len(faults) + 1))
     for number, fault in enumerate(faults, 1):
         ready = max(2, quorum(engines) + fault.hits_engine) if fault.leaves_out else engines
-        at = number * commits // (len(faults) + 1)
-        due.append(Due(fault, at, victim % engines, ready))
+        due.append(Due(fault, number * between, victim % engines, ready))
         victim += fault.hits_engine
     return due
 
