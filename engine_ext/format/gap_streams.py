@@ -135,12 +135,15 @@ def encode_gaps(indices: NDArray[np.int64]) -> tuple[NDArray[np.uint8], int]:
     return wide, 2
 
 
-def pack_streams(streams: Sequence[NDArray[np.uint8]], widths: Sequence[int]) -> NDArray[np.uint8]:
+def pack_streams(
+    streams: Sequence[NDArray[np.uint8]], widths: Sequence[int], *, stored: bool = False
+) -> NDArray[np.uint8]:
     """Compress the streams of all params into the ``__positions__`` tensor, uint8 [bytes].
 
     Args:
         streams: One per param, from `encode_gaps`; empty for a dense one.
         widths: Bytes of their symbols; 0 for a dense one.
+        stored: See `compress_planes`.
     """
     none = np.empty(0, np.uint8)
     wide = [width == 2 for width in widths]
@@ -149,7 +152,8 @@ def pack_streams(streams: Sequence[NDArray[np.uint8]], widths: Sequence[int]) ->
         for stream, two in zip(streams, wide, strict=True)
     ]
     high = [stream[stream.size // 2 :] for stream, two in zip(streams, wide, strict=True) if two]
-    return compress_planes(np.concatenate([none, *low]), np.concatenate([none, *high]), search=True)
+    planes = (np.concatenate([none, *own]) for own in (low, high))
+    return compress_planes(*planes, search=True, stored=stored)
 
 
 def unpack_streams(
