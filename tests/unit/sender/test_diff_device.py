@@ -26,6 +26,7 @@ from delta_sender.diff.device_batch import DeviceComparisons
 from delta_sender.diff.snapshot import Snapshot
 from engine_ext.format import device_streams
 from engine_ext.kernels import gather_scatter
+from tests.support.fake_engine import Engine, model_of, train
 from tests.support.served_models import changed, random_tensor
 
 Tensors = dict[str, torch.Tensor]
@@ -160,6 +161,20 @@ def test_tied_tensors(kept_on: str) -> None:
     assert found(snapshot, {"w": new, "head": new}) == in_host_memory({"w": weight}, {"w": new})
     with pytest.raises(ValueError, match="head: differs from w"):
         found(snapshot, {"w": new, "head": changed(new, 2, 0.1)})
+
+
+@pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_exp", "gap8_ulp", "auto"])
+def test_an_engine_follows_what_was_found_there(encoding: str) -> None:
+    """The engine proves the digests of the device, and the places of its gap streams."""
+    model = model_of(torch.bfloat16, torch.float32, torch.int8, numel=900)
+    engine = Engine.of(model)
+    client = engine.client()
+    sender = DeltaSender("http://engine/", model.items(), client=client, encoding=encoding)
+    for number, density in enumerate([0.0, 0.002, 0.02, 0.4, 1.0, 0.02]):
+        train(model, number, density)
+        report = sender.sync(model.items())
+        assert not report.full
+        assert engine.holds(model)
 
 
 # --- where the copy is ---
