@@ -26,15 +26,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from engine_ext.errors import SaltUnavailable
 from tests.support.delta_bodies import VERSION, fresh_weights, full_part
 from tests.support.fleet_rig import LONG, FleetRig
 
 ENGINES = 3
 WHICH = st.integers(0, ENGINES - 1)
-# How a message fares.
-FARES = st.sampled_from([*["arrives"] * 8, "lost", "answer lost"])
+# How a message fares. One that is delayed can arrive at any time, or never.
+FARES = st.sampled_from([*["arrives"] * 8, "lost", "delayed", "answer lost"])
 KINDS = st.sampled_from(
-    ["lease"] * 3 + ["dies", "cut", "cut", "late", "give up", "sender dies", "claim", "release"]
+    ["lease"] * 3
+    + ["dies", "cut", "cut", "late", "give up", "sender dies", "claim", "release"]
+    + ["abort too late"]
 )
 # What happens before a message of a sync, and to whom.
 EVENTS = st.tuples(
@@ -52,6 +55,7 @@ class Group:
     version: int
     body: bytes
     epoch: int
+    flush_cache: str
     posted: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
     members: list[str] = field(default_factory=list)  # that record; none before
@@ -98,6 +102,8 @@ class FleetModel(RuleBasedStateMachine):
         if url in self.fleet.cut or fare == "lost":
             return {}
         self.sent.append((url, self.fleet.incarnations[url], action, {"group": group, **fields}))
+        if fare == "delayed":
+            return {}
         answer = self.deliver(url, action, group, **fields)
         return {} if fare == "answer lost" else answer
 
@@ -105,7 +111,7 @@ class FleetModel(RuleBasedStateMachine):
         if action == "part":
             response = self.fleet.hold(url, group.body)
         else:
-            response = self.fleet.step(url, action, group.name, **fields)
+            response = self.fleet.step(url, action, group.name, group.flush_cache, **fields)
         answer: dict[str, Any] = response.json()
         kind = answer.get("status") or answer["error"]["type"]
         self.occurred[f"{action}: {kind}"] += 1
@@ -121,7 +127,7 @@ class FleetModel(RuleBasedStateMachine):
     def begins(self) -> None:
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, flush_cache: str = "true") -> None:
         if self.group is not None and self.group.commits is None:
             return
         version = next(self.versions)
@@ -130,7 +136,7 @@ class FleetModel(RuleBasedStateMachine):
         body = full_part(
             weights, version, sync_id=name, run="run", run_epoch=self.epoch, run_owner="host:1"
         )
-        self.group = Group(name, version, body, self.epoch)
+        self.group = Group(name, version, body, self.epoch, flush_cache)
         self.groups.append(self.group)
 
     def prepare(self, which: int, fare: str) -> None:
@@ -150,6 +156,7 @@ class FleetModel(RuleBasedStateMachine):
         quorum=st.sampled_from([ENGINES, ENGINES, ENGINES - 1]),
         ends=st.sampled_from([*range(2, 3 * ENGINES), *[3 * ENGINES] * 6]),
         tidies=st.sampled_from([True, True, False]),
+        flush_cache=st.sampled_from([*["true"] * 4, "salt", "salt that one refuses"]),
     )
     def sync(
         self,
@@ -159,6 +166,7 @@ class FleetModel(RuleBasedStateMachine):
         quorum: int,
         ends: int,
         tidies: bool,
+        flush_cache: str = "true",
     ) -> None:
         """A sync, up to some message, while things happen; perhaps nothing is held before it."""
         if tidies:
@@ -166,7 +174,10 @@ class FleetModel(RuleBasedStateMachine):
             for which in range(ENGINES):
                 self.lease_ends(which)
             self.give_up()
-        self.begin()
+        if flush_cache == "salt that one refuses":
+            flush_cache = "salt"
+            self.cannot_salt(order[0])
+        self.begin(flush_cache)
         for number, (phase, which) in enumerate(itertools.product(range(3), order)):
             for when, what, who in events:
                 if when == number:
@@ -180,6 +191,8 @@ class FleetModel(RuleBasedStateMachine):
                 self.give_up()
             self.step(phase, which, fares[number])
             self.engines_that_live_have_ended_alike()
+            if phase == 2:  # while others have yet to commit
+                self.abort_too_late(which, forces=tidies)
 
     @rule(phase=st.integers(0, 2), which=WHICH, fare=FARES)
     def step(self, phase: int, which: int, fare: str) -> None:
@@ -202,6 +215,8 @@ class FleetModel(RuleBasedStateMachine):
             self.sender_dies()
         elif what == "release":
             self.release(which)
+        elif what == "abort too late":
+            self.abort_too_late(which, forces=who % 2 == 0)
         else:
             self.next_sender_claims(which)
 
@@ -237,12 +252,32 @@ class FleetModel(RuleBasedStateMachine):
             self.reach(which, fare, "abort", version=group.version, sync_id=group.name)
 
     def late(self, which: int) -> None:
-        """A message that an engine has had arrives a second time."""
+        """A message that an engine has had arrives a second time, or a delayed one at last."""
         if not self.sent:
             return
         url, incarnation, action, fields = self.sent[which % len(self.sent)]
         if url not in self.fleet.cut and incarnation == self.fleet.incarnations[url]:
             self.deliver(url, action, **fields)
+
+    def cannot_salt(self, which: int) -> None:
+        """An engine dies, and is started otherwise."""
+        url = self.fleet.urls[which]
+        self.fleet.start(url)
+        failure = SaltUnavailable("not as it was started")
+        self.fleet.rigs[url].engine.fails["salt_cache"] = failure
+
+    def abort_too_late(self, which: int, *, forces: bool) -> None:
+        """Somebody ends a group at an engine that has committed it, as if it waited there."""
+        url = self.fleet.urls[which]
+        place = (url, self.fleet.incarnations[url])
+        ended = [group for group in self.groups if place in self.committed[group.name]]
+        if url in self.fleet.cut or not ended:
+            return
+        group = ended[-1]
+        fields = {"version": group.version, "sync_id": group.name, "force": forces}
+        answer = self.fleet.step(url, "abort", group.name, **fields)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (409, "Conflict"), answer
+        self.occurred["abort too late"] += 1
 
     def release(self, which: int) -> None:
         """The sender is closed in the middle of it."""
@@ -348,10 +383,11 @@ def test_engines_that_commit_as_one_agree() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a history that fails is made short
 def test_engines_agree_whatever_crashes() -> None:
-    occurred = run_machine(examples=100, steps=12)
+    occurred = run_machine(examples=150, steps=12)
     wanted = {
         "ended: True", "ended: False", "settled: True", "settled: False", "part: SyncInProgress",
         "prepare: GroupAborted", "record: GroupAborted", "commit: already_applied",
+        "abort too late", "prepare: SaltUnavailable",
     }  # fmt: skip
     assert wanted - {*occurred} == set(), occurred
 
