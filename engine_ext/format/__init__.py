@@ -31,7 +31,7 @@ from engine_ext.format.container import (
 from engine_ext.format.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.format.digest_on_device import device_digest
-from engine_ext.format.gap_streams import byte_stream, join_streams
+from engine_ext.format.gap_streams import byte_stream, bytes_suffice, join_streams, read_streams
 from engine_ext.format.identity import Origin, PartId, RunSender, Unproven, continues, part_identity
 from engine_ext.format.manifest import (
     ANONYMOUS,
@@ -59,6 +59,7 @@ from engine_ext.format.signature import (
     sign,
     signing_key,
 )
+from engine_ext.format.streams_on_device import ChangedElements, device_streams
 from engine_ext.format.ulp_differences import differences_of
 from engine_ext.format.verified_part import read_verified, verify_container
 from engine_ext.format.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame, inflate
@@ -75,6 +76,7 @@ __all__ = [
     "SIGNATURE_HEADER",
     "SIGNATURE_SUFFIX",
     "ZSTD_MAGIC",
+    "ChangedElements",
     "DecodedPart",
     "Digest",
     "FrameReader",
@@ -92,6 +94,7 @@ __all__ = [
     "Unproven",
     "Verifier",
     "byte_stream",
+    "bytes_suffice",
     "change_digest",
     "check_run",
     "compress_frame",
@@ -99,6 +102,7 @@ __all__ = [
     "decode_part",
     "decode_positions",
     "device_digest",
+    "device_streams",
     "differences_of",
     "digest_if_equal",
     "encode_part",
@@ -112,6 +116,7 @@ __all__ = [
     "part_identity",
     "position_bytes",
     "read_container",
+    "read_streams",
     "read_verified",
     "sign",
     "signing_key",

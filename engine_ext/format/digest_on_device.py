@@ -66,10 +66,16 @@ def _table(device: torch.device) -> torch.Tensor:
 def _sums(
     values: torch.Tensor, places: torch.Tensor, seeds: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
-    curve = _curve(values)
+    return _terms(_curve(values), places, seeds, table).sum(1)
+
+
+def _terms(
+    curve: torch.Tensor, places: torch.Tensor, seeds: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    """Return the terms of elements in both lanes, int64 [2, n]; `seeds` is [2] or [2, n]."""
     blocks, within = places // digest._BLOCK_SIZE, places % digest._BLOCK_SIZE
     lanes = [
-        ((_mix(seeds[lane] + blocks) | 1) * table[lane * digest._BLOCK_SIZE + within] * curve).sum()
+        (_mix(seeds[lane] + blocks) | 1) * table[lane * digest._BLOCK_SIZE + within] * curve
         for lane in (0, 1)
     ]
     return torch.stack(lanes)

@@ -30,16 +30,18 @@ from engine_ext.kernels import array, compile_loop, made_with_numba
 _Bytes = NDArray[np.uint8]
 
 
-def encode_planes(values: Sequence[NDArray[Any]]) -> _Bytes:
+def encode_planes(values: Sequence[NDArray[Any]], *, stored: bool = False) -> _Bytes:
     """Encode all params' values, each unsigned ints of the dtype's width, [nnz], to uint8 [bytes].
 
-    The result is the ``__values__`` tensor; see the top of this module.
+    The result is the ``__values__`` tensor; see the top of this module, and for `stored`
+    `engine_ext.format.zstd_frames.compress_planes`.
     """
     if values and values[0].itemsize <= 2:  # a param has one lower plane at most
         values = [joined(values[group]) for group in in_groups(values)]
     planes = [_split(bits) for bits in values]
     highest = np.concatenate([np.empty(0, np.uint8), *(own for own, _ in planes)])
-    return np.concatenate([*(own for _, own in planes), compress_planes(highest, search=False)])
+    frame = compress_planes(highest, search=False, stored=stored)
+    return np.concatenate([*(own for _, own in planes), frame])
 
 
 def decode_planes(raw: _Bytes, params: Sequence[ParamEntry]) -> list[NDArray[Any]]:

@@ -49,6 +49,16 @@ def stream_bytes(indices: NDArray[np.int64]) -> int:
     return nnz and min(nnz + (int(indices[-1]) + 1 - nnz) // 255, 2 * nnz)
 
 
+def bytes_suffice(nnz: int, end: int) -> bool:
+    """Return whether 1-byte symbols surely suffice: at most one skip per element on average.
+
+    Args:
+        nnz: Elements of a param.
+        end: One more than the index of the last one.
+    """
+    return max(0, end - nnz) // 255 <= nnz
+
+
 def byte_stream(indices: NDArray[np.int64], start: int) -> NDArray[np.uint8]:
     """Encode a piece of a param's indices as a stream of 1-byte symbols, uint8 [bytes].
 
@@ -72,7 +82,7 @@ def join_streams(
     """
     pieces = [(indices, stream) for indices, stream in pieces if indices.size]
     nnz = sum(indices.size for indices, _ in pieces)
-    if pieces and not _bytes_suffice(nnz, int(pieces[-1][0][-1]) + 1):
+    if pieces and not bytes_suffice(nnz, int(pieces[-1][0][-1]) + 1):
         return None
     streams: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
     following = 0
@@ -114,7 +124,7 @@ def encode_gaps(indices: NDArray[np.int64]) -> tuple[NDArray[np.uint8], int]:
     largest = int(indices.max())
     if largest >= _MAX_NUMEL:
         raise ValueError(f"an index of {largest}; tensors have at most {_MAX_NUMEL} elements")
-    if _bytes_suffice(nnz, largest + 1):
+    if bytes_suffice(nnz, largest + 1):
         return _symbols(indices, 1, largest), 1
     wide = _symbols(indices, 2, largest).view(np.uint8).reshape(-1, 2).T.reshape(-1)
     if (largest + 1 - nnz) // 255 <= _TOO_SPARSE * nnz:
@@ -125,12 +135,15 @@ def encode_gaps(indices: NDArray[np.int64]) -> tuple[NDArray[np.uint8], int]:
     return wide, 2
 
 
-def pack_streams(streams: Sequence[NDArray[np.uint8]], widths: Sequence[int]) -> NDArray[np.uint8]:
+def pack_streams(
+    streams: Sequence[NDArray[np.uint8]], widths: Sequence[int], *, stored: bool = False
+) -> NDArray[np.uint8]:
     """Compress the streams of all params into the ``__positions__`` tensor, uint8 [bytes].
 
     Args:
         streams: One per param, from `encode_gaps`; empty for a dense one.
         widths: Bytes of their symbols; 0 for a dense one.
+        stored: See `compress_planes`.
     """
     none = np.empty(0, np.uint8)
     wide = [width == 2 for width in widths]
@@ -139,7 +152,8 @@ def pack_streams(streams: Sequence[NDArray[np.uint8]], widths: Sequence[int]) ->
         for stream, two in zip(streams, wide, strict=True)
     ]
     high = [stream[stream.size // 2 :] for stream, two in zip(streams, wide, strict=True) if two]
-    return compress_planes(np.concatenate([none, *low]), np.concatenate([none, *high]), search=True)
+    planes = (np.concatenate([none, *own]) for own in (low, high))
+    return compress_planes(*planes, search=True, stored=stored)
 
 
 def unpack_streams(
@@ -223,15 +237,64 @@ def decode_many_gaps(
                 [entry.numel for entry in entries],
             )
         )
-        # A param writes at most one index for each of its symbols, from its start on.
-        out = np.empty(int(counts.sum() + (lengths - counts).max()), np.int32)
-        if not loop(symbols, lengths, counts, numels, out):
+        out = _read_all(loop, symbols, lengths, counts, numels)
+        if out is None:
             continue
         start = 0
         for number, count in zip(plain[group], counts.tolist(), strict=True):
             found[number] = out[start : start + count]
             start += count
     return found
+
+
+def read_streams(
+    symbols: NDArray[np.uint8],
+    lengths: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    numels: NDArray[np.int64],
+) -> NDArray[np.int32]:
+    """Decode streams of 1-byte symbols that come one after another: the indices of each, int32.
+
+    Args:
+        symbols: uint8 [bytes], contiguous.
+        lengths, counts: Symbols and indices of each stream, int64 [streams], from 1.
+        numels: Elements of each tensor, below 2**31.
+
+    Raises:
+        ValueError: A stream does not end, has more or fewer indices, or goes past its tensor.
+    """
+    loop = _read_many()
+    if loop is not None:
+        found = _read_all(loop, symbols, lengths, counts, numels)
+    else:
+        ends = np.cumsum(lengths)
+        own = [
+            _read_by_numpy(symbols[end - length : end], 255)
+            for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
+        ]
+        fit = [
+            indices.size == count and indices[-1] < numel
+            for indices, count, numel in zip(own, counts.tolist(), numels.tolist(), strict=True)
+        ]
+        whole = all(fit) and not (symbols[ends - 1] == 255).any()
+        found = np.concatenate([np.empty(0, np.int32), *own]).astype(np.int32) if whole else None
+    if found is None:
+        raise ValueError("the gap streams are not those of as many elements")
+    return found
+
+
+def _read_all(
+    loop: Callable[[Any, Any, Any, Any, Any], bool],
+    symbols: NDArray[np.uint8],
+    lengths: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    numels: NDArray[np.int64],
+) -> NDArray[np.int32] | None:
+    """Return the indices of all streams, one after another; None if one is refused."""
+    total = int(counts.sum())
+    # A param writes at most one index for each of its symbols, from its start on.
+    out = np.empty(total + int((lengths - counts).max(initial=0)), np.int32)
+    return out[:total] if loop(symbols, lengths, counts, numels, out) else None
 
 
 def join_planes(stream: NDArray[np.uint8], width: int) -> NDArray[Any]:
@@ -257,11 +320,6 @@ def _encode(streams: Sequence[NDArray[np.uint8]], indices: Sequence[NDArray[Any]
         np.array([each.size for each in arrays], np.int64) for arrays in (streams, indices)
     )
     return loop(np.ascontiguousarray(symbols), lengths, np.ascontiguousarray(places), counts)
-
-
-def _bytes_suffice(nnz: int, end: int) -> bool:
-    """Return whether 1-byte symbols surely suffice: at most one skip per element on average."""
-    return max(0, end - nnz) // 255 <= nnz
 
 
 def _symbols(indices: NDArray[np.int64], width: int, largest: int, start: int = 0) -> NDArray[Any]:

@@ -239,6 +239,7 @@ def encode_part(
     run: str | None = None,
     run_epoch: int | None = None,
     run_owner: str | None = None,
+    stored: bool = False,
     with_manifest_checksum: bool = True,
 ) -> bytes:
     """Encode one part; `decode_part` of the (unwrapped) result returns `deltas` again.
@@ -256,6 +257,7 @@ def encode_part(
         digest_before, digest_after: Digests of all covered tensors at the base and target version.
         run, run_epoch, run_owner: The sender's run, which opening of it this is, from 1, and its
             HOST:PID.
+        stored: Whether the frames of a gap8 encoding hold their bytes as they are.
 
     Raises:
         ValueError: The deltas have several dtypes, `decode_part` would refuse an argument, or the
@@ -292,7 +294,7 @@ def encode_part(
     check_streams([stream for stream, _ in given], [indices for _, indices in given])
     if packed:
         widths = [entry.pos_width for entry in entries]
-        positions, compressed = _packed(encoding, pieces, widths, deltas)
+        positions, compressed = _packed(encoding, pieces, widths, deltas, stored)
         values, values_dtype = [compressed], "uint8"
     else:
         positions = np.concatenate([_NOTHING, *pieces])
@@ -338,19 +340,20 @@ def _packed(
     streams: Sequence[NDArray[np.uint8]],
     widths: Sequence[int],
     deltas: Sequence[ParamDelta],
+    stored: bool,
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Return both tensors of a packed part; large ones are compressed in parallel."""
     values = [delta.values for delta in deltas]
     if encoding == BIT_CHANGES:
         cleared = [delta.cleared for delta in deltas if delta.cleared is not None]
-        return pack_streams(streams, widths), encode_changes(values, cleared)
+        return pack_streams(streams, widths, stored=stored), encode_changes(values, cleared)
     write = encode_differences if encoding == DIFFERENCES else encode_planes
     size = sum(array.nbytes for array in (*streams, *values))
     if size < _WORTH_THREADS or usable_cores() == 1:
-        return pack_streams(streams, widths), write(values)
+        return pack_streams(streams, widths, stored=stored), write(values, stored=stored)
     with ThreadPoolExecutor(1, thread_name_prefix="delta-encode") as pool:
-        positions = pool.submit(pack_streams, streams, widths)
-        packed = write(values)
+        positions = pool.submit(pack_streams, streams, widths, stored=stored)
+        packed = write(values, stored=stored)
         return positions.result(), packed
 
 

@@ -53,18 +53,21 @@ def differences_of(new: Sequence[NDArray[Any]], old: Sequence[NDArray[Any]]) -> 
     return found
 
 
-def encode_differences(values: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
+def encode_differences(
+    values: Sequence[NDArray[Any]], *, stored: bool = False
+) -> NDArray[np.uint8]:
     """Encode the differences of all params to the ``__values__`` tensor, uint8 [bytes].
 
     Args:
         values: One per param: new minus old bit patterns, unsigned ints of the dtype's width,
             [nnz].
+        stored: See `engine_ext.format.zstd_frames.compress_planes`.
     """
     none = np.empty(0, np.uint8)
     found = [_zigzag_nibbles(values[group]) for group in in_groups(values)]
     nibbles = np.concatenate([none, *(pairs for pairs, _ in found)])
     escaped = np.concatenate([none, *(whole.view(np.uint8) for _, whole in found)])
-    return compress_planes(nibbles, escaped, search=False)
+    return compress_planes(nibbles, escaped, search=False, stored=stored)
 
 
 def decode_differences(raw: NDArray[np.uint8], params: Sequence[ParamEntry]) -> list[NDArray[Any]]:

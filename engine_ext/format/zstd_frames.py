@@ -33,6 +33,10 @@ _BLOCKS_PER_CALL: Final = 16
 _SEARCH: Final = zstandard.ZstdCompressionParameters.from_level(1)
 # So small a hash table that hardly any repeat is found.
 _NO_SEARCH: Final = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6)
+# Steps so long that nothing is compared; then zstd writes no entropy code, but raw blocks.
+_STORED: Final = zstandard.ZstdCompressionParameters.from_level(
+    1, hash_log=6, target_length=1 << 17
+)
 
 
 def compress_frame(data: Buffer) -> bytes:
@@ -40,13 +44,17 @@ def compress_frame(data: Buffer) -> bytes:
     return zstandard.ZstdCompressor(level=1, write_content_size=True).compress(memoryview(data))
 
 
-def compress_planes(*planes: NDArray[np.uint8], search: bool) -> NDArray[np.uint8]:
+def compress_planes(
+    *planes: NDArray[np.uint8], search: bool, stored: bool = False
+) -> NDArray[np.uint8]:
     """Compress planes of bytes, one after the other, into one zstd frame.
 
     Args:
         planes: uint8 [bytes] each. Each begins a new block, and so has an entropy code of its own.
         search: Whether repeats are worth searching for. In data without any, those that zstd finds
             by chance cost more bytes than they save, and most of the time.
+        stored: Whether the bytes are written as they are, in raw blocks: for links that are faster
+            than compressing.
 
     Returns:
         The frame, uint8 [bytes], which declares its content size; empty if all planes are.
@@ -54,7 +62,8 @@ def compress_planes(*planes: NDArray[np.uint8], search: bool) -> NDArray[np.uint
     planes = tuple(plane for plane in planes if plane.size)
     if not planes:
         return np.empty(0, np.uint8)
-    compressor = zstandard.ZstdCompressor(compression_params=_SEARCH if search else _NO_SEARCH)
+    parameters = _STORED if stored else _SEARCH if search else _NO_SEARCH
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
     stream = compressor.compressobj(size=sum(plane.size for plane in planes))
     pieces = []
     for number, plane in enumerate(planes):

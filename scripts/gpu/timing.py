@@ -33,7 +33,7 @@ from scripts.live_engine import tiny_models
 Weights = dict[str, torch.Tensor]
 Facts = dict[str, Any]
 
-ENCODINGS: Final = ("deltas_zstd", "gap8_exp", "gap8_ulp")
+ENCODINGS: Final = ("deltas_zstd", "gap8_exp", "gap8_ulp", "auto")
 _SYNCS: Final = 2  # of each encoding; the first one of a sender takes longer
 _DENSITY: Final = 0.02
 _CHUNK: Final = 1 << 26  # elements that change at a time
@@ -215,6 +215,8 @@ def _sync(live: GpuVllm, weights: Weights, encoding: str, seed: int, facts: Fact
                     "status": report.status,
                     "full": report.full,
                     "density": report.density,
+                    "picked": report.picked,
+                    "link_bytes_per_s": report.link_bytes_per_s,
                     "wire_bytes": report.wire_bytes,
                     "parts": report.parts,
                     "wall_ms": round(1e3 * (ended - began), 1),

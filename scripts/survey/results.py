@@ -58,8 +58,11 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def from_plan(name: str, implementation: str, rows: Iterable[Mapping[str, Any]]) -> Result:
-    """Return the result of a plan; see `engine_ext.cli.plan.merge`."""
-    rows = list(rows)
+    """Return the result of a plan; see `engine_ext.cli.plan.merge`.
+
+    A tied tensor counts once: the checkpoints do not hold its other names.
+    """
+    rows = [row for row in rows if not row.get("tied_to")]
     return Result(
         name,
         implementation,

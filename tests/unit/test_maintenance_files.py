@@ -100,7 +100,8 @@ def test_code_owners_are_of_paths_that_exist() -> None:
     rows = [line.split() for line in lines if not line.startswith("#")]
     assert rows[0][0] == "*"  # the last row that matches counts
     for path, *teams in rows:
-        assert teams and all(re.fullmatch(r"@[\w-]+/[\w-]+", team) for team in teams)
+        assert teams
+        assert all(re.fullmatch(r"@[\w-]+/[\w-]+", team) for team in teams)
         assert path == "*" or (ROOT / path.strip("/")).exists(), path
 
 

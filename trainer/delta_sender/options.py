@@ -49,8 +49,8 @@ class SenderOptions:
             full syncs, dense params and params that the engine's digest does not cover travel as
             ``gap8_exp``; so does everything after an engine has refused differences and taken
             values, and one sync if its old values are not the snapshot's. ``auto`` picks for each
-            param the fastest of ``gap8_ulp``, ``gap8_exp`` and ``deltas``, sparse or dense; see
-            `SyncReport.picked`.
+            param the fastest of ``gap8_ulp``, ``gap8_exp`` and ``deltas``, sparse or dense, and
+            from 25 Gbit/s on without zstd; see `SyncReport.picked`.
         bucket_bytes: Most bytes of positions and values in one part, before compression. The first
             part can have 8 MiB, and each further one twice as much as the one before. A param is
             never split; a larger one travels alone.

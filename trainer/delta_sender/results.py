@@ -35,7 +35,8 @@ class SyncReport:
         run: The sender's run; a version is named by run and number.
         digest: The model's digest now, as 32 hex digits; None if no digest is kept.
         engine: The engine's last answer.
-        picked: Number of params by how they travelled: ``gap8_exp``, ``gap8_exp, dense``, ...
+        picked: Number of params by how they travelled: ``gap8_exp``, ``gap8_exp, dense``,
+            ``gap8_ulp, stored`` (not compressed), ...
         link_bytes_per_s: Link speed in bytes/s, measured on the posts so far; None if none was
             large enough.
         unchanged_in_a_row: Number of syncs, up to this one, in which no tensor has changed; 0 if

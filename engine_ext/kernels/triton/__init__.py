@@ -20,7 +20,12 @@ logger = logging.getLogger(__name__)
 
 def runs_kernels(device: torch.device) -> bool:
     """Return whether the Triton kernels are used on this device; the first call tests them."""
-    return device.type == "cuda" and _pass_self_test(device)
+    return device.type == "cuda" and _pass_self_test(device, "elements")
+
+
+def runs_change_kernels(device: torch.device) -> bool:
+    """Return the same of those that only a sender uses: an engine need not compile them."""
+    return runs_kernels(device) and _pass_self_test(device, "changes")
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
@@ -29,17 +34,17 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 
 @made_once
-def _pass_self_test(device: torch.device) -> bool:
+def _pass_self_test(device: torch.device, kernels: str) -> bool:
     try:
         import triton  # noqa: F401
     except ImportError:
         return False
-    message = "compiling and testing the Triton kernels on %s; takes seconds, once per machine"
-    logger.info(message, device)
+    message = "compiling and testing Triton kernels (%s) on %s; takes seconds, once per machine"
+    logger.info(message, kernels, device)
     try:
         from engine_ext.kernels.triton import self_test
 
-        wrong = self_test.wrong(device)
+        wrong = self_test.TESTS[kernels](device)
     except Exception as error:  # whatever it is, PyTorch's operators are used instead
         wrong = [f"{type(error).__name__}: {error}"]
     if wrong:

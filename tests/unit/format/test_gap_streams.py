@@ -19,6 +19,7 @@ from engine_ext.format.gap_streams import (
     decode_many_gaps,
     encode_gaps,
     join_streams,
+    read_streams,
     stream_bytes,
 )
 from engine_ext.format.manifest import ParamEntry
@@ -328,3 +329,36 @@ def test_a_declared_number_takes_no_memory() -> None:
     tracemalloc.stop()
     assert found == [None]
     assert most < 1 << 20
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("hexes", "counts", "numels", "expected"),
+    [
+        (["00", "fe", "ff 00 03"], [1, 1, 2], [1, 255, 260], [0, 254, 255, 259]),
+        (["00 00", "01"], [1, 1], [9, 9], None),
+        (["00", "01"], [1, 2], [9, 9], None),
+        (["00", "09"], [1, 1], [9, 9], None),
+        (["00", "01 ff"], [1, 1], [9, 999], None),
+        (["ff", "00 01"], [1, 2], [999, 999], None),
+    ],
+)
+def test_streams_of_many_tensors_are_read(
+    compiled: bool,
+    hexes: list[str],
+    counts: list[int],
+    numels: list[int],
+    expected: list[int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(gap_streams, "_read_many", lambda: None)
+    raw = [bytes.fromhex(one) for one in hexes]
+    symbols = np.frombuffer(b"".join(raw), np.uint8)
+    sizes = (np.array(one, np.int64) for one in ([*map(len, raw)], counts, numels))
+    if expected is None:
+        with pytest.raises(ValueError, match="not those of as many"):
+            read_streams(symbols, *sizes)
+    else:
+        found = read_streams(symbols, *sizes)
+        assert (found.tolist(), found.dtype) == (expected, np.dtype(np.int32))

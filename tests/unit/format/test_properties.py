@@ -87,11 +87,18 @@ def parts(draw: st.DrawFn) -> list[ParamDelta]:
 
 
 @PROPERTY
-@given(parts(), st.sampled_from(ENCODINGS), st.booleans())
-def test_decode_of_encode(deltas: list[ParamDelta], encoding: str, hashed: bool) -> None:
+@given(parts(), st.sampled_from(ENCODINGS), st.booleans(), st.booleans())
+def test_decode_of_encode(
+    deltas: list[ParamDelta], encoding: str, hashed: bool, stored: bool
+) -> None:
     deltas, extra = sendable(encoding, deltas)
     body = encode_part(
-        deltas, encoding=encoding, current_version=1, with_manifest_checksum=hashed, **extra
+        deltas,
+        encoding=encoding,
+        current_version=1,
+        stored=stored,
+        with_manifest_checksum=hashed,
+        **extra,
     )
     part = decode_part(unwrap(body))
     assert_same(part, deltas)

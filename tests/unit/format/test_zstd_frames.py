@@ -4,6 +4,7 @@ import os
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import zstandard
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine_ext.errors import MalformedPart, TooLarge
 from engine_ext.format import ZSTD_MAGIC, FrameReader, compress_frame
+from engine_ext.format.zstd_frames import compress_planes, decompress_planes
 from tests.support.independent_encoder import PROPERTY, unwrap
 
 MIB = 1 << 20
@@ -183,3 +185,35 @@ def test_any_bytes_behind_a_magic(tail: bytes) -> None:
     except (MalformedPart, TooLarge):
         return
     assert out == zstandard.ZstdDecompressor().decompressobj().decompress(ZSTD_MAGIC + tail)
+
+
+# --- planes that are stored ---
+
+
+def test_a_stored_frame_by_hand() -> None:
+    plane = np.arange(512).astype(np.uint8)  # compresses to less
+    frame = compress_planes(plane, search=True, stored=True).tobytes()
+    header = ZSTD_MAGIC + bytes.fromhex("60 0001")  # one segment of 256 + 256 bytes
+    assert frame == header + block(0, 512, last=True) + plane.tobytes()
+    assert compress_planes(plane, search=True).size < 300
+
+
+@pytest.mark.parametrize("search", [True, False])
+def test_stored_planes_are_raw_blocks(search: bool) -> None:
+    """However well they compress: there is no entropy code to decode."""
+    random = np.random.default_rng(0)
+    gaps = np.minimum(random.geometric(0.02, 3 * BLOCK) - 1, 255).astype(np.uint8)
+    nibbles = random.choice([0x11, 0x12, 0x21, 0x22], BLOCK + 5).astype(np.uint8)
+    frame = compress_planes(gaps, nibbles, search=search, stored=True)
+    size = gaps.size + nibbles.size
+    raw, at, kinds = frame.tobytes(), zstandard.frame_header_size(frame.tobytes()), set()
+    last = False
+    while not last:
+        word = int.from_bytes(raw[at : at + 3], "little")
+        last, kind = bool(word & 1), word >> 1 & 3
+        kinds.add(kind)
+        at += 3 + (word >> 3)
+    assert (kinds, at) == ({0}, len(raw))
+    assert len(raw) < size + 3 * (size // BLOCK + 3) + 18
+    found = decompress_planes(frame, size, size, "planes")
+    assert found.tobytes() == gaps.tobytes() + nibbles.tobytes()

@@ -19,24 +19,32 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from delta_sender.diff import device as diff_device
+from delta_sender.diff import device_batch as diff_batch
 from delta_sender.diff import snapshot as sender_snapshot
-from delta_sender.diff.device import begin_device_compare
-from delta_sender.diff.snapshot import Snapshot
+from delta_sender.diff.snapshot import Changes, Snapshot
 from engine_ext.conformance.toy_models import ColumnShard, FusedQkv, RowShard, ToyModel
 from engine_ext.conformance.toy_models.device import DEVICE
-from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import (
+    ChangedElements,
+    Digest,
     decode_part,
     device_digest,
+    device_streams,
     digest_on_device,
     encode_part,
+    streams_on_device,
     tensor_digest,
 )
 from engine_ext.kernels import gather_scatter as host_gather_scatter
 from engine_ext.kernels import triton as device
-from engine_ext.kernels.triton import block_sums, compact, gather_scatter, self_test
+from engine_ext.kernels.triton import (
+    block_sums,
+    compact,
+    gap_symbols,
+    gather_scatter,
+    self_test,
+)
 from engine_ext.placement import (
     DeviceBatch,
     DeviceElements,
@@ -75,10 +83,12 @@ def _small_blocks() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "numba", None)
-        for module in (compact, gather_scatter):
+        for module in (compact, gap_symbols, gather_scatter):
             patch.setattr(module, "BLOCK", BLOCK)
-        for module in (device, device_batch, device_memory, diff_device, targets, digest_on_device):
+        for module in (device, device_batch, device_memory, targets, digest_on_device):
             patch.setattr(module, "runs_kernels", lambda device: True)
+        for module in (diff_batch, streams_on_device):
+            patch.setattr(module, "runs_change_kernels", lambda device: True)
         yield
 
 
@@ -86,7 +96,7 @@ def _small_blocks() -> Iterator[None]:
 def blocks(size: int) -> Iterator[None]:
     """The interpreter takes its time for each."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (compact, gather_scatter):
+        for module in (compact, gap_symbols, gather_scatter):
             patch.setattr(module, "BLOCK", size)
         yield
 
@@ -99,30 +109,68 @@ def random_bits(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 # --- compare ---
 
 
+def found(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], kept_on: str) -> Changes:
+    """Compare them, by the kernels."""
+    with mock.patch.object(sender_snapshot, "is_on_device", return_value=True):
+        read = Snapshot(old.items(), "gap8_exp", kept_on).read([*new.items()])
+        return {key: change for key, change in read if change is not None}
+
+
+def in_host_memory(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> Changes:
+    with mock.patch.object(sender_snapshot, "is_on_device", return_value=False):
+        read = Snapshot(((n, t.cpu()) for n, t in old.items()), "gap8_exp").read(
+            [(name, tensor.cpu()) for name, tensor in new.items()]
+        )
+        return {key: change for key, change in read if change is not None}
+
+
+def plain(changes: Changes) -> Any:
+    def shown(array: Any) -> Any:
+        return None if array is None else (array.dtype, array.tolist())
+
+    return {
+        key: (one.digest, *map(shown, (one.indices, one.old, one.new, one.stream)))
+        for key, one in changes.items()
+    }
+
+
 @QUICK
 @given(
     dtype=st.sampled_from(BITS),
-    size=st.sampled_from([0, 1, 15, 16, 17, 33, 70]),
-    density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    start=st.sampled_from([0, 1, 1000]),
+    sizes=st.lists(st.sampled_from([0, 1, 15, 16, 17, 33, 70]), min_size=1, max_size=3),
+    density=st.sampled_from([0.0, 0.003, 0.1, 0.5, 1.0]),
+    piece=st.sampled_from([48, 1 << 24]),
+    batch=st.sampled_from([100, 1 << 24]),
+    kept_on=st.sampled_from(["device", "host"]),
     seed=st.integers(0, 1 << 20),
 )
-@example(dtype=torch.int16, size=32, density=1.0, start=0, seed=0)
-def test_every_changed_bit_is_found(
-    dtype: torch.dtype, size: int, density: float, start: int, seed: int
+@example(torch.int16, [600, 0, 33], 0.003, 48, 100, "device", 0)
+@example(torch.int16, [70, 32], 1.0, 48, 1 << 24, "device", 0)
+def test_the_host_finds_the_same_changes(
+    dtype: torch.dtype,
+    sizes: list[int],
+    density: float,
+    piece: int,
+    batch: int,
+    kept_on: str,
+    seed: int,
 ) -> None:
+    """To the byte of the gap streams, and in the digests, whatever is compared together."""
     random = np.random.default_rng(seed)
-    whole = random_bits(size + 1, dtype, seed)
-    old, new = whole[1:], whole[1:].clone()  # the one not aligned as an allocation is
-    chosen = torch.from_numpy(np.flatnonzero(random.random(size) < density)).to(DEVICE)
-    flips = torch.from_numpy(random.integers(0, 8 * dtype.itemsize, chosen.numel())).to(DEVICE)
-    new[chosen] ^= (torch.ones_like(flips) << flips).to(dtype)
-    found = begin_device_compare(old, new, start, torch.int32)()
-    expected = diff_device._compare_by_operators(old, new, start, torch.int32)
-    assert found.indices.tolist() == (chosen + start).tolist()
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.dtype == theirs.dtype
-        assert torch.equal(mine, theirs)
+    old, new = {}, {}
+    for number, size in enumerate(sizes):
+        bits = random_bits(size + 1, dtype, seed + number)[1:]  # not aligned as allocations are
+        chosen = torch.from_numpy(np.flatnonzero(random.random(size) < density)).to(DEVICE)
+        flips = torch.from_numpy(random.integers(0, 8 * dtype.itemsize, chosen.numel())).to(DEVICE)
+        after = bits.clone() if number % 2 else torch.cat([bits[:1], bits])[1:]
+        after[chosen] ^= (torch.ones_like(flips) << flips).to(dtype)
+        old[f"w{number}"], new[f"w{number}"] = bits, after
+    with (
+        mock.patch.object(diff_batch, "_PIECE", piece),
+        mock.patch.object(diff_batch, "_BATCH_BYTES", batch),
+        mock.patch.object(diff_batch, "_COPIED_BYTES", batch),
+    ):
+        assert plain(found(old, new, kept_on)) == plain(in_host_memory(old, new))
 
 
 @pytest.mark.parametrize(
@@ -138,31 +186,40 @@ def test_every_changed_bit_is_found(
     ],
 )
 def test_values_are_bits(dtype: torch.dtype, patterns: list[tuple[int, int]]) -> None:
-    pairs = np.array(patterns * 5, f"u{dtype.itemsize}")  # over the border of a block
+    # Over the border of a block, and few enough to be sent with indices.
+    pairs = np.array(patterns * 5 + [patterns[0][:1] * 2] * 60, f"u{dtype.itemsize}")
     old, new = (
-        torch.from_numpy(np.ascontiguousarray(side).view(np.uint8)).view(torch_bits_dtype(dtype))
+        torch.from_numpy(np.ascontiguousarray(side).view(np.uint8)).view(dtype).to(DEVICE)
         for side in pairs.T
     )
-    found = begin_device_compare(old.to(DEVICE), new.to(DEVICE), 0, torch.int64)()
+    change = found({"w": old}, {"w": new}, "device")["w"]
     expected = np.flatnonzero(pairs[:, 0] != pairs[:, 1])
-    assert found.indices.tolist() == expected.tolist()
-    assert found.old.tolist() == old[expected].tolist()
-    assert found.new.tolist() == new[expected].tolist()
+    assert change.indices is not None
+    assert change.indices.tolist() == expected.tolist()
+    assert change.old.tolist() == pairs[expected, 0].tolist()
+    assert change.new.tolist() == pairs[expected, 1].tolist()
 
 
 def test_places_beyond_int32() -> None:
-    old = torch.zeros(20, dtype=torch.int16, device=DEVICE)
+    start = 1 << 32
+    old = torch.zeros(600, dtype=torch.int16, device=DEVICE)
     new = old.clone()
-    new[[0, 19]] = 1
-    found = begin_device_compare(old, new, 1 << 32, torch.int64)()
-    assert found.indices.tolist() == [1 << 32, (1 << 32) + 19]
+    new[[0, 19, 599]] = 1
 
+    def send(arrays: Any) -> Any:
+        return [torch.from_numpy(array).to(DEVICE) for array in arrays]
 
-def test_what_cannot_be_compared() -> None:
-    one = torch.zeros(3, dtype=torch.int16)
-    for other in (one[1:], one.int(), one.view(1, 3), one.to("meta")):
-        with pytest.raises(ValueError, match="not integers of one"):
-            begin_device_compare(one, other, 0, torch.int32)
+    pairs = compact.Pairs([old], [new], [start], send)
+    assert pairs.ends.tolist() == [3]
+    places, was, now = pairs.write(range(1), 0, 3)
+    assert places.tolist() == [start, start + 19, start + 599]
+    counts = np.array([3])
+    elements = ChangedElements(places, was, now, counts, [start], ["w"], 600)
+    symbols, totals = device_streams(elements, send)
+    count, *lanes = totals[0].tolist()
+    assert symbols[:count].tolist() == [0, 18, 255, 255, 69]
+    digests = (device_digest("w", bits, places) for bits in (now, was))
+    assert Digest(*lanes) == next(digests) - next(digests)
 
 
 # --- elements ---
@@ -334,13 +391,17 @@ def test_a_device_digests_what_the_host_does(
 def test_the_trial_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "_SIZE", 150)
     with blocks(64):
-        assert self_test.wrong(DEVICE) == []
+        assert {name: test(DEVICE) for name, test in self_test.TESTS.items()} == {
+            "elements": [],
+            "changes": [],
+        }
 
 
 @pytest.mark.parametrize(
     ("module", "function", "named"),
     [
-        (compact, "write", "compare of"),
+        (compact.Pairs, "write", "compare of"),
+        (gap_symbols, "write", "compare of"),
         (gather_scatter, "visit", "exchange of"),
         (block_sums, "dense", "digest"),
     ],
@@ -352,7 +413,7 @@ def test_the_trial_sees_what_is_wrong(
 
     def off_by_one_bit(*arguments: Any, **modes: bool) -> Any:
         result = whole(*arguments, **modes)
-        wrong = result if isinstance(result, torch.Tensor) else result[2]
+        wrong = result if isinstance(result, torch.Tensor) else result[-1]
         if modes.get("keep"):
             wrong = arguments[1]
         if wrong.numel():
@@ -362,7 +423,7 @@ def test_the_trial_sees_what_is_wrong(
     monkeypatch.setattr(module, function, off_by_one_bit)
     monkeypatch.setattr(self_test, "_SIZE", 50)
     with blocks(64):
-        found = self_test.wrong(DEVICE)
+        found = [one for test in self_test.TESTS.values() for one in test(DEVICE)]
     assert found
     assert all(one.startswith(named) for one in found)
 
@@ -432,7 +493,7 @@ def test_as_a_sender_uses_them(kept_on: str) -> None:
     snapshot = Snapshot(held.items(), "gap8_exp", kept_on)
     with (
         mock.patch.object(sender_snapshot, "is_on_device", return_value=True),
-        mock.patch.object(diff_device, "_CHUNK_BYTES", 64),
+        mock.patch.object(diff_batch, "_PIECE", 32),
     ):
         for places in ([0, 31, 32, 50, 98], [1, 31, 97]):
             new = held["w"].clone()

@@ -20,7 +20,9 @@ from engine_ext.kernels import triton
 from engine_ext.kernels.triton import (
     block_sums,
     compact,
+    gap_symbols,
     gather_scatter,
+    runs_change_kernels,
     runs_kernels,
     self_test,
 )
@@ -53,28 +55,37 @@ def test_the_kernels_do_what_the_operators_do(place: str) -> None:
 
 def variants() -> list[Any]:
     """Each kernel for one kind of tensors here, and for all kinds in the full run."""
-    block = {"BLOCK": 1024}
+    block, whole = {"BLOCK": 1024}, {"BLOCK": compact.BLOCK}
     quick: list[Any] = []
     rest: list[Any] = []
+    counted = {"table": "*i64", "places": "*i64", "counts": "*i32"}
+    rest.append((gap_symbols.count_symbols, counted, {"SKIP": 255, **block}))
     for bits in BITS:
+        own = quick if bits == "*i16" else rest
         for places in ("*i32", "*i64"):
             visited = {"table": "*i64", "old": bits, "differs": "*i32"}
             visited |= dict.fromkeys(("keep", "compare", "write"), "i32")
-            wide = {"WIDE": places == "*i64", **block}
-            pair = {"old": bits, "new": bits, "size": "i64"}
-            found = {"ends": "*i64", "start": "i64", "places": places, "was": bits, "now": bits}
+            case = gather_scatter.visit_elements, visited, {"WIDE": places == "*i64", **block}
+            (own if places == "*i32" else rest).append(case)
+        pairs = {"pairs": "*i64", "numbers": "*i64", "like": bits, "counts": "*i32"}
+        listed = {"pairs": "*i64", "numbers": "*i64", "ends": "*i32", "base": "i32"}
+        listed |= {"listed": "i32", "places": "*i64", "was": bits, "now": bits}
+        for aligned in (True, False):
+            shape = {"ALIGNED": aligned, **whole}
             cases = [
-                (gather_scatter.visit_elements, visited, wide),
-                (compact.write_differing, {**pair, **found}, block),
+                (compact.count_differing, pairs, shape),
+                (compact.write_differing, listed, shape),
             ]
-            (quick if (bits, places) == ("*i16", "*i32") else rest).extend(cases)
-        counts = {"old": bits, "new": bits, "size": "i64", "counts": "*i32"}
-        (quick if bits == "*i16" else rest).append((compact.count_differing, counts, block))
+            (own if aligned else rest).extend(cases)
+        streams = dict.fromkeys(("table", "places", "seeds", "factors", "sums"), "*i64")
+        streams |= {"was": bits, "now": bits, "ends": "*i32", "symbols": "*u8"}
+        width = {"WIDTH": 1 << BITS.index(bits), "SKIP": 255, "DIGEST_BLOCK": 1024}
+        own.append((gap_symbols.write_symbols, streams, {**width, **block}))
         numbers = {"size": "i64", "block": "i64", "lead": "i64"}
         numbers |= dict.fromkeys(("seeds", "table", "sums"), "*i64")
         shape = {"WIDTH": 1 << BITS.index(bits), "ROWS": 32, "ALIGNED": False, **block}
         summed = block_sums.sum_terms, {"values": bits, **numbers}, shape
-        (quick if bits == "*i16" else rest).append(summed)
+        own.append(summed)
         rest.append((*summed[:2], {**shape, "ALIGNED": True}))
     marked = [pytest.param(*case, marks=pytest.mark.full) for case in rest]
     return [*(pytest.param(*case) for case in quick), *marked]
@@ -121,12 +132,16 @@ def test_only_where_they_were_proven(
         tried.append(where)
         if where.index == 2:
             raise RuntimeError("no compiler")
-        return ["decode of 1 byte(s)"] if where.index else []
+        return ["decode of 1 byte(s)"] if where.index == 1 else []
 
-    monkeypatch.setattr(self_test, "wrong", wrong)
+    monkeypatch.setitem(self_test.TESTS, "elements", wrong)
     names = ["cuda:0", "cuda:0", "cuda:1", "cuda:2", "cpu", "meta", "xpu"]
     assert [runs_kernels(torch.device(name)) for name in names] == [True, True, *[False] * 5]
     assert tried == [torch.device(name) for name in ("cuda:0", "cuda:1", "cuda:2")]
+    tested = {"cuda:0": [], "cuda:1": [], "cuda:3": ["compare of torch.int16"]}
+    monkeypatch.setitem(self_test.TESTS, "changes", lambda where: tested[str(where)])
+    names = ["cuda:0", "cuda:1", "cuda:3", "cpu"]
+    assert [runs_change_kernels(torch.device(name)) for name in names] == [True, *[False] * 3]
     assert "not using Triton kernels on cuda:1" in caplog.text
     assert "RuntimeError: no compiler" in caplog.text
 

@@ -48,6 +48,11 @@ def test_a_plan_is_counted() -> None:
     )
 
 
+def test_a_tied_tensor_counts_once() -> None:
+    tied = {**row("lm_head.weight", "ignored"), "tied_to": "a"}
+    assert results.from_plan(LLAMA, "", [*ROWS, tied]) == results.from_plan(LLAMA, "", ROWS)
+
+
 def accept(monkeypatch: pytest.MonkeyPatch, name: str, accepted: dict[str, str]) -> None:
     one = dataclasses.replace(ARCHITECTURES[name], accepted=accepted)
     monkeypatch.setitem(ARCHITECTURES, name, one)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -140,4 +141,6 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     copies, tensor = CopyStreams(torch.device("cpu")), torch.arange(3)
     assert copies.upload(tensor)() is tensor
     assert copies.download(tensor)() is tensor
+    sent = copies.send([np.arange(6).reshape(3, 2), np.array([7])])
+    assert [one.tolist() for one in sent] == [[[0, 1], [2, 3], [4, 5]], [7]]
     copies.synchronize()

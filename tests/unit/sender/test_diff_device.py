@@ -1,11 +1,13 @@
 """Tensors compared where they are: what is found is what the comparison in host memory finds.
 
-The tensors here are in host memory and taken for a device's; operators stand for the kernels.
+The tensors here are in host memory and taken for a device's; operators stand for the kernels, which
+`tests/unit/kernels` puts in their place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,15 @@ from hypothesis import strategies as st
 
 from delta_sender import DeltaSender
 from delta_sender.diff import device as diff_device
+from delta_sender.diff import device_batch
 from delta_sender.diff import snapshot as sender_snapshot
-from delta_sender.diff.compare import Change
+from delta_sender.diff.compare import Change, Difference
 from delta_sender.diff.device import SNAPSHOT_ON, DeviceSide
+from delta_sender.diff.device_batch import DeviceComparisons
 from delta_sender.diff.snapshot import Snapshot
+from engine_ext.format import device_streams
 from engine_ext.kernels import gather_scatter
+from tests.support.fake_engine import Engine, model_of, train
 from tests.support.served_models import changed, random_tensor
 
 Tensors = dict[str, torch.Tensor]
@@ -34,7 +40,9 @@ def _elsewhere() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sender_snapshot, "is_on_device", lambda tensor: True)
         patch.setattr(diff_device, "free_bytes", lambda device: FREE)
-        patch.setattr(diff_device, "_CHUNK_BYTES", 64)
+        patch.setattr(device_batch, "_PIECE", 32)
+        patch.setattr(device_batch, "_BATCH_BYTES", 256)
+        patch.setattr(device_batch, "_COPIED_BYTES", 128)
         yield
 
 
@@ -42,17 +50,17 @@ def found(snapshot: Snapshot, tensors: Tensors) -> dict[str, Any]:
     def plain(change: Change | None) -> Any:
         if change is None:
             return None
-        arrays = change.indices, change.old, change.new
+        arrays = change.indices, change.old, change.new, change.stream
         shown = [None if a is None else (a.dtype, a.tolist()) for a in arrays]
         return change.dtype, change.shape, shown, change.digest
 
     return {kept: plain(change) for kept, change in snapshot.read(tensors.items())}
 
 
-def in_host_memory(old: Tensors, new: Tensors) -> dict[str, Any]:
+def in_host_memory(old: Tensors, new: Tensors, encoding: str = "deltas") -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sender_snapshot, "is_on_device", lambda tensor: False)
-        return found(Snapshot(old.items(), "deltas"), new)
+        return found(Snapshot(old.items(), encoding), new)
 
 
 def model(size: int, seed: int, *, transposed: bool = False) -> Tensors:
@@ -70,21 +78,61 @@ def step(tensors: Tensors, seed: int, density: float) -> Tensors:
     size=st.sampled_from([1, 2, 11, 22, 43]),
     density=st.sampled_from([0.0, 0.1, 0.9, 1.0]),
     transposed=st.booleans(),
+    encoding=st.sampled_from(["deltas", "gap8_ulp"]),
     seed=st.integers(0, 1 << 20),
 )
 def test_syncs_in_a_row(
-    kept_on: str, size: int, density: float, transposed: bool, seed: int
+    kept_on: str, size: int, density: float, transposed: bool, encoding: str, seed: int
 ) -> None:
     """Each finds what differs from the last that was acknowledged, and not from the last read."""
     held = model(size, seed, transposed=transposed)
-    snapshot = Snapshot(held.items(), "deltas", kept_on)
+    snapshot = Snapshot(held.items(), encoding, kept_on)
     for number in range(4):
         new = step(held, seed + number, density)
-        assert found(snapshot, new) == in_host_memory(held, new)
+        assert found(snapshot, new) == in_host_memory(held, new, encoding)
         if number % 2:
             changes = {k: c for k, c in snapshot.read(new.items()) if c is not None}
             snapshot.advance(changes)
             held = new
+
+
+@pytest.mark.parametrize("numel", [600, 900, 2000])
+@pytest.mark.parametrize("place", [0, 31, 32, 255, 256, 599])
+@pytest.mark.parametrize("piece", [32, 64, 1 << 24])
+def test_gaps_of_several_symbols(
+    numel: int, place: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a piece and across its border; without a stream where two bytes might be smaller."""
+    monkeypatch.setattr(device_batch, "_PIECE", piece)
+    held = {name: torch.zeros(numel, dtype=torch.bfloat16) for name in "ab"}
+    new = {name: tensor.clone() for name, tensor in held.items()}
+    new["a"][[0, place]] = 1
+    new["b"][place] = 1
+    for encoding in ("deltas", "gap8_ulp"):
+        snapshot = Snapshot(held.items(), encoding, "device")
+        assert found(snapshot, new) == in_host_memory(held, new, encoding)
+
+
+def test_more_has_changed_than_is_listed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_batch, "_BATCH_BYTES", 1 << 20)
+    held = {f"w{n}": random_tensor((20 + n,), torch.bfloat16, n) for n in range(12)}
+    new = {name: changed(tensor, 1, 0.02 + n % 2) for n, (name, tensor) in enumerate(held.items())}
+    snapshot = Snapshot(held.items(), "gap8_exp", "device")
+    assert found(snapshot, new) == in_host_memory(held, new, "gap8_exp")
+
+
+def test_a_stream_of_other_elements_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a device had computed wrongly: the values would get to wrong places."""
+
+    def skip_more(*arguments: Any) -> Any:
+        symbols, totals = device_streams(*arguments)
+        symbols[3] = 255
+        return symbols, totals
+
+    monkeypatch.setattr(device_batch, "device_streams", skip_more)
+    held = {"w": torch.zeros(40, dtype=torch.bfloat16)}
+    with pytest.raises(ValueError, match="not those of as many elements"):
+        found(Snapshot(held.items(), "gap8_ulp", "device"), step(held, 1, 0.3))
 
 
 @pytest.mark.parametrize("kept_on", SNAPSHOT_ON)
@@ -115,6 +163,20 @@ def test_tied_tensors(kept_on: str) -> None:
         found(snapshot, {"w": new, "head": changed(new, 2, 0.1)})
 
 
+@pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_exp", "gap8_ulp", "auto"])
+def test_an_engine_follows_what_was_found_there(encoding: str) -> None:
+    """The engine proves the digests of the device, and the places of its gap streams."""
+    model = model_of(torch.bfloat16, torch.float32, torch.int8, numel=900)
+    engine = Engine.of(model)
+    client = engine.client()
+    sender = DeltaSender("http://engine/", model.items(), client=client, encoding=encoding)
+    for number, density in enumerate([0.0, 0.002, 0.02, 0.4, 1.0, 0.02]):
+        train(model, number, density)
+        report = sender.sync(model.items())
+        assert not report.full
+        assert engine.holds(model)
+
+
 # --- where the copy is ---
 
 
@@ -122,6 +184,12 @@ def made_ready(kept_on: str, nbytes: int) -> tuple[DeviceSide, np.ndarray[Any, A
     side, held = DeviceSide(kept_on), np.zeros(40, np.uint16)
     assert side.prepare("w", held, CPU, nbytes) is held
     return side, held
+
+
+def compare(side: DeviceSide, held: np.ndarray[Any, Any], new: torch.Tensor) -> Difference:
+    with ThreadPoolExecutor(1) as pool:
+        comparisons = DeviceComparisons(side, pool, streams=True, copied=True)
+        return comparisons.begin("w", held, new, None)()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +204,7 @@ def made_ready(kept_on: str, nbytes: int) -> tuple[DeviceSide, np.ndarray[Any, A
 def test_a_copy_is_kept_where_it_was_asked_for(kept_on: str, nbytes: int, mirrored: bool) -> None:
     side, held = made_ready(kept_on, nbytes)
     held[3] = 1  # seen only where the device looks at the snapshot itself
-    difference = side.begin("w", held, torch.zeros(40, dtype=torch.int16), None)()
+    difference = compare(side, held, torch.zeros(40, dtype=torch.int16))
     assert difference.indices.tolist() == ([] if mirrored else [3])
     assert difference.change is None
 
@@ -176,7 +244,10 @@ def test_a_device_that_is_full_after_all(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(torch.OutOfMemoryError):
             sides["device"].prepare("w", held, CPU, 1)
         assert sides["auto"].prepare("w", held, CPU, 1) is held
-    assert sides["auto"].begin("w", held, new, None)().indices.tolist() == [7]
+    assert compare(sides["auto"], held, new).indices.tolist() == [7]
+    for other in (new[1:], new.int(), new.view(5, 8)):
+        with pytest.raises(ValueError, match="not of one size"):
+            compare(sides["auto"], held, other)
 
 
 @pytest.mark.parametrize("broken", ["_apply", "_write"])

@@ -37,11 +37,20 @@ def auto(
 
 def test_few_bytes_on_a_slow_link_and_little_work_on_a_fast_one() -> None:
     assert auto(BF16, SLOW) == EncodingChoice("gap8_ulp", False)
-    assert auto(BF16, FAST) == EncodingChoice("deltas", False)
+    assert auto(BF16, FAST) == EncodingChoice("gap8_ulp", False, stored=True)
+    assert auto(replace(BF16, escaped=None), FAST) == EncodingChoice("gap8_exp", False, stored=True)
     assert auto(replace(BF16, escaped=None), SLOW) == EncodingChoice("gap8_exp", False)
     assert auto(BF16, SLOW, differences=False) == EncodingChoice("gap8_exp", False)
     assert auto(BF16, SLOW, dense=True) == EncodingChoice("gap8_exp", True)
     assert auto(BF16, FAST, dense=True) == EncodingChoice("deltas", True)
+
+
+@pytest.mark.parametrize(("gbit", "stored"), [(1, False), (10, False), (24, False), (25, True)])
+def test_a_fast_link_is_not_waited_for_by_zstd(gbit: float, stored: bool) -> None:
+    for density in (0.001, 0.02, 0.1):
+        stats = replace(BF16, nnz=int(density * BF16.numel))
+        assert auto(stats, gbit * 1e9 / 8).stored == stored
+        assert not auto(stats, gbit * 1e9 / 8, dense=True).stored
 
 
 def test_differences_that_are_large_go_as_values() -> None:
@@ -66,18 +75,31 @@ def test_a_param_goes_dense_sooner_on_a_faster_link() -> None:
 
 
 @pytest.mark.parametrize("density", [0.001, 0.02, 0.1, 0.5])
-@pytest.mark.parametrize("encoding", ["deltas", "gap8_exp", "gap8_ulp"])
-def test_the_reckoned_bytes_are_those_of_the_parts(density: float, encoding: str) -> None:
+@pytest.mark.parametrize(
+    ("encoding", "stored"),
+    [
+        ("deltas", False),
+        ("gap8_exp", False),
+        ("gap8_ulp", False),
+        ("gap8_exp", True),
+        ("gap8_ulp", True),
+    ],
+)
+def test_the_reckoned_bytes_are_those_of_the_parts(
+    density: float, encoding: str, stored: bool
+) -> None:
     rng = np.random.default_rng(0)
     old = synthetic_weights.make_weights(2_000_000, rng)
     new = synthetic_weights.change(old, density, rng)
     deltas = synthetic_weights.deltas_of(old, new, 1)
     if encoding == "gap8_ulp":
         deltas = synthetic_weights.as_differences(deltas, old)
-    part = encode_part(deltas, encoding=encoding, current_version=1, digest_part="0" * 32)
+    part = encode_part(
+        deltas, encoding=encoding, current_version=1, digest_part="0" * 32, stored=stored
+    )
     moved = old != new
     stats = ParamStats(old.size, int(moved.sum()), 2, True, escaped_share(old[moved], new[moved]))
-    reckoned = dict(_sizes(stats))[EncodingChoice(encoding, False)]
+    reckoned = dict(_sizes(stats))[EncodingChoice(encoding, False, stored)]
     header = 8 + int.from_bytes(part[:8], "little")
     assert reckoned == pytest.approx(len(part) - header, rel=0.12)
 
@@ -179,7 +201,8 @@ def test_what_was_picked_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "gap8_exp: 1, gap8_ulp: 5" in caplog.text
     set_speed(sender, FAST)
     train(model, 1)
-    assert sender.sync(model.items()).picked == {"deltas": 6}
+    assert sender.sync(model.items()).picked == {"gap8_ulp, stored": 5, "gap8_exp, stored": 1}
+    assert engine.holds(model)
     train(model, 2, density=0.5)
     assert sender.sync(model.items()).picked == {"deltas, dense": 6}
     set_speed(sender, SLOW)
@@ -235,7 +258,10 @@ def test_each_link_is_measured_for_itself() -> None:
         session.destination.speed.measured = speed
     train(model)
     reports = sender.sync(model.items())
-    assert [set(report.picked) for report in reports.values()] == [{"gap8_ulp"}, {"deltas"}]
+    assert [set(report.picked) for report in reports.values()] == [
+        {"gap8_ulp"},
+        {"gap8_ulp, stored"},
+    ]
     assert all(engine.holds(model) for engine in hosts.values())
 
 

@@ -1,28 +1,23 @@
-"""Find how tensors on an accelerator differ from the snapshot, by their bits.
+"""Keep what tensors on an accelerator are compared with: a copy of the snapshot there, or uploads.
 
-The tensors stay on their device. They are compared with a copy of the snapshot on the device, or
-with the snapshot in pinned host memory, uploaded in chunks while earlier chunks are compared; only
-what differs is copied to the host. The snapshot in host memory is the one that counts: its copy is
-made from it, and follows when it advances.
+The snapshot in host memory is the one that counts: its copy is made from it, and follows when it
+advances. Without a copy it is in pinned memory, and uploaded while earlier elements are compared.
 
-On the CPU, streams do nothing and the chunks are the same; there it is tested, with the kernels
-under Triton's interpreter.
+On the CPU, streams do nothing; there it is tested.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from delta_sender.diff.compare import Bits, Change, Difference
-from engine_ext.format import change_digest
+from delta_sender.diff.compare import Bits, Change
 from engine_ext.kernels import gather_scatter
-from engine_ext.kernels.triton import runs_kernels
 
 
 class CopyStreams:
@@ -78,6 +73,14 @@ class CopyStreams:
 
         return use
 
+    def send(self, arrays: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
+        """Copy small arrays to the device in one copy, on the current stream."""
+        whole = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
+        if self._has_streams:
+            whole = whole.pin_memory().to(self._device, non_blocking=True)
+        parts = torch.split(whole, [array.size for array in arrays])
+        return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
     def synchronize(self) -> None:
         """Wait until the thread's current stream has done all that is queued on it."""
         if self._has_streams:
@@ -87,60 +90,7 @@ class CopyStreams:
 # Where the copy is that the device compares with; `auto` by the device's free memory.
 SNAPSHOT_ON: Final = ("auto", "device", "host")
 
-_CHUNK_BYTES: Final = 32 << 20
 _SHARE: Final = 0.5  # most of the device's free memory that `auto` takes
-
-
-class DeviceDifference(NamedTuple):
-    """The elements that differ, on the tensors' device."""
-
-    indices: torch.Tensor  # flat, ascending; int32 or int64 [nnz]
-    old: torch.Tensor  # integers [nnz]
-    new: torch.Tensor
-
-
-def _at_once(data: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: data
-
-
-def begin_device_compare(
-    old: torch.Tensor,
-    new: torch.Tensor,
-    start: int,
-    dtype: torch.dtype,
-    download: Callable[[torch.Tensor], Callable[[], torch.Tensor]] = _at_once,
-) -> Callable[[], DeviceDifference]:
-    """Begin to compare two tensors on the thread's current stream of their device.
-
-    Return a function that waits for the number of differing elements, and has them written.
-
-    Args:
-        old, new: Integers of one dtype, contiguous [n], on one device. They must not change until
-            the result has been used.
-        start: The flat index of the first element.
-        dtype: The dtype of the indices; int32 if the last one allows it.
-        download: Begins to copy to host memory, see `CopyStreams.download`. If it runs on a stream
-            of its own, what is launched after this call is not waited for.
-
-    Raises:
-        ValueError: The tensors differ in dtype, shape or device.
-    """
-    if (old.dtype, old.shape, old.device) != (new.dtype, new.shape, new.device) or old.ndim != 1:
-        raise ValueError("old and new are not integers of one dtype, shape and device")
-    if not runs_kernels(old.device):
-        return lambda: _compare_by_operators(old, new, start, dtype)
-    from engine_ext.kernels.triton import compact
-
-    ends = compact.count(old, new)
-    nnz = download(ends[-1:])
-    return lambda: DeviceDifference(*compact.write(old, new, ends, int(nnz().sum()), start, dtype))
-
-
-def _compare_by_operators(
-    old: torch.Tensor, new: torch.Tensor, start: int, dtype: torch.dtype
-) -> DeviceDifference:
-    indices = (old != new).nonzero().view(-1)
-    return DeviceDifference((indices + start).to(dtype), old[indices], new[indices])
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
@@ -187,49 +137,30 @@ class DeviceSide:
                 self._has_mirrors[device] = False
         return pinned(bits, device)
 
-    def begin(
-        self, key: str, bits: Bits, new: torch.Tensor, digested: str | None
-    ) -> Callable[[], Difference]:
-        """Begin to compare a tensor with what `prepare` made ready.
+    def is_mirrored(self, key: str) -> bool:
+        """Return whether a device has a copy of a tensor that `prepare` made ready."""
+        return key in self._mirrors
 
-        Return a function that waits for the result, to be called in the same thread.
+    def old(
+        self, key: str, bits: Bits, device: torch.device, these: slice
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to bring elements to the device, unless they are there.
+
+        Return a function that makes the thread's current stream wait for them, and returns them.
 
         Args:
-            key, bits: Name and bits in the snapshot.
-            new: Integers of the same width, contiguous [n], on the device. It must not change until
-                the result has been asked for.
-            digested: The name to digest the change under; None: it is not digested.
+            key, bits: Name and bits in the snapshot, which `prepare` made ready.
         """
-        device = new.device
-        streams = self._streams.setdefault(device, CopyStreams(device))
-        host, mirror = gather_scatter.signed(bits), self._mirrors.get(key)
-        chunk = _CHUNK_BYTES // new.itemsize
-        dtype = torch.int32 if new.numel() < 1 << 31 else torch.int64
+        mirror = self._mirrors.get(key)
+        if mirror is not None:
+            return lambda: mirror[these]
+        return self.streams(device).upload(gather_scatter.signed(bits)[these])
 
-        def counted(start: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-            these = slice(start, start + chunk)
-            old = streams.upload(host[these])() if mirror is None else mirror[these]
-            return begin_device_compare(old, new[these], start, dtype, streams.download)
-
-        ahead = counted(0)
-
-        def wait() -> Difference:
-            begun, downloads = ahead, []
-            for start in range(chunk, new.numel(), chunk):
-                # While one chunk is written and downloaded, the next is uploaded and counted.
-                following = counted(start)
-                downloads.append([streams.download(found) for found in begun()])
-                begun = following
-            downloads.append([streams.download(found) for found in begun()])
-            found = [[gather_scatter.host_bits(use()) for use in uses] for uses in downloads]
-            indices, was, now = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
-            indices = indices.view(f"i{indices.itemsize}")
-            change = None
-            if digested is not None:
-                change = change_digest(digested, indices.astype(np.int64), was, now)
-            return Difference(indices, was, now, change, None)
-
-        return wait
+    def streams(self, device: torch.device) -> CopyStreams:
+        """Return the copy streams of a device."""
+        if device not in self._streams:
+            self._streams[device] = CopyStreams(device)
+        return self._streams[device]
 
     @contextmanager
     def following(self, changes: Mapping[str, Change]) -> Iterator[None]:
@@ -242,7 +173,7 @@ class DeviceSide:
         for key, mirror in behind.items():
             _write(mirror, changes[key].indices, gather_scatter.signed(changes[key].new))
         for device in {mirror.device for mirror in behind.values()}:
-            self._streams[device].synchronize()
+            self.streams(device).synchronize()
         self._mirrors |= behind
 
 

@@ -1,6 +1,6 @@
 """Keep the weights that engines hold, and find how new ones differ.
 
-`compare` finds the differences of tensors in host memory, `device` those of tensors on an
+`compare` finds the differences of tensors in host memory, `device_batch` those of tensors on an
 accelerator.
 """
 
@@ -21,12 +21,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from delta_sender.diff.compare import Bits, Change, Comparisons, Difference, compare
 from delta_sender.diff.device import DeviceSide, is_on_device
+from delta_sender.diff.device_batch import DeviceComparisons
 from delta_sender.diff.refills import Stable, Unchanged, Yielded
 from engine_ext.answers import prefix_hint, some_of
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.format import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes, tensor_digest
-from engine_ext.kernels import gather_scatter
-from engine_ext.kernels.triton import runs_kernels
+from engine_ext.kernels import gather_scatter, same_device
+from engine_ext.kernels.triton import runs_change_kernels
 from engine_ext.resources import usable_cores
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -40,6 +41,8 @@ _HOLDING: Final[tuple[type, ...]] = (list, tuple, type({}.items()))
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 # Most bytes of tensors that are being compared while an earlier one is waited for.
 _AHEAD: Final = 128 << 20
+# So many times as many bytes, if they are on a device and in no memory that we take.
+_FASTER: Final = 8
 # Elements that a thread writes at a time, at least.
 _WRITTEN: Final = 1 << 16
 _WINDOW: Final = 64 << 20  # bytes of a file; many small changes share one
@@ -138,7 +141,7 @@ class Snapshot:
         refilled: set[str] = set()  # names under which a buffer's memory first came
         for name, tensor, first in _with_ties(base):
             if is_on_device(tensor):
-                runs_kernels(tensor.device)  # compiles them now, not in the first sync
+                runs_change_kernels(tensor.device)  # compiles them now, not in the first sync
             if first is None:
                 self._set(name, self._keep(_to_bits(name, tensor)))
             elif isinstance(base, _HOLDING):
@@ -210,9 +213,13 @@ class Snapshot:
             known = [*given] if isinstance(tensors, _HOLDING) else None
             self._refuse_missing({key for _, _, key in known or given})
             given = known or self._given(tensors)
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="delta-compare")
+        pool = ThreadPoolExecutor(
+            self._threads, thread_name_prefix="delta-compare", initializer=same_device()
+        )
         try:
-            yield from self._read(given, pool, digests, keep, yielded)
+            yield from self._read(
+                given, pool, digests, keep, yielded, held=isinstance(tensors, _HOLDING)
+            )
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -232,8 +239,11 @@ class Snapshot:
         digests: bool,
         keep: Keep,
         yielded: Yielded | None,
+        *,
+        held: bool,
     ) -> Iterator[tuple[str, Change | None]]:
         comparisons = Comparisons(pool, streams=self._streams)
+        on_devices = DeviceComparisons(self._devices, pool, streams=self._streams, copied=not held)
         changes: dict[str, Change | None] = {}
         begun: deque[tuple[str, int, Callable[[], Difference], Unchanged | None]] = deque()
         seen: set[str] = set()
@@ -262,17 +272,22 @@ class Snapshot:
                 continue
             seen.add(key)
             digested = key if digests else None
+            nbytes = tensor.nbytes
             if is_on_device(tensor):
                 # A larger one is compared before the next is taken. Copying is cheap on a device.
                 is_copied = yielded is not None and tensor.nbytes <= _AHEAD
                 kept = tensor.clone() if is_copied else tensor
-                wait, unchanged, at_once = self._begin_on_device(key, kept, digested), None, False
+                unchanged, at_once = None, False
+                self._prepare_on_device(key, tensor.device)
+                flat = _flat_bits(kept)
+                wait = on_devices.begin(key, self._dense[key].values, flat, digested)
+                if held and flat.data_ptr() == tensor.data_ptr():
+                    nbytes //= _FASTER
             else:
                 bits, unchanged, at_once = _in_host_memory(name, tensor), None, False
                 if yielded is not None:
                     bits, unchanged, at_once = yielded.take(bits)
                 wait = comparisons.begin(self._memory[key], bits, digested)
-            nbytes = tensor.nbytes
             begun.append((key, nbytes, wait, unchanged))
             ahead += nbytes
             while ahead > _AHEAD or (at_once and begun):
@@ -281,15 +296,12 @@ class Snapshot:
             yield finish()
         self._refuse_missing(seen)
 
-    def _begin_on_device(
-        self, key: str, tensor: torch.Tensor, digested: str | None
-    ) -> Callable[[], Difference]:
-        """Begin to compare a tensor on the device that it is on."""
+    def _prepare_on_device(self, key: str, device: torch.device) -> None:
+        """Make a tensor ready to be compared on a device."""
         old = self._dense[key]
-        bits = self._devices.prepare(key, old.values, tensor.device, self.nbytes)
+        bits = self._devices.prepare(key, old.values, device, self.nbytes)
         if bits is not old.values:
             self._set(key, replace(old, values=bits))
-        return self._devices.begin(key, bits, _flat_bits(tensor), digested)
 
     def _is_known(self, name: str) -> bool:
         return name in self._dense or name in self.tied

@@ -23,9 +23,13 @@ AUTO: Final = "auto"
 _SAMPLE: Final = 4096  # differences that are looked at
 _NIBBLES: Final = 15  # zigzagged differences below it take a nibble
 
+# Bytes/s from which frames are not compressed: a link of 25 Gbit/s is faster than zstd.
+_STORED_FROM: Final = 25e9 / 8
+
 # Nanoseconds per element on one core: encoding (without the gaps, which the comparison writes) and
 # decoding as `scripts/bench/codec.py` times them, and applying as `scripts/bench/apply.py` does.
 _CODING: Final = {"deltas": 10.0, "gap8_exp": 14.0, "gap8_ulp": 15.0}
+_STORED_CODING: Final = {"gap8_exp": 7.0, "gap8_ulp": 7.0}  # half of that with zstd, in one run
 _APPLYING: Final = 20.0
 _DENSE_CODING: Final = {"deltas": 2.5, "gap8_exp": 7.5}
 _DENSE_APPLYING: Final = 3.0
@@ -36,9 +40,11 @@ class EncodingChoice(NamedTuple):
 
     encoding: str
     dense: bool
+    stored: bool = False  # the frames of a gap8 encoding are not compressed
 
     def __str__(self) -> str:
-        return f"{self.encoding}, dense" if self.dense else self.encoding
+        how = ", dense" if self.dense else ", stored" if self.stored else ""
+        return f"{self.encoding}{how}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +145,11 @@ def _times(stats: ParamStats, speed: float) -> Iterator[tuple[EncodingChoice, fl
     """Yield every way in which a param can travel, and its seconds."""
     for choice, nbytes in _sizes(stats):
         coding, applying, elements = _CODING, _APPLYING, stats.nnz
-        if choice.dense:
+        if choice.stored:
+            if speed < _STORED_FROM:
+                continue
+            coding = _STORED_CODING
+        elif choice.dense:
             coding, applying, elements = _DENSE_CODING, _DENSE_APPLYING, stats.numel
         yield choice, nbytes / speed + elements * (coding[choice.encoding] + applying) / 1e9
 
@@ -161,5 +171,10 @@ def _sizes(stats: ParamStats) -> Iterator[tuple[EncodingChoice, float]]:
     wide = nnz * rest**65536 > 0.5
     yield EncodingChoice("deltas", False), nnz * ((4 if wide else 2) + width)
     yield EncodingChoice("gap8_exp", False), nnz * (gap / 8 + value)
+    # Symbols of one byte or of two, with those that skip.
+    symbol = min(size / (1 - rest**skip) for size, skip in ((1, 255), (2, 65535)))
+    yield EncodingChoice("gap8_exp", False, stored=True), nnz * (symbol + width)
     if stats.escaped is not None:
-        yield EncodingChoice("gap8_ulp", False), nnz * (gap / 8 + 0.25 + stats.escaped * width)
+        escaped = stats.escaped * width
+        yield EncodingChoice("gap8_ulp", False), nnz * (gap / 8 + 0.25 + escaped)
+        yield EncodingChoice("gap8_ulp", False, stored=True), nnz * (symbol + 0.5 + escaped)

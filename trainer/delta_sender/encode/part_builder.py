@@ -90,9 +90,10 @@ class ParamSource(Protocol[_ParamT]):
 
 @dataclass(slots=True)
 class Bucket(Generic[_ParamT]):
-    """Params of one encoding and dtype that will be one part."""
+    """Params of one encoding and dtype that will be one part, `stored` or compressed."""
 
     encoding: str
+    stored: bool = False
     params: list[_ParamT] = field(default_factory=list)
     nbytes: int = 0
 
@@ -105,7 +106,8 @@ class Bucket(Generic[_ParamT]):
             return []
         sizes = [param.nbytes for param in self.params]
         smallest = sizes.index(min(sizes))
-        return [Bucket(self.encoding, [self.params.pop(smallest)], sizes[smallest])]
+        taken = [self.params.pop(smallest)]
+        return [Bucket(self.encoding, self.stored, taken, sizes[smallest])]
 
 
 class PartBuilder(Generic[_ParamT]):
@@ -161,6 +163,7 @@ class PartBuilder(Generic[_ParamT]):
         metadata = {
             **self.common_metadata,
             "encoding": bucket.encoding,
+            "stored": bucket.stored,
             "part": number,
             "num_parts": number + 1 if last else None,  # unknown before all is read
             **self._source.metadata(params, bucket.encoding, last),
@@ -183,17 +186,18 @@ class PartBuilder(Generic[_ParamT]):
 
     def _filled(self, unfilled: list[Bucket[_ParamT]]) -> Iterator[Bucket[_ParamT]]:
         """Yield buckets as they are full; the others are in `unfilled` in the end."""
-        filling: dict[tuple[str, str], Bucket[_ParamT]] = {}
+        filling: dict[tuple[str, bool, str], Bucket[_ParamT]] = {}
         count, most = 0, most_bytes(self._bucket_bytes, 0)
         for param in self._source.params():
-            encoding, dtype, size = param.choice.encoding, param.dtype, param.nbytes
-            bucket = filling.get((encoding, dtype))
+            choice, size = param.choice, param.nbytes
+            kind = choice.encoding, choice.stored, param.dtype
+            bucket = filling.get(kind)
             if bucket is not None and bucket.nbytes + size > most:
                 yield bucket
                 count += 1
                 bucket, most = None, most_bytes(self._bucket_bytes, count)
             if bucket is None:
-                bucket = filling[encoding, dtype] = Bucket(encoding)
+                bucket = filling[kind] = Bucket(choice.encoding, choice.stored)
             bucket.params.append(param)
             bucket.nbytes += size
         unfilled += filling.values()

@@ -114,6 +114,16 @@ class FleetRound:
         """Return whether a destination has prepared, so that nothing else can be sent to it."""
         return self._member(destination).has_prepared
 
+    def is_left_out(self, destination: Destination) -> bool:
+        """Return whether the others commit without a destination; False for one out of the round.
+
+        To be asked once `conduct` has returned.
+        """
+        url = self._urls.get(destination)
+        return url is not None and not (
+            self._members[url].takes_part or self._members[url].state == "committed"
+        )
+
     def note_committed(self, destination: Destination) -> None:
         """Note that a destination has had the sync already."""
         member = self._member(destination)

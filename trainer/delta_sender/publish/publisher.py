@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Condition
+from typing import Final
 
 from delta_sender.arguments import Base, Tensors, named_pairs, tensors_of
 from delta_sender.diff.observations import Watch
@@ -51,6 +52,7 @@ from engine_ext.resources import no_full_collections
 logger = logging.getLogger(__name__)
 
 Connect = Callable[[str, SenderOptions], Destination]
+_LEFT_OUT_S: Final = 1.0  # for engines that are left out, when the others have committed
 
 
 class Publisher:
@@ -331,9 +333,14 @@ class Publisher:
             if fleet is None:
                 wait_for(threads, self._ended, self.options.lag_limit)
             else:
-                if not fleet.conduct(sync_round.let_write if sync_round.writes_last else None):
+                window = self.options.commit_window
+                if fleet.conduct(sync_round.let_write if sync_round.writes_last else None):
+                    others = [t for t in threads if not fleet.is_left_out(t.session.destination)]
+                    wait_for(others, self._ended, window, begins_now=True)
+                    window = min(window, _LEFT_OUT_S)
+                else:
                     sync_round.fail(SyncError("none commits this sync", 409, dict(ABORTED)))
-                wait_for(threads, self._ended, self.options.commit_window, begins_now=True)
+                wait_for(threads, self._ended, window, begins_now=True)
             sync_round.release()
         except BaseException as error:
             if fleet is not None:

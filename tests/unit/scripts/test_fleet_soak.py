@@ -1,0 +1,149 @@
+"""The judgement of the fleet's soak: which answers are wrong, and what is done to whom."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from scripts.fleet_soak import __main__ as fleet_soak
+from scripts.fleet_soak.answers import (
+    Answer,
+    Tokens,
+    may_fail,
+    problem_of_versions,
+    spans_of,
+    unknown_versions,
+)
+from scripts.fleet_soak.coordinator import Kill, Killing
+from scripts.fleet_soak.plan import FAULTS, by_turns, schedule
+from scripts.fleet_soak.reference import digest, weights
+from scripts.fleet_soak.router import config
+
+
+def answer(**facts: Any) -> Answer:
+    known = {"begin": 1.0, "end": 2.0, "fleet": 3, "header": None, "stream": False}
+    return Answer(**{**known, "state": "answered", "prompt": [7], "spans": [(0, 3)], **facts})
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem"),
+    [
+        ({}, None),
+        ({"spans": [(0, 3), (4, 4)]}, None),
+        ({"header": ">=3", "spans": [(0, 9)]}, None),
+        ({"header": "2-4", "spans": [(0, 3), (1, 4)]}, None),
+        ({"header": "3", "spans": [(0, 3), (1, 4)]}, "3 was answered by version 4"),
+        ({"header": "2-4", "spans": [(0, 5)]}, "2-4 was answered by version 5"),
+        ({"header": ">=4"}, ">=4 was answered by version 3"),
+        ({"spans": [(0, 2)]}, "version 2 has answered when the fleet's was 3"),
+        ({"spans": []}, "the spans are []"),
+        ({"spans": [(1, 3)]}, "the spans are [(1, 3)]"),
+        ({"spans": [(0, 4), (2, 3)]}, "the spans are [(0, 4), (2, 3)]"),
+        ({"state": "refused", "header": "3", "serves": 4}, None),
+        ({"state": "refused", "header": "3", "serves": None}, None),
+        ({"state": "stopped", "header": ">=3", "serves": 3}, ">=3 was refused by an engine that"),
+        ({"state": "refused", "serves": 4}, "a request without a version was refused"),
+        ({"state": "failed", "spans": []}, None),
+    ],
+)
+def test_versions_obey_the_request(facts: Any, problem: str | None) -> None:
+    found = problem_of_versions(answer(**facts))
+    assert (found or "").startswith(problem or "")
+    assert (found is None) == (problem is None)
+
+
+def test_stopped_request_has_tokens_of_its_version() -> None:
+    stopped = answer(state="stopped", header="3", tokens=[5, 6], spans=[])
+    assert spans_of(stopped) == [(range(2), 3)]
+    assert unknown_versions(stopped, [1, 2]) == {3}
+    assert spans_of(answer(state="stopped", header=">=3", tokens=[5], spans=[])) == []
+
+
+def test_token_of_another_version_is_found() -> None:
+    def score(version: int, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        return [-float(version)] * len(tokens)
+
+    tokens = Tokens(tolerance=0.25)
+    right = {"tokens": [5, 5, 5], "spans": [(0, 3), (2, 4)]}
+    assert tokens.check(answer(logprobs=[-3.0, -3.1, -4.0], **right), score) is None
+    assert (tokens.compared, tokens.wrong, tokens.boundaries, tokens.seen) == (3, 0, 1, 2)
+    problem = tokens.check(answer(logprobs=[-3.0, -4.0, -4.0], **right), score)
+    assert problem is not None
+    assert problem.startswith("token 1 of 3 is not of version 3: its log probability is 1.00 off")
+    assert tokens.wrong == 1
+
+
+@pytest.mark.parametrize(("death", "fails"), [((0.0, 0.5), False), ((0.0, 0.6), True)])
+def test_request_fails_only_near_a_death(death: tuple[float, float], fails: bool) -> None:
+    assert may_fail(answer(), [death], seconds=0.4) is fails
+
+
+@pytest.mark.parametrize(
+    ("kill", "last"),
+    [
+        ({"action": "record", "number": 2}, "record b"),
+        ({"action": "record", "url": "http://b"}, "record b"),
+        ({"action": "prepare", "url": "http://a", "when": "after"}, "prepare a"),
+        ({"action": "stage", "url": "http://a"}, "stage a"),
+        ({"action": "commit", "when": "during"}, "commit a"),
+    ],
+)
+def test_kills_at_its_step(kill: dict[str, Any], last: str) -> None:
+    """The process that is killed lives until then."""
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    transport = Killing(httpx.MockTransport(lambda request: httpx.Response(200)))
+    transport.expect(Kill(**kill, group=process.pid))
+    with httpx.Client(transport=transport) as client:
+        for step in ("stage a", "prepare a", "record a", "record b", "commit a"):
+            assert process.poll() is None
+            action, engine = step.split()
+            path = "update_weights_delta" if action == "stage" else "delta_commit"
+            client.post(f"http://{engine}/{path}", json={"action": action})
+            if step == last:
+                break
+    assert process.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_steps_are_weights_of_their_number() -> None:
+    base = {
+        "lm_head.weight": torch.zeros(8, 4, dtype=torch.bfloat16),
+        "norm.weight": torch.ones(64, dtype=torch.bfloat16),
+    }
+    digests = [digest(weights(base, step)) for step in (0, 1, 2, 1)]
+    assert digests[1] == digests[3]
+    assert len({*digests}) == 3
+    assert digests[0] == digest(base)
+
+
+def test_every_engine_is_hit_in_turn() -> None:
+    due = schedule(200, 4)
+    assert [one.fault for one in due] == list(FAULTS)
+    hit = [one.victim for one in due if one.fault.hits_engine]
+    assert hit == [0, 1, 2, 3, 0, 1, 2]
+    assert [one.commits for one in due] == list(range(5, 55, 5))
+    assert {one.commits for one in schedule(10, 2)} == {0}
+
+
+def test_engines_of_each_kind_take_turns() -> None:
+    assert by_turns([("vllm", 2), ("sglang", 1)]) == [
+        ("vllm", "vllm 0"), ("sglang", "sglang 0"), ("vllm", "vllm 1"),
+    ]  # fmt: skip
+
+
+def test_router_without_engines_answers_503() -> None:
+    assert "return 503;" in config([], 80, "root")
+    routed = config([81, 82], 80, "root")
+    assert "server 127.0.0.1:81 max_fails=0; server 127.0.0.1:82 max_fails=0;" in routed
+    assert "return 503;" not in routed
+
+
+def test_a_fleet_has_two_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fleet_soak.parse_arguments(["--vllm", "1", "--sglang", "0"])
+    assert "a fleet has two engines or more" in capsys.readouterr().err
