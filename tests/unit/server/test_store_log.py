@@ -18,8 +18,7 @@ from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.object_stores import StoreServer
 from tests.support.present import present
 from tests.support.store_proxy import Fault, StoreProxy
-from tests.unit.server.test_log_follower import looked, until
-from tests.unit.server.test_log_replay import CATCH_UP, STEPS
+from tests.unit.server.delta_logs import CATCH_UP, STEPS, looked, until
 
 pytestmark = pytest.mark.slow
 
