@@ -24,7 +24,8 @@ answered with and the state the engine is in afterwards; a subclass inherits bot
     ├── TooLarge               413  body or declared size over a limit
     ├── UnsupportedMedia       415  content type or content encoding
     ├── NotUpdatable           422  unknown tensor, wrong shape or dtype, bad index, inexact tensor
-    │   └── AdapterNotLoaded   422  no LoRA adapter of this name is loaded, or it takes no updates
+    │   ├── AdapterNotLoaded   422  no LoRA adapter of this name is loaded, or it takes no updates
+    │   └── SaltUnavailable    422  the engine cannot do flush_cache=salt
     ├── TooManyUploads         429  too many updates in progress; retry later
     ├── PartUnavailable        502  another host of the engine could not get the part
     ├── SpoolFull              507  no room for the body
@@ -189,6 +190,10 @@ class NotUpdatable(DeltaError):
 
 class AdapterNotLoaded(NotUpdatable):
     """The engine has loaded no LoRA adapter of this name, or cannot update its tensors."""
+
+
+class SaltUnavailable(NotUpdatable):
+    """The engine, as it was started, cannot keep cached KV for requests in flight alone."""
 
 
 class TooManyUploads(DeltaError):

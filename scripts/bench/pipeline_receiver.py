@@ -118,6 +118,9 @@ class PlainEngine:
     async def salt_cache(self) -> None:
         pass
 
+    async def check_salt(self) -> None:
+        pass
+
     async def resume(self) -> None:
         pass
 

@@ -190,21 +190,24 @@ class Coordinator:
         return record.answer("already_applied", facts | await self._committer.publish(self._engine))
 
     async def hold_staged(
-        self, part: PartId, prepared: PreparedSync, *, renews: bool = False
+        self, part: PartId, prepared: PreparedSync, options: Options | None
     ) -> None:
         """Let all ranks vote on the staged sync that a part belongs to, and hold it for a group.
 
-        If it is held for this group (`renews`), its lease alone is changed.
+        Args:
+            options: of its commit; None if it is held for this group: its lease alone is changed.
 
         Raises:
             AuditUnavailable: its commit could not be recorded.
+            SaltUnavailable: the options want a salt, which the engine cannot give.
             SyncInProgress: it is held for another group.
             DeltaError: each class fixes the state that the engine is in then. Nothing of the sync
                 stays staged.
         """
         request = HoldSync(version=part.version, sync_id=part.sync_id, prepared=prepared)
         try:
-            if not renews:
+            if options is not None:
+                await self.check_options(options)
                 await self._committer.check_audit(self._engine)
             await call_all_ranks(self._engine, request)
         except Exception as error:
@@ -213,6 +216,11 @@ class Coordinator:
             if isinstance(error, CommitFailed) and not isinstance(error, EngineUncertain):
                 await self._committer.halt(Options())
             raise
+
+    async def check_options(self, options: Options) -> None:
+        """Raise `SaltUnavailable` if the engine cannot commit with these options."""
+        if options.flush_cache == "salt":
+            await self._engine.check_salt()
 
     async def commit_staged(
         self, part: PartId, options: Options, record: RequestRecord, group: str | None = None

@@ -57,8 +57,11 @@ class Engine(Protocol):
         The engine is paused, and its weights change before it resumes.
 
         Raises:
-            NotUpdatable: the engine cannot do that as it was started; nothing has changed.
+            SaltUnavailable: the engine cannot do that as it was started; nothing has changed.
         """
+
+    async def check_salt(self) -> None:
+        """Raise what `salt_cache` would, `SaltUnavailable`; the engine can be running."""
 
     async def resume(self) -> None: ...
 
@@ -78,7 +81,8 @@ class AdapterEngine:
         self.name, self.shared, self.address = engine.name, engine.shared, engine.address
         self._engine, self.adapter = engine, adapter
         self.is_paused, self.pause, self.resume = engine.is_paused, engine.pause, engine.resume
-        self.flush_cache, self.salt_cache = engine.flush_cache, engine.salt_cache
+        self.flush_cache = engine.flush_cache
+        self.salt_cache, self.check_salt = engine.salt_cache, engine.check_salt
         self.get_weight_version = engine.get_weight_version
 
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:

@@ -47,6 +47,7 @@ import contextlib
 import functools
 import logging
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Literal
 
@@ -61,6 +62,7 @@ from delta_server.request_record import RequestRecord
 from delta_server.waiting import wait_for_event
 from engine_ext.answers import failure_in_words
 from engine_ext.errors import (
+    AdapterNotLoaded,
     CommittedNotResumed,
     Conflict,
     DeltaError,
@@ -129,26 +131,29 @@ class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 prepare(Records, PeerAnswer)
 
 
-Ask = Callable[[str, str], Awaitable[PeerAnswer]]
+Ask = Callable[[str, str, str | None], Awaitable[PeerAnswer]]
 
 
 @functools.cache
 def _client() -> httpx.AsyncClient:
-    """Return the client of all questions; to make one takes longer than to ask."""
-    limits = httpx.Limits(max_keepalive_connections=0)  # the next question is a failure later
+    """Return the client of all questions: to make one takes longer than to ask."""
+    limits = httpx.Limits(max_keepalive_connections=0)  # questions are rare
     return httpx.AsyncClient(timeout=_ASK_S, trust_env=False, limits=limits)
 
 
-async def ask_peer(root: str, group: str) -> PeerAnswer:
+async def ask_peer(root: str, group: str, adapter: str | None = None) -> PeerAnswer:
     """Ask the engine at a root for its record of a group, which closes the group there.
+
+    Args:
+        adapter: whose tensors the group commits; None means the model's.
 
     Raises:
         OSError, ValueError: it does not answer, or refuses.
     """
-    body = {"action": "ask", "group": group}
+    body, query = {"action": "ask", "group": group}, {"adapter": adapter} if adapter else {}
     url = f"{root.rstrip('/')}/delta_commit"
     try:
-        answer = await _client().post(url, json=body, headers=bearer_headers())
+        answer = await _client().post(url, json=body, params=query, headers=bearer_headers())
     except httpx.TransportError as error:
         raise OSError(f"{url}: {failure_in_words(error)}") from error
     if answer.status_code != 200:
@@ -163,8 +168,10 @@ class FleetCommits:
     """The part of one engine in commits of several; see the module for the protocol.
 
     Attributes:
-        ask: asks another engine, given its root and a group; raises if there is no answer.
+        ask: asks another engine, given its root, a group and its adapter; raises if there is no
+            answer.
         watch: settles what is held once its lease has ended; None if this process has held none.
+        watches: those of the model and of all adapters that have not ended.
     """
 
     def __init__(self, engine: Engine, coordinator: Coordinator, ask: Ask = ask_peer) -> None:
@@ -174,6 +181,19 @@ class FleetCommits:
         self._settling = asyncio.Lock()
         self.watch: asyncio.Task[None] | None = None
         self._lease_changed = asyncio.Event()
+        self.watches: set[asyncio.Task[None]] = set()
+        self._adapters = weakref.WeakValueDictionary[str, FleetCommits]()
+
+    def for_adapter(self, name: str, engine: Engine, coordinator: Coordinator) -> FleetCommits:
+        """Return the part in commits of an adapter's versions.
+
+        Its receivers keep the records, as long as the adapter is loaded.
+        """
+        found = self._adapters.get(name)
+        if found is None:
+            found = self._adapters[name] = FleetCommits(engine, coordinator, self.ask)
+            found.watches = self.watches
+        return found
 
     async def carry_out(self, request: GroupRequest, options: Options) -> dict[str, Any]:
         """Carry out one step; return the answer as JSON.
@@ -185,7 +205,7 @@ class FleetCommits:
             DeltaError: of prepare and commit, see `Coordinator`.
         """
         if request.action == "prepare":
-            return await self._prepare(request)
+            return await self._prepare(request, options)
         if request.action == "record":
             return await self._record(request, options)
         if request.action == "commit":
@@ -214,7 +234,7 @@ class FleetCommits:
         That process is not waited for: it is about to be fenced. Nothing changes if engines that
         must be asked do not answer.
         """
-        staged = (await self._coordinator.held()).staged
+        staged = await self._staged()
         if staged is None or staged.prepared is None:
             return
         owner = staged.owner
@@ -229,7 +249,7 @@ class FleetCommits:
             DeltaError: it could not be committed, although the group does.
         """
         async with self._settling:
-            staged = (await self._coordinator.held()).staged
+            staged = await self._staged()
             if staged is None or staged.prepared is None:
                 return True
             group = staged.prepared.group
@@ -251,7 +271,7 @@ class FleetCommits:
 
     # The steps -----------------------------------------------------------------------------------
 
-    async def _prepare(self, request: GroupRequest) -> dict[str, Any]:
+    async def _prepare(self, request: GroupRequest, options: Options) -> dict[str, Any]:
         group, version = request.group, request.version
         if version is None:
             raise MalformedPart("the version that is to be prepared is missing")
@@ -261,18 +281,18 @@ class FleetCommits:
         part = held.complete_sync(version, request.sync_id)
         if part is None:
             raise Conflict(f"no complete sync to version {version} is staged; send its parts")
-        until = await self._hold(part, group, request.lease)
+        until = await self._hold(part, group, request.lease, options)
         return {"status": "prepared", "version": version, "group": group, "until": until}
 
     async def _record(self, request: GroupRequest, options: Options) -> dict[str, Any]:
-        if options.flush_cache == "salt":
-            raise MalformedPart("a commit of several engines does not take flush_cache=salt")
         group, staged = request.group, (await self._coordinator.held()).staged
         known = await self._recorded(group)
         if staged is None or staged.prepared is None or staged.prepared.group != group:
             if known is not None and known.committed:
                 return {"status": "recorded", "group": group}
             raise self._lost(group, known)
+        if known is None:  # others could have committed when this engine refuses them
+            await self._coordinator.check_options(options)
         new = Record(
             decision="commit",
             version=staged.version,
@@ -282,7 +302,7 @@ class FleetCommits:
             flush_cache=options.flush_cache,
         )
         # First: a hold that cannot be renewed drops the sync, and then "commit" must not be here.
-        await self._hold(part_of(staged), group, request.lease, renews=True)
+        await self._hold(part_of(staged), group, request.lease)
         record = await self._write(group, lambda known: known or new)
         if record.decision != "commit":
             raise self._lost(group, record)
@@ -324,7 +344,10 @@ class FleetCommits:
 
         If nothing is recorded, that is "abort" from now on, and what is held is dropped.
         """
-        staged = (await self._coordinator.held()).staged
+        try:
+            staged = (await self._coordinator.held()).staged
+        except AdapterNotLoaded:  # it has lost what it held, as after a restart
+            return Record(decision="lost", closed=True)
         prepared = None if staged is None else staged.prepared
         is_held = prepared is not None and prepared.group == group
         none = Record(decision="abort" if is_held else "lost", closed=True)
@@ -342,7 +365,7 @@ class FleetCommits:
 
     async def _ask_all(self, group: str, peers: Sequence[str]) -> Decision | None:
         """Return what the group does; None if that is not known before more engines answer."""
-        asked = (self.ask(peer, group) for peer in peers)
+        asked = (self.ask(peer, group, self._coordinator.adapter) for peer in peers)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         found = [one for one in answers if isinstance(one, PeerAnswer)]
         silent = [p for p, one in zip(peers, answers, strict=True) if isinstance(one, Exception)]
@@ -372,7 +395,7 @@ class FleetCommits:
         answer: dict[str, Any]
         if staged is not None and staged.prepared is not None and staged.prepared.group == group:
             # Not in the turn of its parts: one that is sent again can wait for this commit.
-            request = RequestRecord()
+            request = RequestRecord(adapter=self._coordinator.adapter)
             try:
                 answer = await self._coordinator.commit_staged(
                     part_of(staged), options, request, group
@@ -389,16 +412,24 @@ class FleetCommits:
         await self._write(group, committed)
         return answer
 
-    async def _hold(self, part: PartId, group: str, lease: float, *, renews: bool = False) -> float:
+    async def _hold(
+        self, part: PartId, group: str, lease: float, options: Options | None = None
+    ) -> float:
         """Hold the staged sync for a group, or change its lease; return when that ends."""
         until = time.time() + lease
         prepared = PreparedSync(group=group, until=until, ends=time.monotonic() + lease)
-        await self._coordinator.hold_staged(part, prepared, renews=renews)
+        await self._coordinator.hold_staged(part, prepared, options)
         self._begin_watch()
         return until
 
     async def _drop(self, staged: StagedSync, group: str) -> None:
         await self._coordinator.drop_staged(part_of(staged), group)
+
+    async def _staged(self) -> StagedSync | None:
+        """Return what is staged; nothing of an adapter that is not loaded any more."""
+        with contextlib.suppress(AdapterNotLoaded):
+            return (await self._coordinator.held()).staged
+        return None
 
     async def _recorded(self, group: str) -> Record | None:
         return (await self._records.read()).groups.get(group)
@@ -428,13 +459,15 @@ class FleetCommits:
         self._lease_changed.set()
         if self.watch is None or self.watch.done():
             self.watch = asyncio.ensure_future(self._settle_in_time())
+            self.watches.add(self.watch)
+            self.watch.add_done_callback(self.watches.discard)
 
     async def _settle_in_time(self) -> None:
         again = _AGAIN_S
         while True:
             self._lease_changed.clear()
             try:
-                staged = (await self._coordinator.held()).staged
+                staged = await self._staged()
                 if staged is None or staged.prepared is None:
                     return
                 left = staged.prepared.ends - time.monotonic()

@@ -274,8 +274,6 @@ async def delta_run(request: Request) -> dict[str, Any]:
 async def delta_commit(request: Request) -> dict[str, Any]:
     """Commit a staged sync as one with other engines, step by step, or drop it."""
     service = _service(request)
-    if service.adapter is not None:
-        raise MalformedPart("engines commit the model's weights as one, not those of adapters")
     wanted = parse_group_request(await _json_body(request, service))
     options = parse_query(request.query_params)
     service.inlet.refuse_pushes()

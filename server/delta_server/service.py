@@ -158,6 +158,7 @@ class DeltaService:
         service.coordinator = self.coordinator.for_adapter(
             name, service._engine, self._make_staging(service._engine)
         )
+        service.fleet = self.fleet.for_adapter(name, service._engine, service.coordinator)
         service.inlet = dataclasses.replace(
             self.inlet, engine=service._engine, coordinator=service.coordinator, follows=False
         )
@@ -303,8 +304,7 @@ class DeltaService:
         if request.action == "release":
             released = await self.coordinator.release(sender)
             return {"status": "released" if released else "not_owner", "released": released}
-        if self.adapter is None:
-            await self.fleet.settle_before(sender)
+        await self.fleet.settle_before(sender)
         claimed = await self.coordinator.claim(sender, takeover=request.takeover)
         [status, *others] = await self.committer.status(self._engine)
         return {

@@ -51,6 +51,7 @@ def main() -> None:
         commit_window=1.0,
         lag_limit=5.0,
         takeover=True,
+        flush_cache="salt",
     )
     sender.sync(tiny_models.load_tensors(Path(target)).items())
 

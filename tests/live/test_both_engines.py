@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from delta_sender import FullSyncRefused, MultiSender, PartialSyncError, RunConflict, RunFenced
+from delta_sender import (
+    FullSyncRefused,
+    MultiSender,
+    PartialSyncError,
+    RunConflict,
+    RunFenced,
+    Shard,
+    ShardedSender,
+)
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.sglang import SglangProcess
@@ -264,12 +272,33 @@ def test_trainer_killed_in_the_window(
     if not commits:
         trainer.tensors = dict(trainer.old)
     assert both.hold_the_trainers_bytes()
-    with MultiSender(
-        both.urls, trainer.tensors.items(), takeover=True, commit="all_or_none"
-    ) as sender:
+    options: dict[str, Any] = {"takeover": True, "commit": "all_or_none", "flush_cache": "salt"}
+    with MultiSender(both.urls, trainer.tensors.items(), **options) as sender:
         trainer.step()
         reports = sender.sync(trainer.tensors.items())
         assert [report.full for report in reports.values()] == [False, False]
         assert {one.state for one in sender.outcomes.values()} == {"committed"}
     assert len({*both.versions()}) == 1
     assert both.hold_the_trainers_bytes()
+
+
+@pytest.mark.full
+def test_ranks_commit_on_both_or_none(both: Both) -> None:
+    """A trainer that sends shards; here its only rank has all of them."""
+    trainer = both.trainer
+
+    def shards() -> list[Shard]:
+        return [
+            Shard(name, tensor, tuple(tensor.shape), (slice(None),) * tensor.ndim)
+            for name, tensor in trainer.tensors.items()
+        ]
+
+    options: dict[str, Any] = {"takeover": True, "commit": "all_or_none"}
+    with ShardedSender(both.urls, shards(), **options) as sender:
+        for _ in range(2):
+            trainer.step()
+            report = sender.sync(shards())
+            assert not any(one.full for one in sender.reports.values())
+            assert {one.state for one in sender.outcomes.values()} == {"committed"}
+            assert both.versions() == [report.version] * 2
+            assert both.hold_the_trainers_bytes()

@@ -65,7 +65,7 @@ class Rig:
     def close(self) -> None:
         service = self.service
         ending = (service._following, service._ending_pauses)
-        tasks = (*ending, service.fleet.watch, service.committer.repeating)
+        tasks = (*ending, *service.fleet.watches, service.committer.repeating)
         for task in tasks:
             if task is not None:
                 task.cancel()

@@ -25,6 +25,7 @@ class FleetRig:
         rigs: the engines that live, by url.
         incarnations: how often each was started, by url.
         cut: urls of engines that nobody reaches.
+        served: urls by the roots at which they are served.
     """
 
     def __init__(self, folder: Path, count: int, **settings: Any) -> None:
@@ -32,6 +33,7 @@ class FleetRig:
         self.rigs: dict[str, Rig] = {}
         self.incarnations = dict.fromkeys(self.urls, 0)
         self.cut: set[str] = set()
+        self.served: dict[str, str] = {}
         self._folder, self._settings = folder, settings
         self._locks = {url: threading.RLock() for url in self.urls}
         for url in self.urls:
@@ -53,11 +55,13 @@ class FleetRig:
         for rig in self.rigs.values():
             rig.close()
 
-    async def _ask(self, root: str, group: str) -> PeerAnswer:
+    async def _ask(self, root: str, group: str, adapter: str | None) -> PeerAnswer:
+        root = self.served.get(root, root)
         if root in self.cut:
             raise OSError("cut off")
         body = {"action": "ask", "group": group}
-        answer = await self.rigs[root].request("POST", COMMIT, json=body)
+        query = {} if adapter is None else {"adapter": adapter}
+        answer = await self.rigs[root].request("POST", COMMIT, json=body, params=query)
         assert answer.status_code == 200, answer.text
         return msgspec.json.decode(answer.content, type=PeerAnswer)
 

@@ -311,6 +311,10 @@ class Engine:
     async def salt_cache(self) -> None:
         self._record("salt_cache")
 
+    async def check_salt(self) -> None:
+        if "salt_cache" in self.fails:
+            raise self.fails["salt_cache"]
+
     async def resume(self) -> None:
         self._record("resume")
         self.paused = False

@@ -94,6 +94,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         monkeypatch.setattr(module, "VLLMClient", module.VLLMClient)
     generation = vllm_generation.VLLMGeneration
     monkeypatch.setattr(generation, "sync_weights", generation.sync_weights)
+    monkeypatch.setattr(generation, "generate", generation.generate)
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate", trl.GRPOTrainer._generate)
     stock = vllm_client.VLLMClient
     monkeypatch.setattr(stock, "check_server", lambda self, timeout: None)
     monkeypatch.setattr(stock, "_get", lambda self, url: {"data": [{"id": "tiny"}]})
@@ -221,7 +223,11 @@ def generate(self: Any, prompts: list[list[int]], n: int, **_: Any) -> dict[str,
     return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs}
 
 
-def server_trainer(base: Path, folder: Path) -> trl.GRPOTrainer:
+def by_place(completions: list[str], **_: Any) -> list[float]:
+    return [float(i) for i in range(len(completions))]
+
+
+def server_trainer(base: Path, folder: Path, reward: Any = by_place) -> trl.GRPOTrainer:
     return trl.GRPOTrainer(
         model=str(base),
         args=trl.GRPOConfig(
@@ -240,7 +246,7 @@ def server_trainer(base: Path, folder: Path) -> trl.GRPOTrainer:
             use_cpu=True,
             report_to=[],
         ),
-        reward_funcs=lambda completions, **_: [float(i) for i in range(len(completions))],
+        reward_funcs=reward,
         train_dataset=datasets.Dataset.from_dict({"prompt": ["the quick", "a reward"]}),
     )
 
@@ -262,6 +268,49 @@ def test_grpo_in_server_mode_sends_deltas(
     assert engine.version == 3
     assert any((engine.weights[name] != values).any() for name, values in before.items())
     assert engine.holds(saved(trainer.model.to(torch.bfloat16)))
+
+
+class Answers:
+    """vLLM's answers to TRL's client: every other completion has two versions' tokens."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+
+    def __call__(self, client: Any, url: str, json: dict[str, Any]) -> dict[str, Any]:
+        assert url.endswith("/v1/completions")
+        self.spans = [[[0, i], [4, i + 1]] if i % 2 else [[0, i]] for i in range(json["n"])]
+        choices = [
+            {
+                "prompt_token_ids": [1, 2],
+                "token_ids": [3 + (i * 7 + j) % 50 for j in range(6)],
+                "logprobs": {"content": []},
+                "weight_spans": spans,
+            }
+            for i, spans in enumerate(self.spans)
+        ]
+        return {"choices": choices * len(json["prompt"])}
+
+
+def test_reward_functions_get_the_spans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
+    base, answers = tiny_models.build("qwen3_moe", tmp_path / "base"), Answers()
+    engine = Engine.of(tiny_models.load_tensors(base))
+    monkeypatch.setattr(vllm_client.VLLMClient, "_post", lambda *a, **k: answers(*a, **k))
+    monkeypatch.setattr(
+        vllm_client, "parse_logprobs", lambda found: ([[[-1.0]] * 6 for _ in found], None)
+    )
+    use_deltas(base, client=engine.client())
+    seen: list[Any] = []
+
+    def reward(completions: list[str], weight_spans: list[Any], **_: Any) -> list[float]:
+        seen.append(weight_spans)
+        return [float(i) for i in range(len(completions))]
+
+    trainer = server_trainer(base, tmp_path / "out", reward)
+    trainer.train()
+    assert seen == [answers.spans] * 2
+    assert trainer.vllm_generation.weight_spans == answers.spans
 
 
 def test_grpo_in_server_mode_sends_trained_buffers(tmp_path: Path, engine: Engine) -> None:

@@ -42,6 +42,7 @@ STATUS = {
     "CommitFailed": 500,
     "EngineUncertain": 503,
     "PartUnavailable": 502,
+    "SaltUnavailable": 422,
     "SpoolFull": 507,
     "AuditUnavailable": 507,
 }

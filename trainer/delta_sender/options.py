@@ -114,7 +114,7 @@ class SenderOptions:
             all have staged and checked all, or no engine does. If the trainer dies in between, the
             engines settle it among themselves: they must reach each other at the given urls, with
             the same token. A `delta_log` gets the version once all have agreed, before the first
-            one commits. Not with `adapter`.
+            one commits.
         commit_window: Seconds in which engines that commit as one have to agree to commit, and then
             to do so.
         quorum: How many engines must be ready to commit as one; the others are left out, and get
@@ -177,13 +177,6 @@ class SenderOptions:
             if given:
                 raise ValueError(f"only with commit='all_or_none': {', '.join(given)}")
             return
-        if self.adapter is not None:
-            raise ValueError("commit='all_or_none' does not work with adapter yet")
-        if self.flush_cache == "salt":
-            raise ValueError(
-                "commit='all_or_none' does not work with flush_cache='salt' yet: an engine can "
-                "refuse that when others have committed"
-            )
         if self.commit_window <= 0 or (self.quorum is not None and self.quorum < 1):
             raise ValueError("commit_window is above 0 and quorum is 1 at least")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -26,6 +26,26 @@ def spans(response: Any) -> list[list[list[Any]] | None]:
     if choices is None:
         choices = _get(response, "outputs")
     return [_of(choice) for choice in ([response] if choices is None else choices)]
+
+
+def joined(pieces: Iterable[tuple[int, list[list[Any]] | None]]) -> list[list[Any]] | None:
+    """Return the spans of an answer that was generated in several requests.
+
+    Args:
+        pieces: The number of tokens that each has added, and its spans.
+
+    Returns:
+        None if a piece with tokens has none.
+    """
+    found, first = list[list[Any]](), 0
+    for tokens, spans_of_piece in pieces:
+        if tokens and spans_of_piece is None:
+            return None
+        for start, version in (spans_of_piece or ()) if tokens else ():
+            if not found or found[-1][1] != version:
+                found.append([first + start, version])
+        first += tokens
+    return found
 
 
 def _of(choice: Any) -> list[list[Any]] | None:

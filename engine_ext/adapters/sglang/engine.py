@@ -65,7 +65,14 @@ class SglangEngine:
 
     async def salt_cache(self) -> None:
         """See `delta_server.engine.Engine`. All ranks use the same salt."""
-        for answer in await self.call(SaltCache(salt=uuid.uuid4().hex)):
+        await self._salt(uuid.uuid4().hex)
+
+    async def check_salt(self) -> None:
+        """See `delta_server.engine.Engine`."""
+        await self._salt(None)
+
+    async def _salt(self, salt: str | None) -> None:
+        for answer in await self.call(SaltCache(salt=salt)):
             if isinstance(answer, DeltaError):
                 raise answer
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from engine_ext.errors import NotUpdatable
+from engine_ext.errors import SaltUnavailable
 from engine_ext.ranks.operations import Operation, Reply
 from engine_ext.structs import prepare
 
 
 class SaltCache(Operation[Reply], frozen=True, kw_only=True, tag="salt_cache"):
-    """Separate the KV of requests to come from what is cached now; the engine is paused."""
+    """Separate the KV of requests to come from what is cached now; the engine is paused.
 
-    salt: str
+    Without a salt it is only checked whether that is possible.
+    """
+
+    salt: str | None
 
 
 prepare(SaltCache)
@@ -43,19 +46,21 @@ class Salts:
         init.delta_updates = True  # type: ignore[attr-defined]
         request_type.__init__ = init
 
-    def change(self, salt: str, scheduler: Any) -> None:
-        """Use another salt, also for the requests that wait and hold no KV.
+    def change(self, salt: str | None, scheduler: Any) -> None:
+        """Use another salt, also for the requests that wait and hold no KV; None only checks.
 
         Raises:
-            NotUpdatable: streaming sessions keep KV for their next turn, whatever its key is.
+            SaltUnavailable: streaming sessions keep KV for their next turn, whatever its key is.
         """
         from sglang.srt.runtime_context import get_serving
 
         if get_serving().enable_streaming_session:
-            raise NotUpdatable(
+            raise SaltUnavailable(
                 "flush_cache=salt does not work with --enable-streaming-session: a session keeps "
                 "KV of old weights for its next turn; use flush_cache=true"
             )
+        if salt is None:
+            return
         self._salt = salt
         diffusion = getattr(scheduler, "dllm_manager", None)
         for request in (

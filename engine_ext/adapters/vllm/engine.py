@@ -8,7 +8,7 @@ from typing import Any
 
 from engine_ext.adapters.vllm import prefix_cache
 from engine_ext.adapters.vllm.features import may_span_hosts
-from engine_ext.errors import DeltaError, NotUpdatable
+from engine_ext.errors import DeltaError, SaltUnavailable
 from engine_ext.ranks import replicas
 from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
 
@@ -86,13 +86,21 @@ class VllmEngine:
 
     async def salt_cache(self) -> None:
         """See `delta_server.engine.Engine`. All replicas do it."""
-        call = self._client.engine_core.call_utility_async(prefix_cache.METHOD)
+        await self._salt()
+
+    async def check_salt(self) -> None:
+        """See `delta_server.engine.Engine`."""
+        await self._salt(True)
+
+    async def _salt(self, *only_checks: bool) -> None:
+        core = self._client.engine_core
+        call = core.call_utility_async(prefix_cache.METHOD, *only_checks)
         try:
             await self._unless_dead(call)
         except Exception as error:
             if "no attribute" not in str(error):
                 raise
-            raise NotUpdatable(
+            raise SaltUnavailable(
                 "flush_cache=salt needs the plugin in vLLM's engine core, which has loaded none; "
                 "the source patches do not reach it"
             ) from error

@@ -22,13 +22,16 @@ def install() -> None:
     setattr(EngineCore, METHOD, salt)
 
 
-def salt(core: Any) -> None:
+def salt(core: Any, only_checks: bool = False) -> None:
     """Let no request get cached KV or image embeddings that others have; requests keep their own.
 
+    With `only_checks`, nothing is done: it is known then that the core has the method.
     The core's scheduler is paused, and no forward pass runs. A request that is preempted later
     computes all of its KV with the weights of then. One that is in the middle of an image computes
     the image's embeddings again.
     """
+    if only_checks:
+        return
     from vllm.v1.request import RequestStatus
 
     for request in core.scheduler.requests.values():

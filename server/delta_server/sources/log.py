@@ -44,6 +44,7 @@ from engine_ext.errors import (
     LogDamaged,
     LogDiverged,
     PartUnavailable,
+    SaltUnavailable,
     SpoolFull,
     SyncInProgress,
     VersionConflict,
@@ -77,8 +78,8 @@ _WAITS_S = (1.0, 2.0, 4.0)  # before a store is read again at start-up
 _MOST_FOLDED_BYTES = 256 << 20  # of several versions that are folded; ten times that is decoded
 # Errors that another version, or another route to this one, would not avoid.
 ENGINE_ERRORS = (
-    AuditUnavailable, CommitFailed, PartUnavailable, CommittedNotResumed, SpoolFull,
-    SyncInProgress, WeightsAsleep, WriteUndone,
+    AuditUnavailable, CommitFailed, PartUnavailable, CommittedNotResumed, SaltUnavailable,
+    SpoolFull, SyncInProgress, WeightsAsleep, WriteUndone,
 )  # fmt: skip
 
 
@@ -591,7 +592,7 @@ class LogReplay:
             raise entry.damaged("its parts are not all of a sync (staged)")
         until, ends = time.time() + _HELD_S, time.monotonic() + _HELD_S
         prepared = PreparedSync(group=holder, until=until, ends=ends)
-        await self._coordinator.hold_staged(part_of(staged), prepared)
+        await self._coordinator.hold_staged(part_of(staged), prepared, Options())
 
     async def _state(self) -> tuple[int, bool, str]:
         """Return the engine's version, whether its weights are known to be of it, and their digest.

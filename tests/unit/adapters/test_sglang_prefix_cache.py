@@ -13,7 +13,7 @@ from engine_ext.adapters.sglang import prefix_cache, scheduler
 from engine_ext.adapters.sglang.prefix_cache import SaltCache, Salts
 from engine_ext.adapters.sglang.rpc import Call
 from engine_ext.conformance.thread_group import Group, ThreadRanks
-from engine_ext.errors import NotUpdatable
+from engine_ext.errors import SaltUnavailable
 from engine_ext.ranks.operations import Reply, encode_answer, encode_request
 
 
@@ -64,9 +64,19 @@ def test_sessions_that_keep_kv_are_refused(serving: SimpleNamespace) -> None:
     make, salts = request_type(), Salts()
     salts.follow(make)
     serving.enable_streaming_session = True
-    with pytest.raises(NotUpdatable, match="--enable-streaming-session"):
+    with pytest.raises(SaltUnavailable, match="--enable-streaming-session"):
         salts.change("s1", scheduler_of())
+    with pytest.raises(SaltUnavailable, match="--enable-streaming-session"):
+        salts.change(None, scheduler_of())
     assert make("mine").extra_key == "mine"
+
+
+def test_checking_salts_nothing(serving: SimpleNamespace) -> None:
+    make, salts = request_type(), Salts()
+    salts.follow(make)
+    waiting = make("mine")
+    salts.change(None, scheduler_of(waiting))
+    assert (waiting.extra_key, make("mine").extra_key) == ("mine", "mine")
 
 
 def test_a_rank_salts_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

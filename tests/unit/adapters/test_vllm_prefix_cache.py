@@ -101,6 +101,13 @@ def test_new_requests_get_no_block_of_before(core: Core) -> None:
     assert core.prefill(core.add("newer")) == 3 * BLOCK
 
 
+def test_checking_salts_nothing(core: Core) -> None:
+    core.prefill(core.add("flying"))
+    prefix_cache.salt(core, True)
+    assert core.dropped == 0
+    assert core.prefill(core.add("new")) == 3 * BLOCK
+
+
 def test_nothing_that_a_request_in_flight_adds_is_shared(core: Core) -> None:
     """Its later blocks were computed from KV of old weights, though after the change."""
     flying = core.add("flying")

@@ -56,6 +56,19 @@ def test_differences_are_of_what_the_engine_committed_last() -> None:
     assert all(part.manifest.digest_part for part in engine.log)
 
 
+def test_refused_salt_is_no_refusal_of_differences() -> None:
+    model = model_of()
+    engine = Engine.of(model, faults={0: sends(error(422, "SaltUnavailable"))})
+    sender = sender_of(engine, model, flush_cache="salt")
+    train(model)
+    with pytest.raises(SyncError) as raised:
+        sender.sync(model.items())
+    assert raised.value.error["type"] == "SaltUnavailable"
+    assert len(engine.requests) == 1
+    sender.sync(model.items())
+    assert encodings(engine) == ["gap8_ulp"]
+
+
 @pytest.mark.parametrize("has_plan", [True, False])
 def test_differences_without_digests_carry_their_own_proof(has_plan: bool) -> None:
     model = model_of()

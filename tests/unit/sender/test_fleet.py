@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from delta_sender import GroupAborted, MultiSender, PartialSyncError, SyncError
-from engine_ext.errors import NotUpdatable
+from engine_ext.errors import NotUpdatable, SaltUnavailable
 from engine_ext.log import Draft, open_log
 from engine_ext.log.folder_store import FolderDraft
 from tests.support.delta_bodies import SHAPES, VERSION, fresh_weights
+from tests.support.endpoint_rig import DELTA
 from tests.support.fake_engine import Model, bits, train
 from tests.support.fleet_rig import COMMIT, FleetRig, posts
 
@@ -35,6 +36,11 @@ def fleet(tmp_path: Path) -> Iterator[FleetRig]:
 
 @pytest.fixture
 def model() -> Model:
+    return fresh_model()
+
+
+def fresh_model() -> Model:
+    """The tensors that the engines have loaded."""
     found = {}
     for name, values in fresh_weights().items():
         tensor = torch.empty(SHAPES[name], dtype=torch.bfloat16)
@@ -106,6 +112,41 @@ def test_engine_that_refuses_keeps_all_back(fleet: FleetRig, model: Model) -> No
         # The number of what was prepared names nothing else.
         assert {r.version for r in reports.values()} == {VERSION + 2}
         assert hold(fleet, model) == [True] * 3
+
+
+def test_all_engines_salt_when_they_commit(fleet: FleetRig, model: Model) -> None:
+    with sender_of(fleet, model, flush_cache="salt") as sender:
+        train(model)
+        assert len(sender.sync(model.items())) == 3
+        assert hold(fleet, model) == [True] * 3
+    for rig in fleet.rigs.values():
+        assert rig.engine.events[:2] == [("pause", "keep", False), ("salt_cache",)]
+
+
+def test_engine_that_cannot_salt_keeps_all_back(fleet: FleetRig, model: Model) -> None:
+    """It is found before any engine commits, and is no reason to send values."""
+    posted = list[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == DELTA:
+            posted.append(f"http://{request.url.host}:8000")
+        return fleet.answer(request)
+
+    before, plain = copied(model), fleet.urls[1]
+    options: dict[str, Any] = {"flush_cache": "salt", "encoding": "gap8_ulp"}
+    fleet.rigs[plain].engine.fails["salt_cache"] = SaltUnavailable("not as it was started")
+    with sender_of(fleet, model, answer, **options) as sender:
+        train(model)
+        with pytest.raises(GroupAborted) as raised:
+            sender.sync(model.items())
+        assert raised.value.failures[plain].error["type"] == "SaltUnavailable"
+        assert states(sender) == ["aborted", "refused", "aborted"]
+        assert sorted(posted) == fleet.urls  # once each
+        assert versions(fleet) == [VERSION] * 3
+        assert all(fleet.status(url).staged is None for url in fleet.urls)
+    with sender_of(fleet, before, answer, **options, quorum=2) as sender:
+        assert [*sender.sync(model.items())] == [fleet.urls[0], fleet.urls[2]]
+        assert states(sender) == ["committed", "left out", "committed"]
 
 
 def test_engine_is_left_out_by_quorum(fleet: FleetRig, model: Model) -> None:
@@ -367,7 +408,6 @@ def test_step_without_answer_is_taken_again(
         {"commit": "some"},
         {"commit": "each", "quorum": 2},
         {"commit": "each", "evict": print},
-        {"adapter": "a"},
         {"quorum": 0},
         {"commit_window": 0.0},
     ],

@@ -29,7 +29,7 @@ ABSENT = {
     DeltaSender: {*FLEET_ONLY},
     MultiSender: set(),
     LogSender: {*ENGINE_ONLY},
-    ShardedSender: {*ENGINE_ONLY, "log_differences"} - {"takeover", "full"},
+    ShardedSender: {*ENGINE_ONLY, "log_differences"} - {"takeover", "full", *FLEET_ONLY},
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 from delta_server.board import Item
 from delta_server.commit import EngineCommitter, serialize_with_commits
 from delta_server.service import DeltaService
-from engine_ext.errors import NotUpdatable
+from engine_ext.errors import SaltUnavailable
 from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import EngineUse
 from tests.support.delta_bodies import (
@@ -229,8 +229,8 @@ def test_salted_kv_stays_with_the_requests_in_flight(rig: Rig, paused: bool) -> 
 
 
 def test_an_engine_that_salts_nothing_refuses(rig: Rig) -> None:
-    rig.engine.fails["salt_cache"] = NotUpdatable("not as it was started")
-    assert_error(rig.send(delta_part(), flush_cache="salt"), 422, "NotUpdatable")
+    rig.engine.fails["salt_cache"] = SaltUnavailable("not as it was started")
+    assert_error(rig.send(delta_part(), flush_cache="salt"), 422, "SaltUnavailable")
     assert rig.engine.events == [("pause", "keep", False), ("salt_cache",), ("resume",)]
     assert same(rig.engine.weights, BASE)
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)

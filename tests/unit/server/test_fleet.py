@@ -16,6 +16,7 @@ import pytest
 
 from delta_server import fleet as fleet_module
 from delta_server.fleet import PeerAnswer
+from engine_ext.errors import SaltUnavailable
 from tests.support.delta_bodies import BASE, NEXT, OTHER_STEP, VERSION, after, delta_part, same
 from tests.support.endpoint_rig import DELTA, assert_error
 from tests.support.fleet_rig import COMMIT, LONG, FleetRig
@@ -127,6 +128,36 @@ def test_steps_need_the_one_before(fleet: FleetRig) -> None:
     assert held(fleet) == [True, False, False]
 
 
+def salted(fleet: FleetRig, url: str, action: str, **fields: Any) -> httpx.Response:
+    body = {"action": action, "group": GROUP, **fields}
+    return fleet.rigs[url].post(f"{COMMIT}?flush_cache=salt", json=body)
+
+
+def test_engine_that_cannot_salt_prepares_nothing(fleet: FleetRig) -> None:
+    first, second, _ = fleet.urls
+    for url in (first, second):
+        fleet.rigs[url].engine.fails["salt_cache"] = SaltUnavailable("not as it was started")
+    fleet.hold(first, delta_part(sync_id="s", **RUN))
+    assert_error(salted(fleet, first, "prepare", **SYNC), 422, "SaltUnavailable")
+    assert fleet.status(first).staged is None
+    prepare(fleet, second)  # whose commit would not salt
+    answer = salted(fleet, second, "record", peers=fleet.urls, lease=LONG)
+    assert_error(answer, 422, "SaltUnavailable")
+    assert not present(fleet.prepared(second)).recorded
+    assert fleet.step(second, "abort", GROUP, **SYNC).json()["status"] == "aborted"
+    assert versions(fleet) == [VERSION] * 3
+
+
+def test_settled_sync_is_committed_with_its_salt(fleet: FleetRig) -> None:
+    for url in fleet.urls:
+        prepare(fleet, url)
+        assert salted(fleet, url, "record", peers=fleet.urls, lease=LONG).status_code == 200
+    for url in fleet.urls:
+        assert fleet.settle(url)
+        assert fleet.rigs[url].engine.events[1] == ("salt_cache",)
+    assert versions(fleet) == [VERSION + 1] * 3
+
+
 def test_sync_that_ranks_refuse_is_not_prepared(fleet: FleetRig) -> None:
     url = fleet.urls[0]
     fleet.hold(url, delta_part(sync_id="s"))
@@ -141,7 +172,6 @@ def test_malformed_steps_are_refused(fleet: FleetRig, wrong: dict[str, Any]) -> 
     body = {"action": "prepare", "group": GROUP, **SYNC, **wrong}
     rig = fleet.rigs[fleet.urls[0]]
     assert_error(rig.post(COMMIT, json=body), 400, "MalformedPart")
-    assert_error(rig.post(f"{COMMIT}?adapter=x", json=body), 400, "MalformedPart")
     part = rig.post(f"{DELTA}?commit=never", content=b"", headers={"Content-Type": PART})
     assert_error(part, 400, "MalformedPart")
     files = {"model_path": "/shared", "load_format": "delta"}

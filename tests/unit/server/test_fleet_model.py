@@ -31,10 +31,12 @@ from tests.support.fleet_rig import LONG, FleetRig
 
 ENGINES = 3
 WHICH = st.integers(0, ENGINES - 1)
-# How a message fares.
-FARES = st.sampled_from([*["arrives"] * 8, "lost", "answer lost"])
+# How a message fares. One that is delayed can arrive at any time, or never.
+FARES = st.sampled_from([*["arrives"] * 8, "lost", "delayed", "answer lost"])
 KINDS = st.sampled_from(
-    ["lease"] * 3 + ["dies", "cut", "cut", "late", "give up", "sender dies", "claim", "release"]
+    ["lease"] * 3
+    + ["dies", "cut", "cut", "late", "give up", "sender dies", "claim", "release"]
+    + ["abort too late"] * 2
 )
 # What happens before a message of a sync, and to whom.
 EVENTS = st.tuples(
@@ -98,6 +100,8 @@ class FleetModel(RuleBasedStateMachine):
         if url in self.fleet.cut or fare == "lost":
             return {}
         self.sent.append((url, self.fleet.incarnations[url], action, {"group": group, **fields}))
+        if fare == "delayed":
+            return {}
         answer = self.deliver(url, action, group, **fields)
         return {} if fare == "answer lost" else answer
 
@@ -202,6 +206,8 @@ class FleetModel(RuleBasedStateMachine):
             self.sender_dies()
         elif what == "release":
             self.release(which)
+        elif what == "abort too late":
+            self.abort_too_late(which, forces=who % 2 == 0)
         else:
             self.next_sender_claims(which)
 
@@ -237,12 +243,25 @@ class FleetModel(RuleBasedStateMachine):
             self.reach(which, fare, "abort", version=group.version, sync_id=group.name)
 
     def late(self, which: int) -> None:
-        """A message that an engine has had arrives a second time."""
+        """A message that an engine has had arrives a second time, or a delayed one at last."""
         if not self.sent:
             return
         url, incarnation, action, fields = self.sent[which % len(self.sent)]
         if url not in self.fleet.cut and incarnation == self.fleet.incarnations[url]:
             self.deliver(url, action, **fields)
+
+    def abort_too_late(self, which: int, *, forces: bool) -> None:
+        """Somebody ends a group at an engine that has committed it, as if it waited there."""
+        url = self.fleet.urls[which]
+        place = (url, self.fleet.incarnations[url])
+        ended = [group for group in self.groups if place in self.committed[group.name]]
+        if url in self.fleet.cut or not ended:
+            return
+        group = ended[-1]
+        fields = {"version": group.version, "sync_id": group.name, "force": forces}
+        answer = self.fleet.step(url, "abort", group.name, **fields)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (409, "Conflict"), answer
+        self.occurred["abort too late"] += 1
 
     def release(self, which: int) -> None:
         """The sender is closed in the middle of it."""
@@ -352,6 +371,7 @@ def test_engines_agree_whatever_crashes() -> None:
     wanted = {
         "ended: True", "ended: False", "settled: True", "settled: False", "part: SyncInProgress",
         "prepare: GroupAborted", "record: GroupAborted", "commit: already_applied",
+        "abort too late",
     }  # fmt: skip
     assert wanted - {*occurred} == set(), occurred
 

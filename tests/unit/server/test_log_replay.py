@@ -11,6 +11,7 @@ import pytest
 
 from delta_server.board import LOG
 from delta_server.service import DeltaService
+from engine_ext.errors import SaltUnavailable
 from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
 from engine_ext.log.catalog import DONE, folder_name
 from engine_ext.ranks.operations import LeaseItem
@@ -52,6 +53,17 @@ def test_an_engine_starts_at_the_newest_version(log: Path, started: Callable[...
         after(fresh_weights(), *STEPS, {"norm.weight": {1: 5}}),
         VERSION + 4,
     )
+
+
+def test_an_engine_that_cannot_salt_has_a_sound_log(log: Path, started: Callable[..., Rig]) -> None:
+    rig = started()
+    write_steps(log)
+    rig.engine.fails["salt_cache"] = SaltUnavailable("not as it was started")
+    refused = rig.post(CATCH_UP, params={"flush_cache": "salt"})
+    assert_error(refused, 422, "SaltUnavailable")
+    assert present(rig.status().log).problem is None
+    assert same(rig.engine.weights, fresh_weights())
+    assert rig.post(CATCH_UP).json()["version"] == VERSION + 3
 
 
 def test_nothing_is_flushed_before_anything_was_served(

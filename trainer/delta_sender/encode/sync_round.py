@@ -54,7 +54,8 @@ class SyncRound:
         posts_in_flight: Most posts to one destination at once.
         started: When it began, by `time.perf_counter`.
         writers: How many must have it on disk before an engine commits it; see `note_written`.
-        new_id: Makes the id of a sync.
+        new_id: Makes the id of a sync, given the key of its attempts.
+        shares: Whether destinations can be sent the same bytes.
 
     Attributes:
         encoders: How many parts are encoded at once.
@@ -73,7 +74,8 @@ class SyncRound:
         posts_in_flight: int,
         started: float,
         writers: int = 0,
-        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+        new_id: Callable[[str], str] = lambda key: uuid.uuid4().hex,
+        shares: bool = True,
     ) -> None:
         self.version, self.run, self.full, self.started = version, run, full, started
         self.changes: Changes = {}  # of the snapshot; complete once all is read
@@ -89,7 +91,7 @@ class SyncRound:
         self._pool = ThreadPoolExecutor(self.encoders, thread_name_prefix="delta-part")
         self._senders = destinations
         # As many as a destination might have unposted, so that those in step with it find them.
-        self._keep = self.encoders + posts_in_flight if destinations > 1 else 0
+        self._keep = self.encoders + posts_in_flight if shares and destinations > 1 else 0
         self._lock = threading.Lock()
         self._sync_ids: dict[str, str] = {}  # by attempt
         self._new_id = new_id
@@ -220,7 +222,7 @@ class SyncRound:
         """Return the id that all destinations share that are sent the same."""
         with self._lock:
             if attempt.key not in self._sync_ids:
-                self._sync_ids[attempt.key] = self._new_id()
+                self._sync_ids[attempt.key] = self._new_id(attempt.key)
             return self._sync_ids[attempt.key]
 
     def sync_ids(self) -> frozenset[str]:

@@ -10,16 +10,19 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from delta_sender import rollouts
 from delta_sender.locations import log_location
 from delta_sender.models import empty_model
 from delta_sender.models.model_sync import sync_stream
 from delta_sender.publish.sender import DeltaSender
 from delta_sender.results import SyncReport
+
+_EXTRA_FIELDS: Final = 5  # in what `GRPOTrainer._generate` returns
 
 
 class DeltaWeightTransfer:
@@ -115,6 +118,10 @@ def use_deltas(
     buffers are read that TRL does not send. The server is a ``vllm serve`` with
     ``--enable-delta-updates``, and needs no ``--weight-transfer-config``.
 
+    ``trainer.vllm_generation.weight_spans`` has the spans of the completions that were generated
+    last, in their order, see `rollouts.spans`. `GRPOTrainer` gives them to reward functions as
+    ``weight_spans``, but not with ``tools``, or with a ``rollout_func`` that does not return them.
+
     Args:
         base: See `DeltaWeightTransfer`.
         frozen: See `DeltaWeightTransfer`.
@@ -124,6 +131,7 @@ def use_deltas(
         ImportError: TRL's client is not where it was in the version that this is written for.
     """
     from trl.generation import vllm_client, vllm_generation
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     stock = getattr(vllm_client.VLLMClient, "stock_client", vllm_client.VLLMClient)
     client = _client(stock, lambda url: DeltaWeightTransfer(url, base, frozen=frozen, **options))
@@ -133,8 +141,18 @@ def use_deltas(
             if held is stock or getattr(held, "stock_client", None) is stock:
                 module.VLLMClient = client  # type: ignore[attr-defined]
     generation = vllm_generation.VLLMGeneration
-    if not hasattr(generation.sync_weights, "stock"):
-        generation.sync_weights = _with_model(generation.sync_weights)
+    _replace(generation, "sync_weights", _with_model)
+    _replace(generation, "generate", _with_spans)
+    _replace(GRPOTrainer, "_generate", _with_spans_of)
+
+
+def _replace(cls: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
+    """Replace a method, once."""
+    stock = getattr(cls, name)
+    if not hasattr(stock, "stock"):
+        replacement = wrapped(stock)
+        replacement.stock = stock
+        setattr(cls, name, replacement)
 
 
 def _with_model(stock: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -147,8 +165,41 @@ def _with_model(stock: Callable[[Any], None]) -> Callable[[Any], None]:
             transfer.model = generation.model
         stock(generation)
 
-    sync_weights.stock = stock  # type: ignore[attr-defined]
     return sync_weights
+
+
+def _with_spans(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return TRL's `generate`, which keeps the spans of this process's completions."""
+
+    @functools.wraps(stock)
+    def generate(generation: Any, prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
+        from accelerate.utils import broadcast_object_list
+
+        generation.weight_spans = None
+        found = stock(generation, prompts, *args, **kwargs)
+        if generation.mode == "server":  # the main process has generated for all
+            shared = [getattr(getattr(generation, "vllm_client", None), "weight_spans", None)]
+            broadcast_object_list(shared, from_process=0)
+            first = generation.accelerator.process_index * len(prompts)
+            generation.weight_spans = (shared[0] or [])[first : first + len(prompts)]
+        return found
+
+    return generate
+
+
+def _with_spans_of(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the trainer's `_generate`, which passes the spans on to reward functions."""
+
+    @functools.wraps(stock)
+    def generate(trainer: Any, prompts: list[Any]) -> Any:
+        result = stock(trainer, prompts)
+        spans = getattr(getattr(trainer, "vllm_generation", None), "weight_spans", None)
+        is_one_turn = trainer.rollout_func is None and not trainer.tools
+        if is_one_turn and any(spans or ()) and len(spans) == len(result[1]):
+            result[_EXTRA_FIELDS]["weight_spans"] = spans
+        return result
+
+    return generate
 
 
 def _client(stock: Any, connect: Callable[[str], DeltaWeightTransfer]) -> type:
@@ -156,6 +207,25 @@ def _client(stock: Any, connect: Callable[[str], DeltaWeightTransfer]) -> type:
 
     class DeltaVLLMClient(stock):  # type: ignore[misc]
         stock_client = stock
+
+        weight_spans: list[Any] | None = None  # of the completions that were generated last
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            self._found: dict[int, tuple[Any, Any]] = {}
+            output = super().generate(*args, **kwargs)
+            found, self._found = self._found, {}
+            ids = output["completion_ids"]
+            self.weight_spans = [found.get(id(one), (one, None))[1] for one in ids]
+            return {**output, "weight_spans": self.weight_spans}
+
+        def _post(self, url: str, **kwargs: Any) -> Any:
+            answer = super()._post(url, **kwargs)
+            choices = answer.get("choices") or []
+            # By the very lists that the completions are; several threads can be at it.
+            for choice, spans in zip(choices, rollouts.spans({"choices": choices}), strict=True):
+                if (ids := choice.get("token_ids")) is not None:
+                    self._found[id(ids)] = ids, spans
+            return answer
 
         def init_communicator(self, device: object = 0) -> None:
             self.weight_transfer = connect(self.base_url)

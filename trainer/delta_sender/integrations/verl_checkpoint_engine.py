@@ -170,9 +170,10 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Return whether this is an engine whose ranks can send their own shards."""
         model = getattr(weights, "module", None)
         common = self._options.keys() <= inspect.signature(ShardedSender).parameters.keys()
-        one = self._urls is not None and len(self._urls) == 1
+        together = self._options.get("commit") == "all_or_none"
+        urls = self._urls is not None and (together or len(self._urls) == 1)
         return (
-            isinstance(model, FSDPModule) and not hasattr(model, "peft_config") and common and one
+            isinstance(model, FSDPModule) and not hasattr(model, "peft_config") and common and urls
         )
 
     def _sync_shards(self, model: Any, step: int | None) -> dict[str, float] | None:
@@ -180,12 +181,14 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         base = dict(read_checkpoint(self._base))
         shards = model_shards(model, base)
         assert self._urls is not None
-        [url] = self._urls
         if not isinstance(self._sender, ShardedSender) or self._opened != self._urls:
             self.close()
-            self._sender = ShardedSender(url, shards, base, continues=self._run, **self._options)
-            self._opened = [url]
-        self.reports = {url: self._sender.sync(shards, step=step)}
+            run = self._run
+            self._sender = ShardedSender(self._urls, shards, base, continues=run, **self._options)
+            self._opened = list(self._urls)
+        with raising_as_one(len(self._urls)):
+            self._sender.sync(shards, step=step)
+        self.reports = dict(self._sender.reports)
         return self._ended(began) if self._is_master else None
 
     def _send(self, weights: Any) -> dict[str, float] | None:

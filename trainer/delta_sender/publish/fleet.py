@@ -16,7 +16,14 @@ from threading import Condition
 from typing import Any, Final, Literal
 
 from delta_sender.publish.destination import Destination
-from delta_sender.results import EngineBusy, FleetOutcome, SyncError
+from delta_sender.results import (
+    EngineBusy,
+    FleetOutcome,
+    GroupAborted,
+    PartialSyncError,
+    SyncError,
+    SyncReport,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -311,3 +318,36 @@ class FleetRound:
         with self._changed:
             others = [(url, one) for url, one in self._members.items() if url not in prepared]
             return [(url, one.error or late) for url, one in others]
+
+
+def check_outcomes(
+    outcomes: Mapping[str, FleetOutcome],
+    failures: Mapping[str, SyncError],
+    reports: Mapping[str, SyncReport],
+    *,
+    is_committed: bool,
+    evict: Evict | None,
+) -> None:
+    """Raise what follows from failures of a sync that engines were to commit together.
+
+    Args:
+        outcomes, failures, reports: By url.
+        evict: Called for those that have not committed what the others have.
+
+    Raises:
+        GroupAborted: None has committed.
+        PartialSyncError: Some of those that had prepared have not committed.
+    """
+    if not is_committed:
+        found = {url: one.error for url, one in outcomes.items() if one.error is not None}
+        raise GroupAborted({**found, **failures}, {})
+    for url, one in outcomes.items():
+        if one.error is None or one.state == "left out" or evict is None:
+            continue
+        try:
+            evict(url, one.error)
+        except Exception:  # the others have committed
+            logger.exception("%s was not evicted", url)
+    failures = {url: one for url, one in failures.items() if outcomes[url].state != "left out"}
+    if failures:
+        raise PartialSyncError(failures, dict(reports))

@@ -25,7 +25,7 @@ from delta_sender.locations import log_of
 from delta_sender.options import SenderOptions
 from delta_sender.publish.contact import meet_all, release_all, release_at_exit
 from delta_sender.publish.destination import Destination
-from delta_sender.publish.fleet import ABORTED, FleetRound
+from delta_sender.publish.fleet import ABORTED, FleetRound, check_outcomes
 from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.notify import Notifier, Told
 from delta_sender.publish.session import Committed, Session
@@ -38,7 +38,6 @@ from delta_sender.publish.session_thread import (
 from delta_sender.publish.state_file import Known, StateFile, StateTracker
 from delta_sender.results import (
     FleetOutcome,
-    GroupAborted,
     PartialSyncError,
     SyncError,
     SyncReport,
@@ -369,26 +368,6 @@ class Publisher:
         """The outcome of the last sync for every engine, by url; see `MultiSender.outcomes`."""
         return {} if self._fleet is None else self._fleet.outcomes()
 
-    def _check_fleet(
-        self, fleet: FleetRound, failures: dict[str, SyncError], reports: dict[str, SyncReport]
-    ) -> None:
-        """Raise what follows from failures of a sync that the engines were to commit together."""
-        outcomes = fleet.outcomes()
-        if not fleet.is_committed:
-            found = {url: one.error for url, one in outcomes.items() if one.error is not None}
-            raise GroupAborted({**found, **failures}, {})
-        for url, one in outcomes.items():
-            if one.error is None or one.state == "left out":
-                continue
-            try:
-                if self.options.evict is not None:
-                    self.options.evict(url, one.error)
-            except Exception:  # the others have committed
-                logger.exception("%s was not evicted", url)
-        failures = {u: error for u, error in failures.items() if outcomes[u].state != "left out"}
-        if failures:
-            raise PartialSyncError(failures, reports)
-
     def sync_one(self, tensors: Tensors, *, full: bool) -> SyncReport:
         """Bring the only destination to the next version; raises its error in place of several."""
         with raising_as_one(1):
@@ -497,7 +476,13 @@ class Publisher:
         if others:
             raise others[0]
         if self._fleet is not None:
-            self._check_fleet(self._fleet, failures, reports)
+            check_outcomes(
+                self._fleet.outcomes(),
+                failures,
+                reports,
+                is_committed=bool(self._fleet.is_committed),
+                evict=self.options.evict,
+            )
         elif failures:
             raise PartialSyncError(failures, reports)
         if self.notifier is not None:

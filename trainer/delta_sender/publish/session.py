@@ -170,9 +170,7 @@ class Session:
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
-        if self._unsettled is not None:
-            self._unsettled.settle(self.destination)
-            self._unsettled = None
+        self._settle()
         if not self.is_met:
             self.ask()
             with sync_round.reading():
@@ -185,7 +183,7 @@ class Session:
             try:
                 return self._send(sync_round, attempt)
             except SyncError as error:
-                if fleet is not None and fleet.has_prepared(self.destination):
+                if self._has_prepared():
                     raise
                 if (following := recovery.after(attempt, error)) is None:
                     raise
@@ -225,15 +223,35 @@ class Session:
         finally:
             self.state.end_lagging(committed=isinstance(outcome, Committed))
 
+    def _settle(self) -> None:
+        """Take the last step of an earlier round again if it has no answer.
+
+        Raises:
+            SyncError: No answer came.
+        """
+        if self._unsettled is not None:
+            self._unsettled.settle(self.destination)
+            self._unsettled = None
+
+    def _has_prepared(self) -> bool:
+        """Return whether the destination holds the round, so that nothing else can be sent."""
+        return self._fleet is not None and self._fleet.has_prepared(self.destination)
+
+    def _check_version(self, sync_round: SyncRound, attempt: Attempt) -> None:
+        """Check that the destination can be at the version that the others are to reach."""
+        if attempt.version == sync_round.version:
+            return
+        self.state.highest_used = max(self.state.highest_used, attempt.version - 1)
+        raise SyncError(
+            f"{self.destination.name} can not be at version {sync_round.version}, which the others "
+            f"are to reach: the next one that it can have is {attempt.version}; sync again"
+        )
+
     def _send(self, sync_round: SyncRound, attempt: Attempt) -> Committed:
         """Build part by part, and have them posted."""
         state, destination, fleet = self.state, self.destination, self._fleet
-        if fleet is not None and attempt.version != sync_round.version:
-            state.highest_used = max(state.highest_used, attempt.version - 1)
-            raise SyncError(
-                f"{destination.name} can not be at version {sync_round.version}, which the others "
-                f"are to reach: the next one that it can have is {attempt.version}; sync again"
-            )
+        if fleet is not None:
+            self._check_version(sync_round, attempt)
         # Before a full sync again: the engine might be another one, or our digest wrong. Without a
         # plan too: an engine that was started without a checkpoint has one after its first sync.
         reads_plan = attempt.full or not state.plan_is_current

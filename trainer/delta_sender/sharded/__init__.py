@@ -8,6 +8,7 @@ Modules, in the order of the data's way:
 - `copies`: whether ranks that hold the same shard hold the same bits.
 - `ranks`: how ranks agree.
 - `session`, `parts`: one sync of all ranks, and what one rank sends of it.
+- `fleet`: several engines that commit as one.
 - `sender`: the public interface.
 
 The rules of a sender hold for all ranks together: no snapshot advances before the engine has

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -129,6 +130,23 @@ class ShardedState(AckedState):
     def __init__(self, snapshot: Snapshot, version: int, owned: OwnedShards, ranks: Ranks) -> None:
         super().__init__(snapshot, version, owned.ownership)
         self._owned, self._ranks = owned, ranks
+
+    def agree_on_missed(self, ranks: Ranks) -> None:
+        """Keep the changes that the engine missed on all ranks, or on none; on all ranks at once.
+
+        A rank does not keep those of more than half of its share.
+
+        Raises:
+            RankError: A rank has died, or does not answer.
+        """
+        unknown = self.unknown_outcome
+        is_lost = unknown is not None and unknown.missed is None
+        said = ranks.exchange([self.full_reason, is_lost])
+        reason = next((reason for reason, _ in said if reason is not None), None)
+        if reason is not None and self.full_reason is None:
+            self.missed, self.full_reason = {}, reason
+        if unknown is not None and any(is_lost for _, is_lost in said):
+            self.unknown_outcome = replace(unknown, missed=None)
 
     def _held_digest(self) -> Digest:
         own = Digest.ZERO

@@ -114,8 +114,8 @@ class OwnedChanges:
         return {} if self.digest_before is None else {"digest_before": self.digest_before}
 
     def shares_bytes_by(self, params: Sequence[ShardParam]) -> Hashable:
-        """Return nothing: a rank's parts go to one destination."""
-        return None
+        """Return what no other destination has: `sent` counts what is encoded for this one."""
+        return id(self)
 
     def assembled(
         self, buckets: Sequence[Bucket[ShardParam]]

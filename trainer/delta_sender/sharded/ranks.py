@@ -7,7 +7,6 @@ trainer's backend is. Every rank must make the same calls in the same order.
 from __future__ import annotations
 
 import contextlib
-import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Final, NoReturn, TypeVar
@@ -63,6 +62,11 @@ class Ranks:
     def is_leader(self) -> bool:
         """Whether this rank talks to the engine for all."""
         return self.rank == _LEADER
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the group is gone."""
+        return bool(self._lost)
 
     def leave(self, why: str = "this rank has left") -> None:
         """Close the connections to the other ranks, so that none waits for this one."""
@@ -149,10 +153,6 @@ class Ranks:
         if failed is not None:
             raise_first({_LEADER: failed}, failure)
         return found  # type: ignore[no-any-return]
-
-    def shared_id(self) -> str:
-        """Return a new id, the same on all ranks."""
-        return self.from_leader(lambda: uuid.uuid4().hex)
 
     def _broadcast(self, message: Any) -> Any:
         """Return the leader's message."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+import uuid
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
 import msgspec
 
+from delta_sender.arguments import check_urls
 from delta_sender.diff.observations import Observed, Watch
 from delta_sender.diff.refills import StableGenerator
 from delta_sender.diff.snapshot import Snapshot
@@ -18,8 +21,9 @@ from delta_sender.models import Checkpoint, read_base
 from delta_sender.options import Flush, SenderOptions
 from delta_sender.publish.contact import release_all, release_at_exit
 from delta_sender.publish.http_client import EngineClient
-from delta_sender.results import ShardedReport, SyncError
+from delta_sender.results import FleetOutcome, ShardedReport, SyncError
 from delta_sender.run import Run
+from delta_sender.sharded.fleet import ShardedFleet
 from delta_sender.sharded.owned import OwnedShards
 from delta_sender.sharded.ranks import Ranks
 from delta_sender.sharded.session import ShardedSession, SharedEngine
@@ -28,7 +32,7 @@ from engine_ext.resources import RateLimit, no_full_collections
 
 
 class ShardedSender(AbstractContextManager["ShardedSender"]):
-    """Keep an engine's weights equal to those of a trainer whose ranks hold shards of them.
+    """Keep the weights of engines equal to those of a trainer whose ranks hold shards of them.
 
     Each rank keeps a snapshot of the shards that it owns, compares and encodes them, and posts its
     own parts; nothing is gathered. An element that several ranks hold is sent by one of them. The
@@ -45,11 +49,18 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     notice, at the latest after `rank_timeout` seconds, and the sender cannot be used any more; make
     a new one.
 
+    With ``commit="all_or_none"`` there can be several engines, which commit as one; see
+    `MultiSender`. Each rank encodes its share for each of them. Rank 0 decides, and its `evict` is
+    called. A sync ends when all engines have: one that does not answer keeps no other from
+    committing, but the sync from returning, until its requests have timed out.
+
     Host memory of a rank: its share of the snapshot and of the changes, see `DeltaSender`; in a
     full sync, the parts that it is sending.
 
     Args:
-        url: The engine's root. Ranks can give those of different HTTP processes of one engine.
+        url: The engine's root. Ranks can give those of different HTTP processes of one engine. Or
+            several engines' roots, each once, in the same order on every rank; those of rank 0 are
+            what the engines reach each other at.
         shards: What this rank holds, see `model_shards`; or (name, local tensor, global shape,
             slices). Without `base`, it is what the engine holds.
         base: The weights that the engine holds now: a checkpoint's folder, or its tensors by name.
@@ -63,15 +74,18 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
 
     The other keyword arguments are documented in `SenderOptions`.
 
+    Attributes:
+        reports: The reports of all engines that have committed the last sync, by url.
+
     Raises:
         RankError: The shards do not make up the tensors, copies of one on several ranks differ, or
             a rank has failed; on all ranks.
-        ValueError: An option has an unknown value.
+        ValueError: An option has an unknown value, or several engines do not commit as one.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         shards: Shards,
         base: Checkpoint | None = None,
         *,
@@ -96,29 +110,47 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         unchanged_warning: int = 3,
         takeover: bool = False,
         full: str = "own",
+        lag_limit: float | None = 60.0,
+        commit: str = "each",
+        commit_window: float = 10.0,
+        quorum: int | None = None,
+        evict: Callable[[str, SyncError], object] | None = None,
     ) -> None:
         self._options = SenderOptions.among(locals())
+        urls = [url] if isinstance(url, str) else list(url)
+        check_urls(urls)
+        if not urls or len({one.rstrip("/") for one in urls}) < len(urls):
+            raise ValueError("give every engine's url, each once")
+        if len(urls) > 1 and commit == "each":
+            raise ValueError("several engines take commit='all_or_none'")
         shards = list(shards)
         self._count, self._is_released = 0, False
         self._watch = Watch(refuses_nonfinite=refuse_nonfinite, warns_after=unchanged_warning)
+        self._group, self._rank_timeout = group, rank_timeout
         self._ranks = Ranks(group, rank_timeout)
+        self.reports: dict[str, ShardedReport] = {}
         try:
             self._owned = OwnedShards(self._ranks, shards)
             opened = self._ranks.from_leader(
                 lambda: msgspec.to_builtins(Run.opened(*(continues or ())))
             )
             run = msgspec.convert(opened, Run)
-            self._session = self._make_session(url, shards, base, run)
+            sessions = self._make_sessions(urls, shards, base, run)
         except BaseException:
             self._ranks.leave()
             raise
+        self._sessions = sessions
+        self._session = next(iter(sessions.values()))
+        self._fleet: ShardedFleet | None = None
+        if commit == "all_or_none":
+            self._fleet = ShardedFleet(sessions, self._ranks, self._snapshot, self._options)
         release_at_exit(self)
 
-    def _make_session(
-        self, url: str, shards: Shards, base: Checkpoint | None, run: Run
-    ) -> ShardedSession:
+    def _make_sessions(
+        self, urls: Sequence[str], shards: Shards, base: Checkpoint | None, run: Run
+    ) -> dict[str, ShardedSession]:
         options, failure = self._options, None
-        client = EngineClient(url, options)
+        clients = {url: EngineClient(url, options) for url in urls}
         try:
             tensors = read_base(base)
             held = (
@@ -129,9 +161,16 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
             warm_up(self._snapshot.dtypes.values(), options.encoding)
         except Exception as error:
             failure = error
-        self._ranks.agree({"encoding": options.encoding, "version": options.base_version}, failure)
-        engine = SharedEngine(client, self._ranks)
-        return ShardedSession(engine, self._snapshot, options, run, self._owned, self._ranks)
+        facts = {"encoding": options.encoding, "version": options.base_version}
+        self._ranks.agree({**facts, "number of engines": len(urls)}, failure)
+        sessions = {}
+        for url, client in clients.items():
+            ranks = self._ranks  # one engine needs no others: nothing is done at the same time
+            if options.commit == "all_or_none":
+                ranks = Ranks(self._group, self._rank_timeout)
+            engine, common = SharedEngine(client, ranks), (self._snapshot, options, run)
+            sessions[url] = ShardedSession(engine, *common, self._owned, ranks)
+        return sessions
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -148,8 +187,18 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
 
     @property
     def version(self) -> int:
-        """The version that the engine acknowledged last."""
-        return self._session.state.version
+        """The version that the engine acknowledged last; the highest one of several engines."""
+        return max(self.versions.values())
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version that each engine acknowledged last, by url."""
+        return {url: session.state.version for url, session in self._sessions.items()}
+
+    @property
+    def outcomes(self) -> dict[str, FleetOutcome]:
+        """What has become of each engine in the last sync, by url, if they commit as one."""
+        return {} if self._fleet is None else dict(self._fleet.outcomes)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -159,7 +208,9 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     def close(self) -> None:
         """Close this rank's HTTP client and its connections to the others; release the engine."""
         self.release()
-        self._session.destination.close()
+        for session in self._sessions.values():
+            session.destination.close()
+            session.ranks.leave("the sender is closed")
         self._ranks.leave("the sender is closed")
 
     def release(self) -> None:
@@ -168,10 +219,12 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         Takes a few seconds at most, and raises nothing; part of `close`, and done for senders that
         are still open when the interpreter ends. The sender cannot be used afterwards.
         """
-        destination, session = self._session.destination, self._session
-        destination.stop()
-        if session.is_claimed and not self._is_released:
-            release_all([destination], session.run, [])
+        sessions = self._sessions.values()
+        for session in sessions:
+            session.destination.stop()
+        claimed = [session.destination for session in sessions if session.is_claimed]
+        if claimed and not self._is_released:
+            release_all(claimed, self._session.run, [])
         self._is_released = True
 
     def sync(self, shards: Shards, *, step: int | None = None) -> ShardedReport:
@@ -186,9 +239,12 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
             step: The trainer's step, if ranks are to check that they are at the same one.
 
         Returns:
-            The report of the whole sync, on every rank.
+            The report of the whole sync, on every rank; of several engines, that of the first one
+            that has committed.
 
         Raises:
+            GroupAborted, PartialSyncError: With ``commit="all_or_none"``: see `MultiSender.sync`.
+                On every rank.
             SyncError: The engine refused, could not be reached, or holds other bytes afterwards; on
                 every rank. See `SyncError` for its state then.
             RankError: A rank has failed, died, or disagrees about the step, the version, the
@@ -206,13 +262,17 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
 
     @no_full_collections()
     def _sync(self, shards: Shards, step: int | None, *, full: bool) -> ShardedReport:
-        started, state = time.perf_counter(), self._session.state
+        started = time.perf_counter()
         self._count += 1
+        self.reports = {}
         try:
-            self._session.meet()
+            if self._fleet is None:
+                self._session.meet()
+            else:
+                self._fleet.meet()
             facts = {
                 "step": step,
-                "version": state.version,
+                "version": self.version,
                 "number of syncs": self._count,
                 "kind of sync (full)": full,
             }
@@ -228,15 +288,20 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         self, shards: Shards, facts: dict[str, Any], started: float, *, full: bool
     ) -> SyncRound:
         """Compare this rank's shards with its snapshot; agree that every rank has."""
-        state, failure = self._session.state, None
+        sessions, failure, own_id = self._sessions.values(), None, uuid.uuid4()
+        highest = max(session.state.highest_version for session in sessions)
+        posted = max(session.destination.highest_posted for session in sessions)
+        ids = [own_id]
         sync_round = SyncRound(
-            max(state.highest_version, self._session.destination.highest_posted) + 1,
+            max(highest, posted) + 1,
             self._session.run,
             full=full,
-            destinations=1,
+            destinations=len(sessions),
             posts_in_flight=self._options.posts_in_flight,
             started=started,
-            new_id=self._ranks.shared_id,
+            # Alike on all ranks, whose sessions do not ask each other.
+            new_id=lambda attempt: uuid.uuid5(ids[0], attempt).hex,
+            shares=False,
         )
         digests: dict[str, str] = {}
         try:
@@ -250,16 +315,21 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
             failure = error
         try:
             self._ranks.agree(facts, failure, digests)
-            ranks = self._ranks.exchange(sync_round.observed)
-            total = Observed.total([msgspec.convert(one, Observed) for one in ranks])
+            ranks = self._ranks.exchange([sync_round.observed, own_id.hex])
+            ids[:] = [uuid.UUID(one) for _, one in ranks]
+            total = Observed.total([msgspec.convert(one, Observed) for one, _ in ranks])
             sync_round.observed = self._watch.note(total, logs=self._ranks.is_leader)
         except BaseException:
-            sync_round.leave()
+            for _ in sessions:
+                sync_round.leave()
             raise
         return sync_round
 
     def _finish(self, sync_round: SyncRound) -> ShardedReport:
-        session = self._session
+        if self._fleet is not None:
+            self.reports = self._fleet.sync(sync_round)
+            return next(iter(self.reports.values()))
+        [url], session = self._sessions, self._session
         session.state.posted = None
         try:
             committed = session.sync(sync_round)
@@ -274,4 +344,5 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
             sync_round.leave()
         report = session.acknowledge(committed)
         assert isinstance(report, ShardedReport)
+        self.reports = {url: report}
         return report

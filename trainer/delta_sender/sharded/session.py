@@ -80,6 +80,10 @@ class SharedEngine(Destination):
         found = self._ranks.from_leader(self.client.status)  # as JSON
         return msgspec.convert(found, EngineStatus | None)
 
+    def take_step(self, action: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Destination.take_step`; the leader takes it, and no other rank calls this."""
+        return self.client.take_step(action, fields)
+
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
         """See `Destination.deliver`."""
         return self.client.deliver(body, version, part, last)
@@ -103,6 +107,9 @@ class ShardedSession(Session):
         engine: The engine.
         snapshot: What this rank owns.
         owned: Which tensors that is part of.
+
+    Attributes:
+        ranks: Those that agree on this engine's syncs.
     """
 
     def __init__(
@@ -117,11 +124,37 @@ class ShardedSession(Session):
         version = options.base_version
         self._state = ShardedState(snapshot, version, owned, ranks)
         super().__init__(engine, snapshot, options, version, run, state=self._state)
-        self._engine, self._owned, self._ranks = engine, owned, ranks
+        self._engine, self._owned, self.ranks = engine, owned, ranks
+
+    @property
+    def _is_in_fleet(self) -> bool:
+        """Whether the engine commits together with others; the leader has the `_fleet`."""
+        return self._options.commit == "all_or_none"
+
+    def _settle(self) -> None:
+        if self._is_in_fleet:
+            self.ranks.from_leader(super()._settle)
+
+    def _has_prepared(self) -> bool:
+        return self._is_in_fleet and self.ranks.from_leader(super()._has_prepared)
+
+    def _commit_in_fleet(self, answer: dict[str, Any], sync_id: str) -> dict[str, Any]:
+        """Commit what all ranks have posted with the other engines; on the leader.
+
+        Args:
+            answer: To the last part.
+        """
+        assert self._fleet is not None
+        if answer["status"] == "staged":
+            return self._fleet.commit(self.destination, sync_id, self._note)
+        self._fleet.note_committed(self.destination)
+        return answer
 
     def _send(self, sync_round: SyncRound, attempt: Attempt) -> Committed:
         """Post this rank's parts; once those of all ranks are taken, let the leader commit."""
         state = self.state
+        if self._is_in_fleet:
+            self._check_version(sync_round, attempt)
         if attempt.full or not state.plan_is_current:
             plan = self._engine.plan()
             state.read_plan(plan, keep_digest=self._options.digest, full=attempt.full)
@@ -136,7 +169,7 @@ class ShardedSession(Session):
     def _commit(self, sync_round: SyncRound, attempt: Attempt) -> Committed:
         state, started = self._state, time.perf_counter()
         source = OwnedChanges(
-            self._ranks,
+            self.ranks,
             self._owned,
             state,
             sync_round,
@@ -160,6 +193,11 @@ class ShardedSession(Session):
         state.posted = PostedSync(attempt.version, sync_round.sync_ids(), digest, state.is_proven)
         try:
             answer = self._engine.commit(body, attempt.version, number)
+            if self._is_in_fleet:
+                if answer["status"] != "staged":
+                    self._check_applied(answer)
+                sync_id, posted = sync_round.sync_id(attempt), answer
+                answer = self.ranks.from_leader(lambda: self._commit_in_fleet(posted, sync_id))
         except RankError as error:
             raise RankError(f"the engine might have committed; {error}", error.ranks) from error
         except SyncError as error:
@@ -168,7 +206,7 @@ class ShardedSession(Session):
             raise
         self._check_applied(answer)
         lost = sorted({name for one in reports for name in one["lost"]})
-        self._warn_of_lost_changes(lost, logs=self._ranks.is_leader)
+        self._warn_of_lost_changes(lost, logs=self.ranks.is_leader)
         tensors = [self._owned.ownership[name] for name in state.plan.names]
         wire = [one["wire_bytes"] for one in reports]
         wire[0] += len(body)
@@ -230,11 +268,11 @@ class ShardedSession(Session):
             "lost": self._lost_changes(sync_round),
             "failed": None if failure is None else described(failure),
         }
-        reports: list[Report] = self._ranks.exchange(report)
+        reports: list[Report] = self.ranks.exchange(report)
         failures = {n: one["failed"] for n, one in enumerate(reports) if one["failed"] is not None}
         if failures:
             # The engine might have dropped the sync, and begun it anew with a later part.
-            if self._ranks.rank == first_cause(failures):
+            if self.ranks.rank == first_cause(failures):
                 queue.repeat_refused()
             raise_first(failures, failure)
         return reports
@@ -247,11 +285,11 @@ class ShardedSession(Session):
         except Exception as error:
             failure = error
         failed = None if failure is None else described(failure)
-        said = self._ranks.exchange([len(buckets), failed])
+        said = self.ranks.exchange([len(buckets), failed])
         failures = {rank: failed for rank, (_, failed) in enumerate(said) if failed is not None}
         if failures:
             raise_first(failures, failure)
-        return buckets, sum(count for count, _ in said[: self._ranks.rank])
+        return buckets, sum(count for count, _ in said[: self.ranks.rank])
 
     def _put_all(
         self,
