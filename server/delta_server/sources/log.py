@@ -22,7 +22,6 @@ import msgspec
 
 from delta_server import metrics
 from delta_server.board import LOG, Item, Nothing
-from delta_server.coordinator import part_of
 from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
 from delta_server.intake import VerifiedPart
@@ -31,6 +30,7 @@ from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
 from delta_server.sources import Inlet, Outcome, deliver
 from delta_server.sources.files import Files
+from delta_server.sources.log_held import HeldVersion
 from delta_server.sources.log_history import Comparison, LogHistory
 from delta_server.sources.store_files import ResolvedFiles
 from delta_server.staging import NumberedPart
@@ -64,7 +64,6 @@ from engine_ext.log import (
     route,
     why_not_newer,
 )
-from engine_ext.ranks.operations import PreparedSync
 from engine_ext.ranks.status import LogStatus
 from engine_ext.store_urls import is_store_url
 
@@ -73,7 +72,6 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_EVERY_S = 2.0
 _POLL_S = 0.2
-_HELD_S = 10 * 365 * 86400.0  # the engine's group decides, however long that takes
 _WAITS_S = (1.0, 2.0, 4.0)  # before a store is read again at start-up
 _MOST_FOLDED_BYTES = 256 << 20  # of several versions that are folded; ten times that is decoded
 # Errors that another version, or another route to this one, would not avoid.
@@ -133,6 +131,7 @@ class LogReplay:
         scratch: folder for folded versions; the temporary folder if None.
 
     Attributes:
+        held: what the ranks hold of it until the engine's group has decided.
         listing: the log as it was read last.
         newest: its newest version; None before, and in an empty log.
         newest_at_start: the newest that this engine takes, when the log was first read; -1 in an
@@ -150,6 +149,7 @@ class LogReplay:
         self._inlet, self._coordinator, self._engine = inlet, inlet.coordinator, engine
         self.log = log
         self._following, self._scratch = following, scratch
+        self.held = HeldVersion(self._coordinator, following)
         self._history = LogHistory(engine, log)
         self._name, self._turn = new_name(), Item(engine, LOG, Nothing)
         self._lock = asyncio.Lock()
@@ -303,9 +303,11 @@ class LogReplay:
             entries = route(usable, version if known and other is None else None)
             if not entries:
                 break
-            continues = known and other is None
-            if await self._take_held(entries[-1].version if continues else None, options):
-                applied.append(entries[-1].version)
+            target = entries[-1].version
+            if not known or other is not None:
+                await self.held.drop()
+            elif await self.held.take(target, content_key(self.listing, target), options):
+                applied.append(target)
                 continue
             if other is not None:
                 message = "delta log: version %d, a full one, is taken instead of version %d: %s"
@@ -374,12 +376,11 @@ class LogReplay:
         steps = self._route_to(None, version, cannot)
         return _end((_foldable(steps) if folds else []) or steps[:1], version)
 
-    async def hold(self, target: int, cannot: Collection[int], holder: str) -> None:
+    async def hold(self, target: int, cannot: Collection[int]) -> None:
         """Stage a version, let all ranks vote on it, and hold it until the log leads there.
 
         Args:
             target, cannot: of `next_step`.
-            holder: who decides on it, as the ranks name that.
 
         Raises:
             CannotFold: several versions lead there that cannot be one sync.
@@ -387,55 +388,21 @@ class LogReplay:
                 stays staged.
         """
         async with self.idle():
-            await self._drop_held(holder)
+            await self.held.drop()
             version, known, digest = await self._state()
             steps = self._route_to(target, version, cannot) if known else []
             if _end(steps, version) != target:
                 raise LogDamaged(f"the delta log does not lead from {version} to {target}")
             if len(steps) == 1:
                 before = digest if steps[0].base_version == version else None
-                await self._apply(
-                    *(steps[0], before, Options()), proves=self._is_gone, holder=holder
-                )
-            elif not await self._apply_folded(steps, version, digest, Options(), [], holder=holder):
+                await self._apply(*(steps[0], before, Options()), proves=self._is_gone, holds=True)
+            elif not await self._apply_folded(steps, version, digest, Options(), [], holds=True):
                 raise CannotFold(f"versions {version} to {target} cannot be one sync")
 
     def _route_to(self, target: int | None, version: int, cannot: Collection[int]) -> list[Entry]:
         listing = self.awaited(self.listing)
         usable = [entry for entry in listing.entries if entry.version not in cannot]
         return route([e for e in usable if target is None or e.version <= target], version)
-
-    async def is_held(self, holder: str) -> bool:
-        """Return whether the ranks hold a version that `holder` decides on."""
-        staged = (await self._coordinator.held()).staged
-        prepared = None if staged is None else staged.prepared
-        return prepared is not None and prepared.group == holder
-
-    async def _take_held(self, version: int | None, options: Options) -> bool:
-        """Commit what is held for the group, if it is this version of the log; else drop it.
-
-        Return whether it was committed.
-        """
-        marks = None if self._following is None else self._following.marks
-        if self._following is None or marks is None or not await self.is_held(marks.holder):
-            return False
-        held = await self._coordinator.held()
-        staged, prepared = held.staged, self._following.known.group.prepared
-        if staged is None:
-            return False
-        is_this = version is not None and prepared == content_key(self.listing, version)
-        starts_here = staged.full or staged.base_version == held.version
-        if not (is_this and starts_here and staged.version == version):
-            await self._drop_held(marks.holder)
-            return False
-        record = RequestRecord(origin="log", reason="from the delta log")
-        await self._coordinator.commit_staged(part_of(staged), options, record, marks.holder)
-        return True
-
-    async def _drop_held(self, holder: str) -> None:
-        staged = (await self._coordinator.held()).staged
-        if staged is not None and await self.is_held(holder):
-            await self._coordinator.drop_staged(part_of(staged), holder)
 
     async def _note_read(self) -> None:
         """Let every process of an engine that follows know that its log could be read."""
@@ -488,7 +455,7 @@ class LogReplay:
         options: Options,
         applied: list[int],
         *,
-        holder: str | None = None,
+        holds: bool = False,
     ) -> bool:
         """Apply several versions as one, or hold it; return whether that was possible.
 
@@ -501,7 +468,7 @@ class LogReplay:
                 await asyncio.to_thread(fold_versions, log, entries, version, source=self.log)
                 [folded] = (await asyncio.to_thread(log.listing)).entries
                 records = {} if record is None else {entries[-1].folder.name: record}
-                await self._apply(folded, digest, options, log, records=records, holder=holder)
+                await self._apply(folded, digest, options, log, records=records, holds=holds)
             except ENGINE_ERRORS:
                 raise
             except (CannotFold, DeltaError, OSError) as error:
@@ -544,7 +511,7 @@ class LogReplay:
         *,
         records: Mapping[str, str] | None = None,
         proves: bool = False,
-        holder: str | None = None,
+        holds: bool = False,
     ) -> None:
         """Stage and commit one version of a log, this one by default, or raise a `DeltaError`.
 
@@ -552,7 +519,7 @@ class LogReplay:
             digest: of the engine's weights, if these are of the version that it starts from.
             records: what the ranks keep of it; None takes it from its files.
             proves: whether a delta must declare the digest of the weights that it starts from.
-            holder: decides on it; it is held then in place of being committed.
+            holds: whether it is held in place of being committed.
         """
         versions = {"weight_version": entry.version, "base_version": entry.base_version}
         at = msgspec.structs.replace(options, **versions)
@@ -567,10 +534,10 @@ class LogReplay:
                     raise _starts_elsewhere(entry, f"{declared.before}, the engine has {digest}")
             real = [Path(os.path.realpath(path)) for path in entry.paths]
             files = ResolvedFiles(real, [os.path.realpath(entry.folder.parent)])
-            reason, commits = "from the delta log", holder is None
-            record = RequestRecord(origin="log", reason=reason, commits=commits)
+            reason = "from the delta log"
+            record = RequestRecord(origin="log", reason=reason, commits=not holds)
             kept = {entry.folder.name: read} if records is None else records
-            source = LogVersion(self._inlet, files, at, record, kept, holds=not commits)
+            source = LogVersion(self._inlet, files, at, record, kept, holds=holds)
             try:
                 async with self._coordinator.reporter.follow(record):
                     answer = await deliver(source, self._coordinator, at, record)
@@ -578,21 +545,10 @@ class LogReplay:
                 if declared.before is None and not (entry.full or entry.foreign):
                     raise _starts_elsewhere(entry, error.message) from error
                 raise
-        if holder is not None and answer["status"] == "staged":
-            await self._hold_staged(entry, holder)
+        if holds and answer["status"] == "staged":
+            await self.held.keep(entry)
         elif answer["status"] != "committed":
             raise entry.damaged(f"its parts are not all of a sync ({answer['status']})")
-
-    async def _hold_staged(self, entry: Entry, holder: str) -> None:
-        held = await self._coordinator.held()
-        staged = held.staged
-        if staged is None or held.complete_sync(entry.version, staged.sync_id) is None:
-            if staged is not None:
-                await self._coordinator.drop_staged(part_of(staged))
-            raise entry.damaged("its parts are not all of a sync (staged)")
-        until, ends = time.time() + _HELD_S, time.monotonic() + _HELD_S
-        prepared = PreparedSync(group=holder, until=until, ends=ends)
-        await self._coordinator.hold_staged(part_of(staged), prepared, Options())
 
     async def _state(self) -> tuple[int, bool, str]:
         """Return the engine's version, whether its weights are known to be of it, and their digest.

@@ -239,7 +239,7 @@ class LogFollower:
             look = self._look(version, wire, asleep)
             metrics.BEHIND_LOG.set(look.behind)
             await self._beat(version, look, self._shared.known.failures + (wire is not None))
-            group = None if self.group is None else self.group.state(version)
+            group = None if self.group is None else self.group.state()
             self._in_a_row = (await self._shared.record(look, group)).in_a_row
 
     async def _beat_meanwhile(self) -> Heartbeat | None:

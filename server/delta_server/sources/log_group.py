@@ -109,8 +109,8 @@ class FollowGroup:
         """Note that the heartbeat is written: the others wait for the engine."""
         self._until = self._read_at + self._expires_s
 
-    def state(self, version: int) -> GroupState:
-        """Return what all HTTP processes must know, with the engine at a version."""
+    def state(self) -> GroupState:
+        """Return what all HTTP processes must know."""
         known = self._shared.known.group
         return GroupState(
             complete=self._marks.newest(self._replay.listing),
@@ -151,7 +151,7 @@ class FollowGroup:
             applied += found["applied"]
             if found["applied"]:
                 self._failed, self._folds = {}, True
-            await self._forget_prepared(version)
+            await self._forget_prepared()
             complete = self._marks.newest(self._replay.listing)
             self._is_member |= complete is None or version >= complete
             self._reach = await self._replay.next_step(self._cannot(), folds=self._folds)
@@ -191,10 +191,9 @@ class FollowGroup:
         return True
 
     async def _prepare(self, target: int, key: str, refused: set[int]) -> None:
-        holder = self._marks.holder
         await self._shared.record_prepared(None)
         try:
-            await self._replay.hold(target, refused, holder)
+            await self._replay.hold(target, refused)
         except ENGINE_ERRORS:  # another version would meet it, too
             raise
         except (CannotFold, DeltaError) as error:
@@ -205,11 +204,11 @@ class FollowGroup:
             return
         await self._shared.record_prepared(key)
 
-    async def _forget_prepared(self, version: int) -> None:
+    async def _forget_prepared(self) -> None:
         """Forget what was prepared, if the engine has it or the ranks do not hold it any more."""
         if self._shared.known.group.prepared is None:
             return
-        if not await self._replay.is_held(self._marks.holder):
+        if not await self._replay.held.is_there():
             await self._shared.record_prepared(None)
 
     async def _members(

@@ -24,7 +24,7 @@ from tests.support.delta_bodies import VERSION, Weights, after, delta_part, fres
 from tests.support.endpoint_rig import Rig
 from tests.unit.server.delta_logs import CATCH_UP, write
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 COUNT = 3
 ENGINES = st.integers(0, COUNT - 1)
@@ -151,8 +151,8 @@ class Group(RuleBasedStateMachine):
 
 
 Group.TestCase.settings = settings(
-    max_examples=12,
-    stateful_step_count=25,
+    max_examples=6,
+    stateful_step_count=20,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
