@@ -194,8 +194,8 @@ def _list(options: argparse.Namespace) -> int:
     groups = _groups(options.log, listing)
     if options.json:
         found = {"base_version": start, "reached": reached, "newest": listing.newest}
-        found |= {"groups": groups} if groups else {}
-        print(json.dumps({**found, "folders": rows}, indent=2))
+        more = {"groups": groups} if groups else {}
+        print(json.dumps({**found, **more, "folders": rows}, indent=2))
     else:
         _print_table(rows)
         if steps:

@@ -239,7 +239,7 @@ class ObjectDraft:
             raise BlockingIOError(conflict) from None
 
     def settle(self, mark: str, refused: bytes) -> bool:
-        """Create the mark as refused; one that is there tells what has become of the version."""
+        """Create the mark as refused; one that is there shows what has become of the version."""
         name = f"{self._folder}/{mark}"
         try:
             self._objects.create(name, refused)

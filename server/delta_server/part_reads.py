@@ -1,4 +1,4 @@
-"""Reads of parts from the log's store for other engines, of which none waits for long at once."""
+"""Reads of parts from the log's store for other engines; none waits for long at once."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_many_probes_are_one_call_of_the_ranks(rig: Rig, monkeypatch: pytest.Mon
 
 
 def test_probes_and_requests_share_one_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with several processes, of which each asks whether a commit has failed."""
+    """Also with several processes; each asks whether a commit has failed."""
     rig.engine.shared = True
     monkeypatch.setattr(recent, "_ASKED_EVERY_S", 60.0)
     monkeypatch.setattr(readiness, "_LONGEST_WAIT_S", 60.0)
