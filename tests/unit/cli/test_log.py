@@ -43,17 +43,10 @@ def test_list_shows_what_groups_wait_for(log: Path, capsys: pytest.CaptureFixtur
     key = content_key(listing, 6)
     assert key is not None
     for name, prepared, state in (("a", key, "waiting"), ("b", None, "failing")):
-        beat = Heartbeat(
-            **{"name": name, "engine": "vllm", "version": 5, "newest": 6, "behind": 1},
-            state=state,  # type: ignore[arg-type]
-            failures=0,
-            error=None if prepared else "SpoolFull: no room",
-            group="rollout",
-            prepared=prepared,
-            at=0.0,
-            expires_s=120.0,
-        )
-        write_heartbeat(found, beat)
+        facts: dict[str, Any] = {"name": name, "engine": "vllm", "version": 5, "newest": 6}
+        facts |= {"state": state, "failures": 0, "at": 0.0, "expires_s": 120.0, "behind": 1}
+        facts |= {"error": None if prepared else "SpoolFull: no room", "prepared": prepared}
+        write_heartbeat(found, Heartbeat(**facts, group="rollout"))
     complete = content_key(listing, 5)
     assert complete is not None
     GroupMarks(found, "rollout").write(complete, ["a", "b"])
