@@ -99,7 +99,7 @@ _QUERIES: Final[dict[str, tuple[str, ...]]] = {
     "/delta_catch_up": ("pause_mode", "flush_cache"),
     "/delta_pin": ("version",),
     "/delta_run": ("adapter",),
-    "/delta_commit": ("pause_mode", "flush_cache"),
+    "/delta_commit": ("pause_mode", "flush_cache", "adapter"),
     "/delta_parts": (),
     _PART: ("cached",),
 }

@@ -79,9 +79,12 @@ class FleetRig:
         staged = self.status(url).staged
         return None if staged is None else staged.prepared
 
-    def step(self, url: str, action: str, group: str, **fields: Any) -> httpx.Response:
+    def step(
+        self, url: str, action: str, group: str, flush_cache: str = "true", **fields: Any
+    ) -> httpx.Response:
         """Take one step with an engine."""
-        return self.rigs[url].post(COMMIT, json={"action": action, "group": group, **fields})
+        body, query = {"action": action, "group": group, **fields}, {"flush_cache": flush_cache}
+        return self.rigs[url].post(COMMIT, json=body, params=query)
 
     def hold(self, url: str, body: bytes) -> httpx.Response:
         """Post the only part of a sync, which is not committed."""

@@ -276,7 +276,7 @@ class Answers:
     def __init__(self) -> None:
         self.spans: list[Any] = []
 
-    def __call__(self, client: Any, url: str, json: dict[str, Any]) -> dict[str, Any]:
+    def post(self, url: str, json: dict[str, Any]) -> dict[str, Any]:
         assert url.endswith("/v1/completions")
         self.spans = [[[0, i], [4, i + 1]] if i % 2 else [[0, i]] for i in range(json["n"])]
         choices = [
@@ -296,7 +296,9 @@ def test_reward_functions_get_the_spans(
 ) -> None:
     base, answers = tiny_models.build("qwen3_moe", tmp_path / "base"), Answers()
     engine = Engine.of(tiny_models.load_tensors(base))
-    monkeypatch.setattr(vllm_client.VLLMClient, "_post", lambda *a, **k: answers(*a, **k))
+    monkeypatch.setattr(
+        vllm_client.VLLMClient, "_post", lambda _, url, json: answers.post(url, json)
+    )
     monkeypatch.setattr(
         vllm_client, "parse_logprobs", lambda found: ([[[-1.0]] * 6 for _ in found], None)
     )

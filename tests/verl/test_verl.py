@@ -83,6 +83,36 @@ def test_the_rollouts_adapter_leaves_the_engine_alone(with_verl: dict[str, str])
     assert run.stdout.splitlines()[-1:] == ["done"], run.stderr[-3000:]
 
 
+# verl imports this when it is itself imported, in every process.
+SPANS = """
+from pathlib import Path
+import verl
+from verl.workers.rollout import llm_server
+from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
+
+from delta_sender.integrations import verl_rollouts
+
+assert "extra_fields" in TokenOutput.model_fields
+for name, (module, server, holder, method) in verl_rollouts.SERVERS.items():
+    assert hasattr(RolloutReplicaRegistry._registry[name], "stock"), name
+    path = Path(verl.__file__).parents[1].joinpath(*module.split("."))
+    text = path.with_suffix(".py").read_text()
+    assert f"self.server_class = ray.remote({server})" in text, name
+    assert f"self.{holder}.{method}(" in text, name
+    assert "extra_fields=extra_fields" in text, name
+for client in (llm_server.LLMServerClient, llm_server.FullyAsyncLLMServerClient):
+    assert hasattr(client.generate, "stock"), client
+print("done")
+"""
+
+
+def test_verl_imports_what_adds_spans(with_verl: dict[str, str]) -> None:
+    env = {**with_verl, "VERL_USE_EXTERNAL_MODULES": "delta_sender.integrations.verl_rollouts"}
+    command = [sys.executable, "-c", SPANS]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert run.stdout.splitlines()[-1:] == ["done"], run.stderr[-3000:]
+
+
 @pytest.mark.parametrize("given", ["tensors", "engine"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_ranks_of_an_actor_against_a_live_engine(

@@ -136,9 +136,7 @@ def server_of(replicas: dict[str, Any], rollout: str) -> Any:
     return replica.server_class()
 
 
-@pytest.mark.parametrize(
-    ("rollout", "spans"), [("vllm", [[0, 7], [2, 8]]), ("sglang", [[0, 7]])]
-)
+@pytest.mark.parametrize(("rollout", "spans"), [("vllm", [[0, 7], [2, 8]]), ("sglang", [[0, 7]])])
 def test_each_answer_has_its_spans(replicas: dict[str, Any], rollout: str, spans: Any) -> None:
     server = server_of(replicas, rollout)
 

@@ -128,20 +128,15 @@ def test_steps_need_the_one_before(fleet: FleetRig) -> None:
     assert held(fleet) == [True, False, False]
 
 
-def salted(fleet: FleetRig, url: str, action: str, **fields: Any) -> httpx.Response:
-    body = {"action": action, "group": GROUP, **fields}
-    return fleet.rigs[url].post(f"{COMMIT}?flush_cache=salt", json=body)
-
-
 def test_engine_that_cannot_salt_prepares_nothing(fleet: FleetRig) -> None:
     first, second, _ = fleet.urls
     for url in (first, second):
         fleet.rigs[url].engine.fails["salt_cache"] = SaltUnavailable("not as it was started")
     fleet.hold(first, delta_part(sync_id="s", **RUN))
-    assert_error(salted(fleet, first, "prepare", **SYNC), 422, "SaltUnavailable")
+    assert_error(fleet.step(first, "prepare", GROUP, "salt", **SYNC), 422, "SaltUnavailable")
     assert fleet.status(first).staged is None
     prepare(fleet, second)  # whose commit would not salt
-    answer = salted(fleet, second, "record", peers=fleet.urls, lease=LONG)
+    answer = fleet.step(second, "record", GROUP, "salt", peers=fleet.urls)
     assert_error(answer, 422, "SaltUnavailable")
     assert not present(fleet.prepared(second)).recorded
     assert fleet.step(second, "abort", GROUP, **SYNC).json()["status"] == "aborted"
@@ -151,7 +146,8 @@ def test_engine_that_cannot_salt_prepares_nothing(fleet: FleetRig) -> None:
 def test_settled_sync_is_committed_with_its_salt(fleet: FleetRig) -> None:
     for url in fleet.urls:
         prepare(fleet, url)
-        assert salted(fleet, url, "record", peers=fleet.urls, lease=LONG).status_code == 200
+        answer = fleet.step(url, "record", GROUP, "salt", peers=fleet.urls, lease=LONG)
+        assert answer.status_code == 200
     for url in fleet.urls:
         assert fleet.settle(url)
         assert fleet.rigs[url].engine.events[1] == ("salt_cache",)

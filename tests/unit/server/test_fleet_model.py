@@ -26,6 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from engine_ext.errors import SaltUnavailable
 from tests.support.delta_bodies import VERSION, fresh_weights, full_part
 from tests.support.fleet_rig import LONG, FleetRig
 
@@ -36,7 +37,7 @@ FARES = st.sampled_from([*["arrives"] * 8, "lost", "delayed", "answer lost"])
 KINDS = st.sampled_from(
     ["lease"] * 3
     + ["dies", "cut", "cut", "late", "give up", "sender dies", "claim", "release"]
-    + ["abort too late"] * 2
+    + ["abort too late", "abort too late", "cannot salt"]
 )
 # What happens before a message of a sync, and to whom.
 EVENTS = st.tuples(
@@ -54,6 +55,7 @@ class Group:
     version: int
     body: bytes
     epoch: int
+    flush_cache: str
     posted: set[str] = field(default_factory=set)
     prepared: set[str] = field(default_factory=set)
     members: list[str] = field(default_factory=list)  # that record; none before
@@ -109,7 +111,7 @@ class FleetModel(RuleBasedStateMachine):
         if action == "part":
             response = self.fleet.hold(url, group.body)
         else:
-            response = self.fleet.step(url, action, group.name, **fields)
+            response = self.fleet.step(url, action, group.name, group.flush_cache, **fields)
         answer: dict[str, Any] = response.json()
         kind = answer.get("status") or answer["error"]["type"]
         self.occurred[f"{action}: {kind}"] += 1
@@ -125,7 +127,7 @@ class FleetModel(RuleBasedStateMachine):
     def begins(self) -> None:
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, flush_cache: str = "true") -> None:
         if self.group is not None and self.group.commits is None:
             return
         version = next(self.versions)
@@ -134,7 +136,7 @@ class FleetModel(RuleBasedStateMachine):
         body = full_part(
             weights, version, sync_id=name, run="run", run_epoch=self.epoch, run_owner="host:1"
         )
-        self.group = Group(name, version, body, self.epoch)
+        self.group = Group(name, version, body, self.epoch, flush_cache)
         self.groups.append(self.group)
 
     def prepare(self, which: int, fare: str) -> None:
@@ -154,6 +156,7 @@ class FleetModel(RuleBasedStateMachine):
         quorum=st.sampled_from([ENGINES, ENGINES, ENGINES - 1]),
         ends=st.sampled_from([*range(2, 3 * ENGINES), *[3 * ENGINES] * 6]),
         tidies=st.sampled_from([True, True, False]),
+        flush_cache=st.sampled_from(["true", "salt"]),
     )
     def sync(
         self,
@@ -163,6 +166,7 @@ class FleetModel(RuleBasedStateMachine):
         quorum: int,
         ends: int,
         tidies: bool,
+        flush_cache: str = "true",
     ) -> None:
         """A sync, up to some message, while things happen; perhaps nothing is held before it."""
         if tidies:
@@ -170,7 +174,7 @@ class FleetModel(RuleBasedStateMachine):
             for which in range(ENGINES):
                 self.lease_ends(which)
             self.give_up()
-        self.begin()
+        self.begin(flush_cache)
         for number, (phase, which) in enumerate(itertools.product(range(3), order)):
             for when, what, who in events:
                 if when == number:
@@ -206,6 +210,10 @@ class FleetModel(RuleBasedStateMachine):
             self.sender_dies()
         elif what == "release":
             self.release(which)
+        elif what == "cannot salt":
+            self.fleet.start(self.fleet.urls[which])
+            engine = self.fleet.rigs[self.fleet.urls[which]].engine
+            engine.fails["salt_cache"] = SaltUnavailable("not as it was started")
         elif what == "abort too late":
             self.abort_too_late(which, forces=who % 2 == 0)
         else:
@@ -371,7 +379,7 @@ def test_engines_agree_whatever_crashes() -> None:
     wanted = {
         "ended: True", "ended: False", "settled: True", "settled: False", "part: SyncInProgress",
         "prepare: GroupAborted", "record: GroupAborted", "commit: already_applied",
-        "abort too late",
+        "abort too late", "prepare: SaltUnavailable",
     }  # fmt: skip
     assert wanted - {*occurred} == set(), occurred
 

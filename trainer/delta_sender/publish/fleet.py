@@ -116,7 +116,9 @@ class FleetRound:
 
     def note_committed(self, destination: Destination) -> None:
         """Note that a destination has had the sync already."""
-        self._move(self._member(destination), "committed")
+        member = self._member(destination)
+        member.has_prepared = True
+        self._move(member, "committed")
 
     def note_failed(self, destination: Destination, error: BaseException) -> None:
         """Note that nothing more will come of a destination in this round."""

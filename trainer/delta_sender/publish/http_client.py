@@ -69,6 +69,7 @@ class EngineClient(Destination):
         self._hmac_key = options.hmac_key
         self.reason: str | None = None  # of the parts that follow, see `announce`
         self._is_stopped = False
+        self.gives_up = False  # no request is sent again, or begun
         self.speed = LinkSpeed()
         self._limit = options.bandwidth_limit
         self.highest_posted = 0
@@ -88,9 +89,11 @@ class EngineClient(Destination):
         self._is_stopped = True
 
     def check_open(self) -> None:
-        """Raise `SyncError` after `stop`."""
+        """Raise `SyncError` after `stop`, and while it `gives_up`."""
         if self._is_stopped:
             raise SyncError("the sender is closed")
+        if self.gives_up:
+            raise SyncError("the sync has ended without this engine")
 
     def announce(self, reason: str | None) -> None:
         """See `Destination.announce`."""

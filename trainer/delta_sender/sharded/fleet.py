@@ -104,9 +104,11 @@ class ShardedFleet:
                 fleet.decide(commits=False)
             sync_round.fail(error)
             raise
-        sync_round.fail(SyncError(_ENDED, 409, dict(ABORTED)))  # all that commit have posted it
+        self._end_late(sync_round, fleet)
         for thread in threads.values():
             thread.join()
+        for session in self._sessions.values():
+            session.engine.client.gives_up = False
         self._check_ranks([thread.outcome for thread in threads.values()], failure)
         return self._finish(sync_round, threads, fleet, failure)
 
@@ -142,6 +144,16 @@ class ShardedFleet:
                 raise
 
         self._ranks.from_leader(conduct)
+
+    def _end_late(self, sync_round: SyncRound, fleet: FleetRound | None) -> None:
+        """Let sessions end that have not prepared: nothing is posted again, or begun.
+
+        The others have posted all, and the leader alone has more to ask of their engines.
+        """
+        sync_round.fail(SyncError(_ENDED, 409, dict(ABORTED)))
+        for session in self._sessions.values():
+            has_prepared = fleet is not None and fleet.has_prepared(session.engine)
+            session.engine.client.gives_up = not has_prepared
 
     def _check_ranks(self, outcomes: list[Any], failure: SyncError | None = None) -> None:
         """Check that all ranks are still in step, whatever has become of the engines.

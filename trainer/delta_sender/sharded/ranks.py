@@ -7,7 +7,8 @@ trainer's backend is. Every rank must make the same calls in the same order.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -15,6 +16,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from delta_sender.results import RankError, SyncError
 from delta_sender.sharded.copies import differing
@@ -25,6 +27,7 @@ _Result = TypeVar("_Result")
 _LEADER: Final = 0
 _SHOWN: Final = 8  # names in a message
 _CHUNK: Final = 256 << 20  # bytes of one message between two ranks
+_MADE: Counter[tuple[int, ...]] = Counter()  # groups in this process, by their ranks
 
 
 class Ranks:
@@ -50,13 +53,8 @@ class Ranks:
         numbers = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.size = len(numbers)
         if self.size > 1:
-            self._group = dist.new_group(
-                numbers,
-                timedelta(seconds=timeout),
-                "gloo",
-                use_local_synchronization=True,
-            )
-            self.rank = dist.get_rank(self._group)
+            self.rank = numbers.index(dist.get_rank())
+            self._group = _new_group(numbers, self.rank, timedelta(seconds=timeout))
 
     @property
     def is_leader(self) -> bool:
@@ -71,10 +69,7 @@ class Ranks:
     def leave(self, why: str = "this rank has left") -> None:
         """Close the connections to the other ranks, so that none waits for this one."""
         self._lost = self._lost or why
-        group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(group)
+        self._group = None  # its connections close with it
 
     def exchange(self, message: Any) -> list[Any]:
         """Return the messages of all ranks, in rank order.
@@ -90,12 +85,12 @@ class Ranks:
             if self.size == 1:
                 return [msgspec.json.decode(raw.tobytes())]
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(sizes, torch.tensor([raw.size]), self._group)
+            self._group.allgather([sizes], [torch.tensor([raw.size])]).wait()
             most = max(int(size) for size in sizes)
             own = torch.zeros(most, dtype=torch.uint8)
             own[: raw.size] = torch.from_numpy(raw.copy())
             found = [torch.empty_like(own) for _ in sizes]
-            dist.all_gather(found, own, self._group)
+            self._group.allgather([found], [own]).wait()
         texts = (one[: int(size)].numpy() for one, size in zip(found, sizes, strict=True))
         return [msgspec.json.decode(text.tobytes()) for text in texts]
 
@@ -160,9 +155,9 @@ class Ranks:
         with self._collective():
             if self.size > 1:
                 size = torch.tensor([raw.numel()])
-                dist.broadcast(size, group=self._group, group_src=_LEADER)
+                self._group.broadcast(size, _LEADER).wait()
                 raw = raw if self.is_leader else torch.empty(int(size), dtype=torch.uint8)
-                dist.broadcast(raw, group=self._group, group_src=_LEADER)
+                self._group.broadcast(raw, _LEADER).wait()
         return msgspec.json.decode(raw.numpy().tobytes())
 
     def sum_of(self, digest: Digest) -> Digest:
@@ -171,7 +166,7 @@ class Ranks:
         total = torch.from_numpy(lanes)
         with self._collective():
             if self.size > 1:
-                dist.all_reduce(total, group=self._group)  # wraps, as the lanes do
+                self._group.allreduce(total).wait()  # wraps, as the lanes do
         lane0, lane1 = total.numpy().view(np.uint64)
         return Digest(int(lane0), int(lane1))
 
@@ -180,14 +175,14 @@ class Ranks:
         raw = torch.from_numpy(np.require(values, requirements=["C", "W"]).view(np.uint8))
         with self._collective():
             for chunk in _chunks(raw):
-                dist.send(chunk, group=self._group, group_dst=rank)
+                self._group.send([chunk], rank, 0).wait()
 
     def receive(self, values: Any, rank: int) -> None:
         """Fill an array with what another rank sends; blocks until it is there."""
         raw = torch.from_numpy(values.view(np.uint8))
         with self._collective():
             for chunk in _chunks(raw):
-                dist.recv(chunk, group=self._group, group_src=rank)
+                self._group.recv([chunk], rank, 0).wait()
 
     @contextlib.contextmanager
     def _collective(self) -> Iterator[None]:
@@ -202,6 +197,17 @@ class Ranks:
         except BaseException:
             self.leave("interrupted")
             raise
+
+
+def _new_group(numbers: Sequence[int], rank: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Return a gloo group, which all of these ranks must make.
+
+    `dist.new_group` gives a group the name, and so the addresses, of one that is closed.
+    """
+    _MADE[tuple(numbers)] += 1
+    name = f"delta-{'-'.join(map(str, numbers))}-{_MADE[tuple(numbers)]}"
+    store = dist.PrefixStore(name, distributed_c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, rank, len(numbers), timeout)
 
 
 def described(error: Exception) -> dict[str, Any]:

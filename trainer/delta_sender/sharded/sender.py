@@ -52,7 +52,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     With ``commit="all_or_none"`` there can be several engines, which commit as one; see
     `MultiSender`. Each rank encodes its share for each of them. Rank 0 decides, and its `evict` is
     called. A sync ends when all engines have: one that does not answer keeps no other from
-    committing, but the sync from returning, until its requests have timed out.
+    committing, but the sync from returning, for one `timeout` after the decision.
 
     Host memory of a rank: its share of the snapshot and of the changes, see `DeltaSender`; in a
     full sync, the parts that it is sending.

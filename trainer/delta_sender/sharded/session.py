@@ -109,6 +109,7 @@ class ShardedSession(Session):
         owned: Which tensors that is part of.
 
     Attributes:
+        engine: As given.
         ranks: Those that agree on this engine's syncs.
     """
 
@@ -124,7 +125,7 @@ class ShardedSession(Session):
         version = options.base_version
         self._state = ShardedState(snapshot, version, owned, ranks)
         super().__init__(engine, snapshot, options, version, run, state=self._state)
-        self._engine, self._owned, self.ranks = engine, owned, ranks
+        self.engine, self._owned, self.ranks = engine, owned, ranks
 
     @property
     def _is_in_fleet(self) -> bool:
@@ -156,9 +157,9 @@ class ShardedSession(Session):
         if self._is_in_fleet:
             self._check_version(sync_round, attempt)
         if attempt.full or not state.plan_is_current:
-            plan = self._engine.plan()
+            plan = self.engine.plan()
             state.read_plan(plan, keep_digest=self._options.digest, full=attempt.full)
-        self._engine.announce(attempt.reason)
+        self.engine.announce(attempt.reason)
         try:
             return self._commit(sync_round, attempt)
         except BaseException:
@@ -174,7 +175,7 @@ class ShardedSession(Session):
             state,
             sync_round,
             attempt,
-            self._engine.client.speed.bytes_per_s,
+            self.engine.client.speed.bytes_per_s,
         )
         builder = PartBuilder(
             sync_round,
@@ -192,7 +193,7 @@ class ShardedSession(Session):
         body = _last_part(attempt, digest, number, metadata)
         state.posted = PostedSync(attempt.version, sync_round.sync_ids(), digest, state.is_proven)
         try:
-            answer = self._engine.commit(body, attempt.version, number)
+            answer = self.engine.commit(body, attempt.version, number)
             if self._is_in_fleet:
                 if answer["status"] != "staged":
                     self._check_applied(answer)
@@ -227,7 +228,7 @@ class ShardedSession(Session):
             digest=None if digest is None else digest.hex(),
             engine=answer,
             picked=dict(sum((Counter(one["picked"]) for one in reports), start=Counter())),
-            link_bytes_per_s=self._engine.speed.measured,
+            link_bytes_per_s=self.engine.speed.measured,
             **sync_round.observed.in_report(),
             rank_bytes=tuple(wire),
             rank_nnz=tuple(one["nnz"] for one in reports),
@@ -244,7 +245,7 @@ class ShardedSession(Session):
             RankError: A rank has failed; the same on every rank.
         """
         buckets, first = self._numbered(builder)
-        client, failure = self._engine.client, None
+        client, failure = self.engine.client, None
         client.at_once = self._options.posts_in_flight
         queue = PostQueue(client, sync_round, waits=False)
         try:

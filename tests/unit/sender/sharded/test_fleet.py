@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,35 @@ def test_engine_of_ranks_is_lost_after_the_decision(fleet: FleetRig, model: Mode
         sender.sync(whole(model))
         assert hold(fleet, model) == [True] * 3
         assert len({*versions(fleet)}) == 1
+
+
+def test_engine_that_hangs_delays_no_commit(fleet: FleetRig, model: Model) -> None:
+    """The sync returns once its request has timed out, which is not sent again."""
+    hangs, committed, posted = fleet.urls[0], threading.Semaphore(0), list[httpx.Request]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == DELTA and str(request.url).startswith(hangs):
+            posted.append(request)
+        if posted == [request]:
+            assert committed.acquire(timeout=20)
+            assert committed.acquire(timeout=20)
+            time.sleep(0.2)
+            raise httpx.ReadTimeout("late", request=request)
+        given = fleet.answer(request)
+        if b'"commit"' in request.read():
+            committed.release()
+        return given
+
+    options: dict[str, Any] = {"quorum": 2, "lag_limit": 0.2, "posts_in_flight": 1}
+    with sender_of(fleet, model, answer, **options) as sender:
+        train(model)
+        sender.sync(whole(model))
+        assert (len(posted), versions(fleet)) == (1, [VERSION, VERSION + 1, VERSION + 1])
+        assert states(sender) == ["left out", "committed", "committed"]
+        train(model, 1)
+        sender.sync(whole(model))
+        assert states(sender) == ["committed"] * 3
+        assert hold(fleet, model) == [True] * 3
 
 
 @pytest.mark.parametrize("number", range(9))
