@@ -24,13 +24,13 @@ from delta_server import metrics
 from delta_server.board import LOG, Item, Nothing
 from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
+from delta_server.held_version import HeldVersion
 from delta_server.intake import VerifiedPart
 from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
 from delta_server.sources import Inlet, Outcome, deliver
 from delta_server.sources.files import Files
-from delta_server.sources.log_held import HeldVersion
 from delta_server.sources.log_history import Comparison, LogHistory
 from delta_server.sources.store_files import ResolvedFiles
 from delta_server.staging import NumberedPart
