@@ -97,9 +97,9 @@ def test_a_version_is_taken_once_all_have_it(log: DeltaLog, pair: list[Rig]) -> 
         "waits_for": answer["waits_for"],
     }
     assert complete_versions(log, log.listing()) == {}
-    assert look(last)["applied"] == [VERSION + 1]
+    assert look(last)["version"] == VERSION + 1
     assert complete_versions(log, log.listing()) == {"rollout": VERSION + 1}
-    assert look(first)["applied"] == [VERSION + 1]
+    assert look(first)["version"] == VERSION + 1
     for rig in pair:
         assert same(rig.engine.weights, after(fresh_weights(), STEPS[0]))
         found = group_of(rig)
@@ -112,8 +112,8 @@ def test_what_waits_is_one_commit(log: DeltaLog, pair: list[Rig]) -> None:
     first, last = pair
     write_steps(log)
     look(first)
-    assert look(last)["applied"] == [NEWEST]
-    assert look(first)["applied"] == [NEWEST]
+    assert look(last)["version"] == NEWEST
+    assert look(first)["version"] == NEWEST
     history = first.get(f"{STATUS}?history=true").json()["history"]
     committed = [one for one in history if one["outcome"] == "committed"]
     assert [(one["base_version"], one["version"]) for one in committed] == [(VERSION, NEWEST)]
@@ -127,10 +127,10 @@ def test_newer_versions_wait_for_the_prepared_one(log: DeltaLog, pair: list[Rig]
     for k in (1, 2):
         body = delta_part(STEPS[k], VERSION + k + 1, base_version=VERSION + k)
         write(log, body, number=VERSION + k + 1)
-    assert look(last)["applied"] == [VERSION + 1]
+    assert look(last)["version"] == VERSION + 1
     assert group_of(last)["prepared"] == NEWEST
-    assert look(first)["applied"] == [VERSION + 1, NEWEST]
-    assert look(last)["applied"] == [NEWEST]
+    assert look(first)["version"] == NEWEST
+    assert look(last)["version"] == NEWEST
 
 
 def test_marks_are_read_while_a_version_is_prepared(
@@ -160,7 +160,7 @@ def test_a_member_that_cannot_take_it_keeps_all(
     assert [one.startswith(name_of(last)) for one in waits] == [True]
     assert same(first.engine.weights, fresh_weights())
     monkeypatch.setattr(log_group, "_TRY_AGAIN_S", 0.0)
-    assert look(last)["applied"] == [VERSION + 1] or look(last)["version"] == VERSION + 1
+    assert look(last)["version"] == VERSION + 1
     assert look(first)["version"] == VERSION + 1
 
 
@@ -186,7 +186,7 @@ def test_a_dead_member_is_waited_for_by_its_lease(log: DeltaLog, pair: list[Rig]
     assert look(first)["waits_for"] != []
     ago = time.time() - 20 * LONG
     os.utime(path, (ago, ago))
-    assert look(first)["applied"] == [VERSION + 1]
+    assert look(first)["version"] == VERSION + 1
 
 
 def test_one_that_starts_takes_what_is_complete(
@@ -203,8 +203,8 @@ def test_one_that_starts_takes_what_is_complete(
     assert look(late)["version"] == VERSION + 1
     assert reason(late) is None
     assert look(first)["waits_for"] == [f"{name_of(last)}: at version {VERSION + 1}"]
-    assert look(last)["applied"] == [VERSION + 2]
-    assert look(late)["applied"] == look(first)["applied"] == [VERSION + 2]
+    assert look(last)["version"] == VERSION + 2
+    assert look(late)["version"] == look(first)["version"] == VERSION + 2
 
 
 def test_the_first_of_a_group_is_not_ready_before_it(
@@ -252,8 +252,8 @@ def test_a_refused_version_is_not_taken(log: DeltaLog, pair: list[Rig]) -> None:
     assert look(first)["version"] == VERSION
     write(log, full_part(fresh_weights(), VERSION + 2), number=VERSION + 2)
     look(first)
-    assert look(last)["applied"] == [VERSION + 2]
-    assert look(first)["applied"] == [VERSION + 2]
+    assert look(last)["version"] == VERSION + 2
+    assert look(first)["version"] == VERSION + 2
     assert complete_versions(log, log.listing()) == {"rollout": VERSION + 2}
 
 
@@ -266,9 +266,9 @@ def test_a_mark_is_of_one_content(log: DeltaLog, pair: list[Rig]) -> None:
     log.discard(folder.name)
     body = delta_part(STEPS[1], VERSION + 1, base_version=VERSION)
     write(log, body, number=VERSION + 1)
-    assert look(last)["applied"] == []  # the other one has prepared something else
-    assert look(first)["applied"] == [VERSION + 1]
-    assert look(last)["applied"] == [VERSION + 1]
+    assert look(last)["version"] == VERSION  # the other one has prepared something else
+    assert look(first)["version"] == VERSION + 1
+    assert look(last)["version"] == VERSION + 1
     for rig in pair:
         assert same(rig.engine.weights, after(fresh_weights(), STEPS[1]))
 
