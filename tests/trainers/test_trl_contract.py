@@ -95,7 +95,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     generation = vllm_generation.VLLMGeneration
     monkeypatch.setattr(generation, "sync_weights", generation.sync_weights)
     monkeypatch.setattr(generation, "generate", generation.generate)
-    monkeypatch.setattr(trl.GRPOTrainer, "_generate", trl.GRPOTrainer._generate)
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate", vars(trl.GRPOTrainer)["_generate"])
     stock = vllm_client.VLLMClient
     monkeypatch.setattr(stock, "check_server", lambda self, timeout: None)
     monkeypatch.setattr(stock, "_get", lambda self, url: {"data": [{"id": "tiny"}]})

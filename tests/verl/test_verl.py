@@ -85,16 +85,18 @@ def test_the_rollouts_adapter_leaves_the_engine_alone(with_verl: dict[str, str])
 
 # verl imports this when it is itself imported, in every process.
 SPANS = """
+import inspect
 from pathlib import Path
 import verl
-from verl.workers.rollout import llm_server
+from verl.workers.rollout import llm_server, replica
 from verl.workers.rollout.replica import RolloutReplicaRegistry, TokenOutput
 
 from delta_sender.integrations import verl_rollouts
 
 assert "extra_fields" in TokenOutput.model_fields
+assert hasattr(RolloutReplicaRegistry.get, "stock")
+assert "RolloutReplicaRegistry.get(" in inspect.getsource(replica.get_rollout_replica_class)
 for name, (module, server, holder, method) in verl_rollouts.SERVERS.items():
-    assert hasattr(RolloutReplicaRegistry._registry[name], "stock"), name
     path = Path(verl.__file__).parents[1].joinpath(*module.split("."))
     text = path.with_suffix(".py").read_text()
     assert f"self.server_class = ray.remote({server})" in text, name

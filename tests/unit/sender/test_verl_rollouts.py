@@ -68,11 +68,11 @@ class SglangServer:
 
 
 class Registry:
-    _registry: ClassVar[dict[str, Any]] = {}
+    known: ClassVar[dict[str, Any]] = {}
 
     @classmethod
-    def register(cls, name: str, load: Any) -> None:
-        cls._registry[name] = load
+    def get(cls, name: str) -> Any:
+        return cls.known[name]
 
 
 class Client:
@@ -106,12 +106,12 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         vars(made).update(contents)
         monkeypatch.setitem(sys.modules, name, made)
 
-    def loads(server: type) -> Any:
+    def replica_of(server: type) -> type:
         class Replica:
             def __init__(self, rank: int) -> None:
                 self.rank, self.server_class = rank, server
 
-        return lambda: Replica
+        return Replica
 
     module("ray", remote=lambda cls: cls)
     for name in ("verl", "verl.workers"):
@@ -121,13 +121,15 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module(f"{ROLLOUT}.replica", RolloutReplicaRegistry=Registry)
     module(f"{ROLLOUT}.vllm_rollout.vllm_async_server", vLLMHttpServer=VllmServer)
     module(f"{ROLLOUT}.sglang_rollout.async_sglang_server", SGLangHttpServer=SglangServer)
-    monkeypatch.setattr(
-        Registry, "_registry", {"vllm": loads(VllmServer), "sglang": loads(SglangServer)}
-    )
+    servers = {"vllm": VllmServer, "sglang": SglangServer, "trtllm": object}
+    known = {name: replica_of(server) for name, server in servers.items()}
+    monkeypatch.setattr(Registry, "known", known)
+    monkeypatch.setattr(Registry, "get", Registry.get)
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     importlib.import_module(NAME).install()  # a second time
     monkeypatch.delitem(sys.modules, NAME)
-    return {name: load() for name, load in Registry._registry.items()}
+    assert Registry.get("trtllm") is known["trtllm"]
+    return {name: Registry.get(name) for name in known}
 
 
 def server_of(replicas: dict[str, Any], rollout: str) -> Any:

@@ -37,41 +37,41 @@ SERVERS: Final = {
 
 # The newest answer of the engine to what a server is asked.
 _ANSWER: ContextVar[list[Any] | None] = ContextVar("answer", default=None)
-# What a client has got of an answer that is interrupted by syncs: numbers of tokens, and spans.
+# The pieces of an answer that syncs have interrupted: numbers of tokens, and spans.
 _PIECES: ContextVar[list[tuple[int, Any]] | None] = ContextVar("pieces", default=None)
 
 
 def install() -> None:
     """Replace verl's replicas and its clients' methods; safe to call more than once."""
-    for name in SERVERS:
-        load = RolloutReplicaRegistry._registry[name]
-        if not hasattr(load, "stock"):
-            RolloutReplicaRegistry.register(name, _loading(name, load))
+    if not hasattr(RolloutReplicaRegistry.get, "stock"):
+        RolloutReplicaRegistry.get = staticmethod(_with_spans(RolloutReplicaRegistry.get))
     resuming, client = llm_server.FullyAsyncLLMServerClient, llm_server.LLMServerClient
     if not hasattr(client.generate, "stock"):
         client.generate = _noting_pieces(client.generate)
         resuming.generate = _joining_pieces(resuming.generate)
 
 
-def _loading(name: str, load: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a loader of the replica's class, whose servers add spans to what they return."""
+def _with_spans(stock: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return verl's `get`, whose replicas have servers that add spans to what they return."""
 
-    def load_with_spans() -> Any:
-        stock = load()
+    @functools.wraps(stock)
+    def get(name: str) -> Any:
+        replica = stock(name)
+        if name not in SERVERS:
+            return replica
         module, server, holder, method = SERVERS[name]
-        with_spans = server_with_spans(
-            getattr(importlib.import_module(module), server), holder, method
-        )
+        stock_server = getattr(importlib.import_module(module), server)
+        with_spans = server_with_spans(stock_server, holder, method)
 
-        class Replica(stock):  # type: ignore[misc]
+        class Replica(replica):  # type: ignore[misc]
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **kwargs)
                 self.server_class = ray.remote(with_spans)
 
         return Replica
 
-    load_with_spans.stock = load  # type: ignore[attr-defined]
-    return load_with_spans
+    get.stock = stock  # type: ignore[attr-defined]
+    return get
 
 
 def server_with_spans(stock: Any, holder: str, method: str) -> type:

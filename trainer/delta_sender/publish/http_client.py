@@ -20,6 +20,7 @@ from delta_sender.locations import engine_root
 from delta_sender.options import SenderOptions
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
+from delta_sender.publish.fleet import ABORTED
 from delta_sender.results import EngineBusy, EngineUnreachable, SyncError
 from delta_sender.run import Run, clock, owner_in_words
 from engine_ext.answers import answer_in_words, failure_in_words, json_object
@@ -69,7 +70,7 @@ class EngineClient(Destination):
         self._hmac_key = options.hmac_key
         self.reason: str | None = None  # of the parts that follow, see `announce`
         self._is_stopped = False
-        self.gives_up = False  # no request is sent again, or begun
+        self.gives_up = False  # no request is sent again, or begun, but for an abort
         self.speed = LinkSpeed()
         self._limit = options.bandwidth_limit
         self.highest_posted = 0
@@ -89,11 +90,9 @@ class EngineClient(Destination):
         self._is_stopped = True
 
     def check_open(self) -> None:
-        """Raise `SyncError` after `stop`, and while it `gives_up`."""
+        """Raise `SyncError` after `stop`."""
         if self._is_stopped:
             raise SyncError("the sender is closed")
-        if self.gives_up:
-            raise SyncError("the sync has ended without this engine")
 
     def announce(self, reason: str | None) -> None:
         """See `Destination.announce`."""
@@ -224,6 +223,9 @@ class EngineClient(Destination):
             fields: A body in JSON, in place of `body`.
         """
         self.check_open()
+        if self.gives_up and (fields is None or fields.get("action") != "abort"):
+            text = "the others have ended this sync, and the engine had not prepared it"
+            raise SyncError(text, 409, dict(ABORTED) if fields is None else {})
         if fields is not None:
             body, headers = json.dumps(fields).encode(), {"Content-Type": "application/json"}
         url, headers = self._url + path, {**self._headers, **(headers or {})}

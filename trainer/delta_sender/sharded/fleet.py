@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from threading import Condition, Thread
-from typing import Any, Final
+from typing import Any
 
 from delta_sender.diff.snapshot import Snapshot
 from delta_sender.encode.sync_round import SyncRound
@@ -20,8 +20,6 @@ from delta_sender.publish.session_thread import SessionThread
 from delta_sender.results import FleetOutcome, RankError, ShardedReport, SyncError, SyncReport
 from delta_sender.sharded.ranks import Ranks, described
 from delta_sender.sharded.session import ShardedSession
-
-_ENDED: Final = "the others have ended this sync, and the engine had not prepared it"
 
 
 class ShardedFleet:
@@ -150,7 +148,7 @@ class ShardedFleet:
 
         The others have posted all, and the leader alone has more to ask of their engines.
         """
-        sync_round.fail(SyncError(_ENDED, 409, dict(ABORTED)))
+        sync_round.fail(SyncError("the others have ended this sync", 409, dict(ABORTED)))
         for session in self._sessions.values():
             has_prepared = fleet is not None and fleet.has_prepared(session.engine)
             session.engine.client.gives_up = not has_prepared
