@@ -386,6 +386,7 @@ def test_peers_are_asked_with_the_token(
 
 def test_peers_are_asked_by_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client takes longer to make than an answer to come."""
+    monkeypatch.setenv("DELTA_API_KEY", "secret")
     made: list[httpx.AsyncClient] = []
     client = httpx.AsyncClient
 
