@@ -80,7 +80,7 @@ class FleetRig:
         return None if staged is None else staged.prepared
 
     def step(
-        self, url: str, action: str, group: str, flush_cache: str = "true", **fields: Any
+        self, url: str, action: str, group: str, flush_cache: Any = "true", **fields: Any
     ) -> httpx.Response:
         """Take one step with an engine."""
         body, query = {"action": action, "group": group, **fields}, {"flush_cache": flush_cache}

@@ -12,6 +12,7 @@ import pytest
 
 from delta_sender import GroupAborted, MultiSender, SyncError
 from tests.support.delta_bodies import VERSION
+from tests.support.fake_engine import train
 from tests.support.fleet_rig import COMMIT, FleetRig
 from tests.support.toy_adapters import (
     Tensors,
@@ -20,7 +21,7 @@ from tests.support.toy_adapters import (
     same_adapter,
     with_adapters,
 )
-from tests.unit.sender.test_fleet import Answer, Dead, fresh_model, train
+from tests.unit.sender.test_fleet import Answer, Dead, fresh_model
 
 NAME = "tiny"
 OPTIONS: dict[str, Any] = {"commit": "all_or_none", "commit_window": 5.0, "timeout": 5.0}

@@ -47,6 +47,7 @@ class VllmServer:
         self.engine = Engine()
 
     async def generate(self, prompt_ids: list[int]) -> TokenOutput:
+        last: Any = None
         async for answer in self.engine.generate(prompt_ids):
             last = answer
         return TokenOutput(last.outputs[0].token_ids, {"global_steps": 1})

@@ -156,7 +156,7 @@ class FleetModel(RuleBasedStateMachine):
         quorum=st.sampled_from([ENGINES, ENGINES, ENGINES - 1]),
         ends=st.sampled_from([*range(2, 3 * ENGINES), *[3 * ENGINES] * 6]),
         tidies=st.sampled_from([True, True, False]),
-        flush_cache=st.sampled_from(["true", "salt"]),
+        flush_cache=st.sampled_from(["true", "true", "salt", "salt that one refuses"]),
     )
     def sync(
         self,
@@ -174,6 +174,9 @@ class FleetModel(RuleBasedStateMachine):
             for which in range(ENGINES):
                 self.lease_ends(which)
             self.give_up()
+        if flush_cache == "salt that one refuses":
+            flush_cache = "salt"
+            self.cannot_salt(order[0])
         self.begin(flush_cache)
         for number, (phase, which) in enumerate(itertools.product(range(3), order)):
             for when, what, who in events:
@@ -188,6 +191,8 @@ class FleetModel(RuleBasedStateMachine):
                 self.give_up()
             self.step(phase, which, fares[number])
             self.engines_that_live_have_ended_alike()
+            if phase == 2:  # while others have yet to commit
+                self.abort_too_late(which, forces=tidies)
 
     @rule(phase=st.integers(0, 2), which=WHICH, fare=FARES)
     def step(self, phase: int, which: int, fare: str) -> None:
@@ -211,9 +216,7 @@ class FleetModel(RuleBasedStateMachine):
         elif what == "release":
             self.release(which)
         elif what == "cannot salt":
-            self.fleet.start(self.fleet.urls[which])
-            engine = self.fleet.rigs[self.fleet.urls[which]].engine
-            engine.fails["salt_cache"] = SaltUnavailable("not as it was started")
+            self.cannot_salt(which)
         elif what == "abort too late":
             self.abort_too_late(which, forces=who % 2 == 0)
         else:
@@ -257,6 +260,13 @@ class FleetModel(RuleBasedStateMachine):
         url, incarnation, action, fields = self.sent[which % len(self.sent)]
         if url not in self.fleet.cut and incarnation == self.fleet.incarnations[url]:
             self.deliver(url, action, **fields)
+
+    def cannot_salt(self, which: int) -> None:
+        """An engine dies, and is started otherwise."""
+        url = self.fleet.urls[which]
+        self.fleet.start(url)
+        failure = SaltUnavailable("not as it was started")
+        self.fleet.rigs[url].engine.fails["salt_cache"] = failure
 
     def abort_too_late(self, which: int, *, forces: bool) -> None:
         """Somebody ends a group at an engine that has committed it, as if it waited there."""

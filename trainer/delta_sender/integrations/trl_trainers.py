@@ -193,9 +193,9 @@ def _with_spans_of(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def generate(trainer: Any, prompts: list[Any]) -> Any:
         result = stock(trainer, prompts)
-        spans = getattr(getattr(trainer, "vllm_generation", None), "weight_spans", None)
+        spans = getattr(getattr(trainer, "vllm_generation", None), "weight_spans", None) or []
         is_one_turn = trainer.rollout_func is None and not trainer.tools
-        if is_one_turn and any(spans or ()) and len(spans) == len(result[1]):
+        if is_one_turn and any(spans) and len(spans) == len(result[1]):
             result[_EXTRA_FIELDS]["weight_spans"] = spans
         return result
 

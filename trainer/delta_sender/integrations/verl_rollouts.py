@@ -61,17 +61,21 @@ def _with_spans(stock: Callable[[str], Any]) -> Callable[[str], Any]:
             return replica
         module, server, holder, method = SERVERS[name]
         stock_server = getattr(importlib.import_module(module), server)
-        with_spans = server_with_spans(stock_server, holder, method)
-
-        class Replica(replica):  # type: ignore[misc]
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **kwargs)
-                self.server_class = ray.remote(with_spans)
-
-        return Replica
+        return _replica_of(replica, server_with_spans(stock_server, holder, method))
 
     get.stock = stock  # type: ignore[attr-defined]
     return get
+
+
+def _replica_of(stock: Any, server: type) -> type:
+    """Return a replica's class that starts another server."""
+
+    class Replica(stock):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.server_class = ray.remote(server)
+
+    return Replica
 
 
 def server_with_spans(stock: Any, holder: str, method: str) -> type:
