@@ -52,8 +52,9 @@ class FleetRig:
             self.rigs[url] = rig
 
     def close(self) -> None:
-        for rig in self.rigs.values():
-            rig.close()
+        for url, rig in self.rigs.items():
+            with self._locks[url]:  # a sender that was closed might still release it
+                rig.close()
 
     async def _ask(self, root: str, group: str, adapter: str | None) -> PeerAnswer:
         root = self.served.get(root, root)

@@ -147,6 +147,7 @@ def _joining_pieces(stock: Any) -> Any:
             output.extra_fields[FIELD] = spans
         return output
 
+    generate.stock = stock  # type: ignore[attr-defined]
     return generate
 
 
