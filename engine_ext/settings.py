@@ -40,6 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     roots: tuple[str, ...] = ()
     log: str | None = None
     follow: bool = False
+    follow_group: str | None = None
     peers: tuple[str, ...] = ()
     own_url: str | None = None
     follow_interval: float = 5.0
@@ -119,7 +120,8 @@ def from_namespace(args: argparse.Namespace) -> Settings | None:
         return None
     if "log" not in given and "follow" in given:
         raise ValueError("--delta-follow needs --delta-log")
-    if "follow" not in given and (more := {"follow_interval", "follow_hold"} & given.keys()):
+    needs = {"follow_group", "follow_interval", "follow_hold"}
+    if "follow" not in given and (more := needs & given.keys()):
         flags_given = ", ".join(given[field][0] for field in sorted(more))
         raise ValueError(f"{flags_given} needs --delta-follow")
     return msgspec.convert({field: value for field, (_, value) in given.items()}, Settings)
@@ -196,6 +198,14 @@ def _parse_network(text: str) -> str:
         return str(ipaddress.ip_network(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not a network: {error}") from None
+
+
+def _parse_group(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
+        raise argparse.ArgumentTypeError(
+            f"not the name of a group: {text!r} (1 to 64 letters, digits, - and _)"
+        )
+    return text
 
 
 def _parse_peer(text: str) -> str:
@@ -299,6 +309,15 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "Follow the delta log: look for new versions, stage them while generating and commit "
             "them. Versions that queue up are merged into one commit. The engine then takes "
             "versions from the log alone: updates by requests are refused.",
+        ),
+        Flag(
+            "follow_group",
+            "--delta-follow-group",
+            "NAME",
+            _parse_group,
+            "Take a version only once it is complete for this group: all live followers of the log "
+            "with the same name have staged it and can commit it. Then each commits it. Before an "
+            "engine has the group's version, it is not ready (default: none).",
         ),
         Flag(
             "peers",

@@ -191,18 +191,57 @@ def _list(options: argparse.Namespace) -> int:
     start = _oldest_base(listing)
     steps = route(listing.entries, start)
     reached = steps[-1].version if steps else start
+    groups = _groups(options.log, listing)
     if options.json:
         found = {"base_version": start, "reached": reached, "newest": listing.newest}
-        print(json.dumps({**found, "folders": rows}, indent=2))
+        more = {"groups": groups} if groups else {}
+        print(json.dumps({**found, **more, "folders": rows}, indent=2))
     else:
         _print_table(rows)
         if steps:
             size = sum(entry.nbytes for entry in steps)
             print(f"version {start} leads to {reached} in {len(steps)} step(s) of {size:,} bytes")
+        for group in groups:
+            _print_group(group)
     why = delta_log.why_not_newer(listing, reached)
     if why is not None:
         print(f"delta-log: {why}", file=sys.stderr)
     return DAMAGED if listing.damaged or why else OK
+
+
+def _groups(log: DeltaLog, listing: Listing) -> list[dict[str, Any]]:
+    """Return what the groups of followers have completed, and where their live members are."""
+    complete: dict[str, int | None] = {**delta_log.complete_versions(log, listing)}
+    members = [beat for beat in delta_log.live_heartbeats(log) if beat.group is not None]
+    names = sorted({*complete, *(beat.group for beat in members if beat.group is not None)})
+    return [
+        {
+            "group": name,
+            "complete": complete.get(name),
+            "members": [
+                {
+                    "name": beat.name,
+                    "version": beat.version,
+                    "prepared": delta_log.version_of_key(beat.prepared or ""),
+                    "state": beat.state,
+                    "error": beat.error,
+                }
+                for beat in members
+                if beat.group == name
+            ],
+        }
+        for name in names
+    ]
+
+
+def _print_group(group: dict[str, Any]) -> None:
+    complete = group["complete"]
+    newest = "no version is" if complete is None else f"version {complete} is"
+    print(f"group {group['group']}: {newest} complete, {len(group['members'])} live member(s)")
+    for one in group["members"]:
+        prepared = "" if one["prepared"] is None else f", has prepared {one['prepared']}"
+        why = "" if one["error"] is None else f": {one['error']}"
+        print(f"  {one['name']}: at version {one['version']}{prepared}, {one['state']}{why}")
 
 
 def _print_table(rows: Iterable[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@
 | `fold` | one delta of several versions; `merged`, `spilled` and `values` add them up |
 | `shared_parts` | the parts that an engine hands on to others |
 | `heartbeats` | the engines that follow a log, and how far they are behind |
+| `groups` | those that take its versions together |
 
 To list and prune a folder takes a moment, as what reads and writes parts is imported later.
 
@@ -41,6 +42,14 @@ from engine_ext.log.catalog import (
 )
 from engine_ext.log.delta_log import DeltaLog, open_log
 from engine_ext.log.folder_store import FolderStore
+from engine_ext.log.groups import (
+    GroupMarks,
+    complete_versions,
+    content_key,
+    has_prepared,
+    next_target,
+    version_of_key,
+)
 from engine_ext.log.heartbeats import (
     FollowerState,
     Heartbeat,
@@ -101,6 +110,7 @@ __all__ = [
     "FileFacts",
     "FolderStore",
     "FollowerState",
+    "GroupMarks",
     "Heartbeat",
     "Lag",
     "Listing",
@@ -111,16 +121,20 @@ __all__ = [
     "PeerStore",
     "SharedParts",
     "Store",
+    "complete_versions",
+    "content_key",
     "declared_digests",
     "done_of",
     "fetch_object",
     "fold_versions",
     "folder_name",
     "follower_lags",
+    "has_prepared",
     "is_signed",
     "keep_publications",
     "listed_record",
     "live_heartbeats",
+    "next_target",
     "open_log",
     "parse_done",
     "read_digests",
@@ -135,6 +149,7 @@ __all__ = [
     "route",
     "verify_version",
     "version_of",
+    "version_of_key",
     "why_not_newer",
     "write_heartbeat",
 ]

@@ -197,6 +197,10 @@ class FolderDraft:
         os.rename(self._partial, self._final)
         sync_folder(self._final.parent)
 
+    def settle(self, mark: str, refused: bytes) -> bool:
+        """Return whether it has its name; nothing gives it one later."""
+        return self.may_be_visible
+
     def drop(self) -> None:
         """Delete everything written so far; what is published has another name."""
         shutil.rmtree(self._partial, ignore_errors=True)

@@ -25,7 +25,9 @@ FOLDER: Final = "followers"
 _SUFFIX: Final = ".json"
 _MAX_BYTES: Final = 64 << 10
 
-FollowerState = Literal["following", "held", "pinned", "asleep", "failing", "diverged"]
+FollowerState = Literal[
+    "following", "waiting", "held", "pinned", "asleep", "failing", "diverged"
+]  # fmt: skip
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +42,10 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     failures: int  # looks at the log that failed, since it started
     error: str | None = None  # of the last look
     url: str | None = None  # where other engines can ask it for parts; None: it does not say
+    group: str | None = None  # whose member it is; see `engine_ext.log.groups`
+    prepared: str | None = None  # the version that it has prepared, by its `content_key`
+    reach: int | None = None  # version that it can prepare next; its own without a newer one
+    cannot: list[int] = []  # versions that it has tried to prepare lately, and could not
     at: float  # Unix time on its own clock
     expires_s: float  # seconds after which it counts no more
 

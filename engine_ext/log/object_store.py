@@ -7,6 +7,7 @@
     PREFIX/weight_v000012/DONE                       makes the version visible; names the parts
     PREFIX/weight_v000013/REFUSED                    no engine took it; its number stays used
     PREFIX/followers/NAME.json                       a heartbeat
+    PREFIX/groups/NAME.weight_v000012-HASH.json      version 12 is complete for a group
 
 A claim and a mark are created, never replaced: the store refuses to create an object that is there.
 So a claim has one owner, and a version one outcome; see `engine_ext.log.claims`.
@@ -34,7 +35,7 @@ import xxhash
 from engine_ext.errors import ChecksumMismatch, LogDamaged, PartUnavailable, TooLarge
 from engine_ext.files import INDEX
 from engine_ext.format import SIGNATURE_SUFFIX, Limits
-from engine_ext.log.catalog import MARKS, PART_SUFFIX, REFUSED, Entry, FileFacts
+from engine_ext.log.catalog import MARKS, MAX_DONE_BYTES, PART_SUFFIX, REFUSED, Entry, FileFacts
 from engine_ext.log.claims import Claims
 from engine_ext.log.objects import ObjectFacts, Objects
 from engine_ext.log.store import Files
@@ -214,6 +215,7 @@ class ObjectDraft:
         self._objects, self._folder = objects, folder
         self._own = uuid.uuid4().hex
         self._written: list[str] = []
+        self._published = b""
         self.may_be_visible = False
 
     def part_name(self, number: int, sync_id: str | None) -> str:
@@ -228,13 +230,24 @@ class ObjectDraft:
 
     def publish(self, mark: str, data: bytes) -> None:
         """Create the mark."""
-        self.may_be_visible = True
+        self.may_be_visible, self._published = True, data
         try:
             self._objects.create(f"{self._folder}/{mark}", data)
         except FileExistsError:
             self.may_be_visible = False
             conflict = f"another sender has settled {self._folder} in {self._objects.url}"
             raise BlockingIOError(conflict) from None
+
+    def settle(self, mark: str, refused: bytes) -> bool:
+        """Create the mark as refused; one that is there shows what has become of the version."""
+        name = f"{self._folder}/{mark}"
+        try:
+            self._objects.create(name, refused)
+        except FileExistsError:
+            self.may_be_visible = self._objects.read(name, MAX_DONE_BYTES) == self._published
+        else:
+            self.may_be_visible = False
+        return self.may_be_visible
 
     def drop(self) -> None:
         """Delete what was written, unless readers might see it."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 from engine_ext.format import SIGNATURE_SUFFIX, signing_key
-from engine_ext.log.catalog import FileFacts
+from engine_ext.log.catalog import Entry, FileFacts
 from engine_ext.log.delta_log import DeltaLog
 from engine_ext.log.peer_store import Offer, offer_of
 
@@ -28,6 +30,8 @@ class SharedParts:
         self._log = log
         self._lock = threading.Lock()
         self._known: dict[str, tuple[str, FileFacts]] = {}  # name in the store, by hash
+        # Signatures by the part's name and hash, each read once; None: it has none.
+        self._signatures: dict[tuple[str, str], str | None] = {}
 
     def path(self, content: str, *, reads: bool) -> Path | None:
         """Return a file of this host that has a part, to be opened at once; None if there is none.
@@ -61,16 +65,35 @@ class SharedParts:
             OSError: likewise.
         """
         with self._lock:
-            entries, key = self._log.listing().entries, signing_key()
+            entries = [one for one in self._log.listing().entries if one.version <= version]
+            if signing_key() is None:
+                return offer_of(entries, version, digest, lambda name: None)
+            signatures = self._read_signatures(entries)
+        return offer_of(entries, version, digest, signatures.get)
 
-        def signature(name: str) -> str | None:
-            if key is None:
-                return None
+    def _read_signatures(self, entries: Iterable[Entry]) -> dict[str, str | None]:
+        """Return the signatures of all parts, by the part's name; those not read before are read.
+
+        A part's bytes have one signature, so none changes.
+        """
+        parts = {
+            (f"{entry.folder.name}/{name}", facts.xxh3_128)
+            for entry in entries
+            for name, facts in entry.files.items()
+            if facts is not None
+        }
+        store = self._log.store
+
+        def read(part: tuple[str, str]) -> str | None:
             with contextlib.suppress(FileNotFoundError):
-                return self._log.store.read(name + SIGNATURE_SUFFIX, _MOST_BYTES).decode()
+                return store.read(part[0] + SIGNATURE_SUFFIX, _MOST_BYTES).decode()
             return None
 
-        return offer_of(entries, version, digest, signature)
+        new = sorted(parts - self._signatures.keys())
+        with ThreadPoolExecutor(store.reads_at_once, "delta-signatures") as pool:
+            found = dict(zip(new, pool.map(read, new), strict=True))
+        self._signatures = {one: self._signatures[one] for one in parts - found.keys()} | found
+        return {name: signature for (name, _), signature in self._signatures.items()}
 
     def _find(self, content: str) -> tuple[str, FileFacts] | None:
         with self._lock:

@@ -2,7 +2,7 @@
 
 `FolderStore` keeps them in a folder, `ObjectStore` in an object store. Both list, get (`read`,
 `fetched`), put (`put`, `draft`, `refuse`), delete, and let one writer at a time have the turn. A
-name is ``FOLDER/FILE``; the folder is a version's, or that of the heartbeats.
+name is ``FOLDER/FILE``; the folder is a version's, or that of heartbeats or marks.
 
 Each implementation guarantees:
 
@@ -72,6 +72,22 @@ class StoreDraft(Protocol):
         Raises:
             BlockingIOError: another sender has published or refused the version.
             OSError: it cannot be written; see `may_be_visible`.
+        """
+        ...
+
+    def settle(self, mark: str, refused: bytes) -> bool:
+        """Find out, after `publish` has failed, whether the version is published.
+
+        Args:
+            mark: as `publish` was given it.
+            refused: its content for a version that is refused. It is written where the version
+                could be published later otherwise.
+
+        Returns:
+            Whether readers see the version; if not, they never will.
+
+        Raises:
+            OSError: that is still not known.
         """
         ...
 

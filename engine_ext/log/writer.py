@@ -124,6 +124,22 @@ class Draft:
         self._draft.publish(DONE, done)
         return self._folder
 
+    def settle(self) -> Path | None:
+        """Find out, after `finish` has failed, whether readers see the version.
+
+        Returns:
+            The folder of its entry; None if they do not, and never will.
+
+        Raises:
+            OSError: that is still not known.
+        """
+        assert self._manifest is not None
+        version = self._manifest.current_version
+        assert version is not None
+        refused = Done(version=version, base_version=None, files={}, refused=True)
+        is_seen = self._draft.settle(DONE, msgspec.json.encode(refused))
+        return self._folder if is_seen else None
+
     def drop(self) -> None:
         """Delete everything written so far, unless readers might see it."""
         self._draft.drop()

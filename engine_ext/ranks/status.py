@@ -70,6 +70,15 @@ class HealthStatus(msgspec.Struct, frozen=True, kw_only=True):
     uncertified: dict[str, str]  # why each refused tensor cannot be updated, by name
 
 
+class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine takes versions together with other followers of its log."""
+
+    name: str
+    complete: int | None  # the newest version that the group takes; None before the first
+    prepared: int | None  # version that the engine has prepared, and waits to commit
+    waits_for: list[str]  # the members that keep the group from the next version, and why
+
+
 class FollowStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine follows its delta log."""
 
@@ -81,6 +90,7 @@ class FollowStatus(msgspec.Struct, frozen=True, kw_only=True):
     looked_at: float | None  # end of the last look
     failures: int  # looks that an error has ended
     error: dict[str, Any] | None  # the error that ended the last look
+    group: GroupStatus | None = None  # None if the engine takes each version alone
 
 
 class LogStatus(msgspec.Struct, frozen=True, kw_only=True):

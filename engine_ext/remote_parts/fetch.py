@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import BinaryIO, Final
 
 import httpx
@@ -14,6 +15,9 @@ from engine_ext.ranks.operations import PartSource
 _TIMEOUT: Final = httpx.Timeout(30.0, connect=5.0)
 _ATTEMPTS: Final = 6
 _LONGEST_WAIT_S: Final = 4.0
+_LONGEST_READ_S: Final = 60.0  # of the store by the other host, and what follows for its size
+_SLOWEST_READ: Final = 1 << 20  # bytes per second
+_AGAIN_S: Final = 0.1
 
 
 class NotThere(Exception):
@@ -50,10 +54,14 @@ def fetch_if_there(source: PartSource, file: BinaryIO, attempts: int) -> None:
         wait=tenacity.wait_random_exponential(multiplier=0.1, max=_LONGEST_WAIT_S),
         reraise=True,
     )
+    end = time.monotonic() + _LONGEST_READ_S + source.size / _SLOWEST_READ
     # Environment variables for proxies are for other hosts than the engine's own.
     with httpx.Client(timeout=_TIMEOUT, trust_env=False) as client:
         try:
-            retrying(_fetch_rest, client, source, file)
+            while not retrying(_fetch_rest, client, source, file):
+                if time.monotonic() > end:
+                    raise _Refused("it has not read the part from the store in time")
+                time.sleep(_AGAIN_S)
         except (httpx.HTTPError, httpx.InvalidURL, _Refused) as error:
             why = str(error) or type(error).__name__
             raise PartUnavailable(f"a part cannot be fetched from {source.url}: {why}") from error
@@ -63,10 +71,11 @@ class _Refused(Exception):
     """The other host has answered something else than the bytes asked for."""
 
 
-def _fetch_rest(client: httpx.Client, source: PartSource, file: BinaryIO) -> None:
+def _fetch_rest(client: httpx.Client, source: PartSource, file: BinaryIO) -> bool:
+    """Write the rest of a part; return False if the other host is still reading it."""
     begin = file.seek(0, os.SEEK_END)
     if begin >= source.size:
-        return
+        return True
     headers = {"Range": f"bytes={begin}-"}
     if source.token:
         headers["Authorization"] = f"Bearer {source.token}"
@@ -74,6 +83,8 @@ def _fetch_rest(client: httpx.Client, source: PartSource, file: BinaryIO) -> Non
         if answer.status_code == httpx.codes.OK:  # all of it
             file.truncate(0)
             file.seek(0)
+        elif answer.status_code == httpx.codes.ACCEPTED:
+            return False
         elif answer.status_code == httpx.codes.NOT_FOUND:
             raise NotThere("HTTP status 404")
         elif answer.status_code != httpx.codes.PARTIAL_CONTENT:
@@ -84,3 +95,4 @@ def _fetch_rest(client: httpx.Client, source: PartSource, file: BinaryIO) -> Non
                 raise _Refused(f"it sends more than the {source.size} bytes of the part")
     if file.tell() < source.size:
         raise httpx.ReadError("the transfer ended early")
+    return True

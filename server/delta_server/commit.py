@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import math
 import time
 from collections.abc import (
     AsyncIterator,
@@ -31,6 +30,7 @@ from delta_server.audit import Audit, Audited
 from delta_server.board import Item
 from delta_server.engine import Engine, call_all_ranks, rank_states, rank_statuses
 from delta_server.process_identity import is_alive, new_name
+from delta_server.recent import Recent
 from delta_server.request_options import Options
 from delta_server.served_versions import UNKNOWN, ServedVersions
 from engine_ext.errors import (
@@ -61,7 +61,6 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _WrittenT = TypeVar("_WrittenT", bound=Written)
 _POLL_S = 0.02
-_STATE_MAX_AGE_S = 1.0
 _REPEAT_S = 1.0  # until what follows a commit is repeated; then twice as long, ...
 _LONGEST_REPEAT_S = 30.0
 
@@ -83,18 +82,21 @@ class EngineCommitter:
 
     Attributes:
         served: the version of the model's weights; it changes before generation is resumed.
+        recent: the state of the ranks, which keeps `uncertain` up to date.
+        awaits_full_sync: whether the engine was started without weights and has none yet, as far as
+            is known.
         repeating: repeats what follows a commit, after that has failed; None if it never has.
     """
 
     def __init__(self, engine: Engine, audit: Audit | None = None) -> None:
         self.served = ServedVersions()
         self.repeating: asyncio.Task[None] | None = None
-        self._uncertain = False
+        self._uncertain, self.awaits_full_sync = False, True
+        self.recent = Recent[Sequence[RankState]](self._refreshed)
         self._engine, self._audit = engine, audit
         self._use = Item(engine, ENGINE, EngineUse)
         self._name = new_name()
         self._lock = asyncio.Lock()
-        self._state_read_at = -math.inf
         self._caller_at_work = False
 
     @property
@@ -113,17 +115,22 @@ class EngineCommitter:
     async def status(self, engine: Engine | None = None) -> list[RankStatus]:
         """Return the state of every rank's receiver, and update `uncertain`."""
         replies = await rank_statuses(engine or self._engine)
-        self._update_state(replies)
         if engine is None or engine is self._engine:
+            self._update_state(replies)
+            self.awaits_full_sync = replies[0].awaits is not msgspec.UNSET
             metrics.show_run(replies[0].run)
+        else:
+            self._update_uncertain(replies)
         return replies
 
     async def states(self) -> list[RankState]:
         """Return what every HTTP process must know of the ranks."""
         return await rank_states(self._engine)
 
-    async def refreshed(self) -> list[RankState]:
+    async def _refreshed(self) -> Sequence[RankState]:
         """Return what `states` does, and update `uncertain`."""
+        if self.awaits_full_sync:  # never again once it has weights
+            return await self.status()
         states = await rank_states(self._engine)
         self._update_state(states)
         return states
@@ -134,13 +141,8 @@ class EngineCommitter:
         The ranks are asked at most once a second. That is safe because a failed commit leaves the
         engine paused: a request that is let through meanwhile waits.
         """
-        now = time.monotonic()
-        if self._engine.shared and now - self._state_read_at >= _STATE_MAX_AGE_S:
-            self._state_read_at = now
-            try:
-                await self.refreshed()
-            except Exception:
-                logger.exception("the state of the ranks could not be read")
+        if self._engine.shared and self.recent.is_due:
+            await self.recent.get()
         return self.uncertain
 
     async def run(
@@ -418,10 +420,13 @@ class EngineCommitter:
                 return _HeldLease(was_paused, use.resume_owed, use.pause)
 
     def _update_state(self, replies: Sequence[RankState]) -> None:
+        self._update_uncertain(replies)
+        self.recent.note(replies)
+
+    def _update_uncertain(self, replies: Sequence[RankState]) -> None:
         versions = {reply.version for reply in replies}
         failed = any(reply.engine_state == "uncertain" for reply in replies)
         self.uncertain = len(versions) > 1 or failed
-        self._state_read_at = time.monotonic()
 
     async def _begin_record(
         self,

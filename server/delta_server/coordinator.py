@@ -101,8 +101,7 @@ class Held:
             return None
         if len(staged.parts) != staged.num_parts:
             return None
-        base, full = staged.base_version, staged.full
-        return PartId(version=version, base_version=base, identity="", sync_id=sync_id, full=full)
+        return part_of(staged)
 
     def require_intact(self) -> None:
         """Raise `BaseMismatch` if the weights are known not to be those of the version."""
@@ -112,6 +111,17 @@ class Held:
             )
         if self.mismatched:
             raise BaseMismatch.in_memory(self.mismatched)
+
+
+def part_of(staged: StagedSync) -> PartId:
+    """Return what names a staged sync."""
+    return PartId(
+        version=staged.version,
+        base_version=staged.base_version,
+        identity="",
+        sync_id=staged.sync_id,
+        full=staged.full,
+    )
 
 
 class Coordinator:

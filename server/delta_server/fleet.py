@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 import weakref
@@ -54,7 +55,7 @@ import httpx
 import msgspec
 
 from delta_server.board import FLEET, Item
-from delta_server.coordinator import Coordinator, Held
+from delta_server.coordinator import Coordinator, Held, part_of
 from delta_server.engine import Engine
 from delta_server.request_options import Flush, GroupRequest, Options
 from delta_server.request_record import RequestRecord
@@ -133,6 +134,13 @@ prepare(Records, PeerAnswer)
 Ask = Callable[[str, str, str | None], Awaitable[PeerAnswer]]
 
 
+@functools.cache
+def _client() -> httpx.AsyncClient:
+    """Return the client of all questions: to make one takes longer than to ask."""
+    limits = httpx.Limits(max_keepalive_connections=0)  # questions are rare
+    return httpx.AsyncClient(timeout=_ASK_S, trust_env=False, limits=limits)
+
+
 async def ask_peer(root: str, group: str, adapter: str | None = None) -> PeerAnswer:
     """Ask the engine at a root for its record of a group, which closes the group there.
 
@@ -145,8 +153,7 @@ async def ask_peer(root: str, group: str, adapter: str | None = None) -> PeerAns
     body, query = {"action": "ask", "group": group}, {"adapter": adapter} if adapter else {}
     url = f"{root.rstrip('/')}/delta_commit"
     try:
-        async with httpx.AsyncClient(timeout=_ASK_S, trust_env=False) as client:
-            answer = await client.post(url, json=body, params=query, headers=bearer_headers())
+        answer = await _client().post(url, json=body, params=query, headers=bearer_headers())
     except httpx.TransportError as error:
         raise OSError(f"{url}: {failure_in_words(error)}") from error
     if answer.status_code != 200:
@@ -295,7 +302,7 @@ class FleetCommits:
             flush_cache=options.flush_cache,
         )
         # First: a hold that cannot be renewed drops the sync, and then "commit" must not be here.
-        await self._hold(_part_of(staged), group, request.lease)
+        await self._hold(part_of(staged), group, request.lease)
         record = await self._write(group, lambda known: known or new)
         if record.decision != "commit":
             raise self._lost(group, record)
@@ -391,7 +398,7 @@ class FleetCommits:
             request = RequestRecord(adapter=self._coordinator.adapter)
             try:
                 answer = await self._coordinator.commit_staged(
-                    _part_of(staged), options, request, group
+                    part_of(staged), options, request, group
                 )
             except CommittedNotResumed:
                 await self._write(group, committed)
@@ -416,7 +423,7 @@ class FleetCommits:
         return until
 
     async def _drop(self, staged: StagedSync, group: str) -> None:
-        await self._coordinator.drop_staged(_part_of(staged), group)
+        await self._coordinator.drop_staged(part_of(staged), group)
 
     async def _staged(self) -> StagedSync | None:
         """Return what is staged; nothing of an adapter that is not loaded any more."""
@@ -473,17 +480,6 @@ class FleetCommits:
                 logger.warning("delta updates: a prepared sync is not settled: %s", error)
                 left, again = again, min(2 * again, _MOST_AGAIN_S)
             await wait_for_event(self._lease_changed, left)
-
-
-def _part_of(staged: StagedSync) -> PartId:
-    """Return what names a staged sync."""
-    return PartId(
-        version=staged.version,
-        base_version=staged.base_version,
-        identity="",
-        sync_id=staged.sync_id,
-        full=staged.full,
-    )
 
 
 def _has_committed(held: Held, record: Record) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 from delta_server.board import FOLLOW, Item
 from delta_server.engine import Engine
 from delta_server.process_identity import new_name, pid_of
-from engine_ext.log import Listing
+from engine_ext.log import GroupMarks, Listing
 from engine_ext.structs import prepare
 
 
@@ -32,6 +32,15 @@ class LogLook(msgspec.Struct, frozen=True, kw_only=True):
     asleep: bool  # the weights' memory was released
 
 
+class GroupState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a member of a group of followers."""
+
+    complete: int | None = None  # the newest version that the group takes, as far as is known
+    prepared: str | None = None  # what the ranks hold for it; see `engine_ext.log.content_key`
+    waits_for: list[str] = []  # the members that keep it from the next version, and why
+    until: float = 0.0  # to then the group waits for this member, on `time.monotonic`
+
+
 class Following(msgspec.Struct, frozen=True, kw_only=True):
     """The state that all HTTP processes of an engine share that follows its delta log."""
 
@@ -41,6 +50,7 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
     was_read: bool = False  # the log was, since the engine's start
     failures: int = 0  # looks that an error has ended
     in_a_row: int = 0  # of these, since one ended well
+    group: GroupState = GroupState()
 
 
 prepare(Following)
@@ -52,10 +62,11 @@ class FollowState:
     Args:
         engine: its ranks keep it.
         hold: versions of the log that the engine stays behind the newest.
+        marks: of the group that it takes versions with, if it does.
     """
 
-    def __init__(self, engine: Engine, hold: int) -> None:
-        self._item, self.hold = Item(engine, FOLLOW, Following), hold
+    def __init__(self, engine: Engine, hold: int, marks: GroupMarks | None = None) -> None:
+        self._item, self.hold, self.marks = Item(engine, FOLLOW, Following), hold, marks
         host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
         self._name = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._process = new_name()
@@ -89,7 +100,7 @@ class FollowState:
         """Ask the ranks."""
         return await self._item.read()
 
-    async def record(self, look: LogLook) -> Following:
+    async def record(self, look: LogLook, group: GroupState | None = None) -> Following:
         """Report to the ranks how a look at the log has ended."""
         failed = look.error is not None
 
@@ -99,6 +110,7 @@ class FollowState:
                 look=look,
                 failures=known.failures + failed,
                 in_a_row=known.in_a_row + 1 if failed else 0,
+                group=group or known.group,
             )
 
         return await self._item.update(change)
@@ -106,6 +118,11 @@ class FollowState:
     async def record_read(self) -> Following:
         """Record that the log could be read."""
         return await self._update(was_read=True)
+
+    async def record_prepared(self, key: str | None) -> Following:
+        """Record what the ranks hold for the group."""
+        group = msgspec.structs.replace(self.known.group, prepared=key)
+        return await self._update(group=group)
 
     async def pin(self, version: int | None) -> Following:
         """Hold the engine at a version, or let it continue."""
@@ -120,8 +137,20 @@ class FollowState:
         """Give the engine a name, unless another process was first."""
         return msgspec.structs.replace(known, name=known.name or self._name)
 
+    def last_complete(self, listing: Listing) -> int | None:
+        """Return the last version that can be applied, as `last_version`, and is complete."""
+        last = self.last_version(listing)
+        if self.marks is None:
+            return last
+        complete = self.marks.newest(listing)
+        limits = [-1 if complete is None else complete, *([] if last is None else [last])]
+        return min(limits)
+
     def last_version(self, listing: Listing) -> int | None:
-        """Return the last version that can be applied; None if all can, -1 if none can."""
+        """Return the last version that can be applied; None if all can, -1 if none can.
+
+        A version that is not complete for the group counts, too.
+        """
         limits = [] if self.known.pin is None else [self.known.pin]
         if self.hold:
             versions = sorted({entry.version for entry in listing.entries})

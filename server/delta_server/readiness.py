@@ -1,7 +1,8 @@
 """Whether clients can be sent to an engine, for the probes of routers and of Kubernetes.
 
-Each HTTP process asks the ranks at most once a second, however many probes there are; it knows the
-version without them. Ranks that compute a long step answer late; their last answer counts then.
+However many probes there are, the ranks are asked at most once a second (`delta_server.recent`);
+the version is known without them. Ranks that compute a long step answer late; their last answer
+counts then.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import msgspec
 
 from delta_server.commit import EngineCommitter
-from delta_server.engine import Engine, rank_statuses
+from delta_server.follow_state import Following
+from delta_server.recent import Recent
 from delta_server.sources.log import LogReplay
 from delta_server.sources.log_follower import LogFollower
 from engine_ext.ranks.operations import RankState
@@ -23,12 +26,10 @@ from engine_ext.structs import prepare
 
 Reason = Literal[
     "no_answer", "uncertain", "mismatched", "changed_externally", "asleep", "awaits_full_sync",
-    "waiting_for_log", "behind_log", "behind",
+    "waiting_for_log", "behind_log", "behind_group", "behind",
 ]  # fmt: skip
 
-_ASKED_EVERY_S: Final = 1.0
 _LONGEST_WAIT_S: Final = 0.5  # for the ranks; a probe of Kubernetes waits for a second
-_LONGEST_VALID_S: Final = 30.0  # an answer of the ranks
 _LOG_READ_EVERY_S: Final = 10.0
 
 
@@ -56,19 +57,19 @@ class Readiness:
 
     def __init__(
         self,
-        engine: Engine,
         committer: EngineCommitter,
         replay: LogReplay | None,
         follower: LogFollower | None,
         least: int | None,
     ) -> None:
-        self._engine, self._committer = engine, committer
-        self._replay, self._follower, self._least = replay, follower, least
-        self._asking: asyncio.Future[None] | None = None
+        self._committer, self._replay = committer, replay
+        self._follower, self._least = follower, least
         self._reading: asyncio.Future[None] | None = None
-        self._asked_at = self._answered_at = self._read_at = -math.inf
-        self._states: list[RankState] = []
-        self._awaits_full_sync = True  # as far as is known
+        self._read_at = -math.inf
+        # Another process might have looked at the log.
+        self._following: Recent[Following] | None = None
+        if follower is not None and follower.group is not None:
+            self._following = Recent(follower.read)
 
     async def check(self, least: int | None = None) -> Ready:
         """Return whether the engine is ready.
@@ -104,7 +105,7 @@ class Readiness:
             return ready("changed_externally", why, "certain")
         if any(one.asleep for one in states):
             return ready("asleep", "the engine has released its weights", "certain")
-        if self._awaits_full_sync:
+        if self._committer.awaits_full_sync:
             why = "the engine was started without weights and awaits a full sync"
             return ready("awaits_full_sync", why, "certain")
         if self._follower is not None and self._follower.waits_for_log:
@@ -118,6 +119,11 @@ class Readiness:
             problem = (replay.describe(version).problem or {}).get("message")
             why = f"the delta log's newest version was {newest}"
             return ready("behind_log", f"{why}: {problem}" if problem else why, "certain")
+        group = None if self._follower is None else self._follower.group
+        if group is not None and self._following is not None:
+            await self._following.get(_LONGEST_WAIT_S)
+            if (why_not := group.why_not_ready(version)) is not None:
+                return ready("behind_group", why_not, "certain")
         if wanted is not None and version < wanted:
             why = f"the weights are of version {version}, not of {wanted} or later"
             return ready("behind", why, "certain")
@@ -131,28 +137,9 @@ class Readiness:
         by = next((one.foreign for one in states if one.foreign), None)
         return None if by is None else f"{by} changed the weights outside of delta sync"
 
-    async def _known(self) -> list[RankState]:
+    async def _known(self) -> Sequence[RankState]:
         """Return the last answer of the ranks; empty if they do not answer."""
-        now = time.monotonic()
-        is_asking = self._asking is not None and not self._asking.done()
-        if not is_asking and now - self._asked_at >= _ASKED_EVERY_S:
-            self._asked_at = now
-            self._asking = asyncio.ensure_future(self._ask())
-        if self._asking is not None and not self._asking.done():
-            await asyncio.wait({self._asking}, timeout=_LONGEST_WAIT_S)
-        if time.monotonic() - self._answered_at > _LONGEST_VALID_S:
-            return []
-        return self._states
-
-    async def _ask(self) -> None:
-        at = time.monotonic()
-        try:
-            if self._awaits_full_sync:  # never again once it has weights
-                [status, *_] = await rank_statuses(self._engine)
-                self._awaits_full_sync = status.awaits is not msgspec.UNSET
-            self._states, self._answered_at = await self._committer.refreshed(), at
-        except Exception:
-            self._states = []
+        return await self._committer.recent.get(_LONGEST_WAIT_S) or []
 
     def _read_log(self, replay: LogReplay) -> None:
         """Read a log that could not be read at the start, now and then."""

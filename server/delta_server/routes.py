@@ -15,6 +15,7 @@ from delta_server.dashboard import denied_response, from_browser, page_response
 from delta_server.engine import rank_states
 from delta_server.generation_guard import READY_PATH, GenerationGuard, ready
 from delta_server.guards import MAX_JSON_BYTES, ApplyFromDisk, error_response
+from delta_server.part_reads import StillReading
 from delta_server.part_server import PartResponse
 from delta_server.request_options import (
     DiskRequest,
@@ -288,14 +289,17 @@ async def delta_offer(request: Request) -> dict[str, Any]:
 async def delta_parts(request: Request) -> Response:
     """Return a part of the delta log by its hash, for another engine.
 
-    With ``cached=true`` the store is not read for it.
+    With ``cached=true`` the store is not read for it. While that takes long, the answer is 202: who
+    has asked asks again.
     """
     try:
         service = _service(request)
         content, reads = request.path_params["content"], not _flag(request, "cached")
-        if service.shared_parts is None:
+        if service.part_reads is None:
             raise LogDamaged("the engine was started without --delta-log")
-        path = await asyncio.to_thread(service.shared_parts.path, content, reads=reads)
+        path = await service.part_reads.path(content, reads=reads)
+    except StillReading:
+        return Response(status_code=202)
     except Exception as error:
         return error_response(as_delta_error(error))
     return Response(status_code=404) if path is None else PartResponse(path)

@@ -25,6 +25,7 @@ from delta_server.engine import AdapterEngine, Engine, call_all_ranks, rank_stat
 from delta_server.fleet import FleetCommits
 from delta_server.follow_state import FollowState
 from delta_server.intake import Intake
+from delta_server.part_reads import PartReads
 from delta_server.part_server import PartServer
 from delta_server.readiness import Readiness
 from delta_server.reporting import SyncReporter
@@ -47,7 +48,7 @@ from engine_ext.errors import (
     LogDamaged,
 )
 from engine_ext.format import DIGEST_ALGORITHM, Limits, signing_key
-from engine_ext.log import DeltaLog, PeerStore, SharedParts, open_log
+from engine_ext.log import DeltaLog, GroupMarks, PeerStore, SharedParts, open_log
 from engine_ext.ranks.operations import (
     GetPlan,
     RankState,
@@ -105,20 +106,27 @@ class DeltaService:
         self.log_replay: LogReplay | None = None
         self.peers: Peers | None = None
         self.shared_parts: SharedParts | None = None
+        self.part_reads: PartReads | None = None
         self.follower: LogFollower | None = None
         if settings.log is not None:
-            following = FollowState(engine, settings.follow_hold) if settings.follow else None
             options: dict[str, Any] = {"cache": cache, "streams": settings.streams, "limit": rate}
             self.peers = Peers(
                 settings.peers, settings.own_url, os.environ.get(API_KEY_ENVIRONMENT)
             )
             log = open_log(settings.log, peers=self.peers, **options)
             self.shared_parts = SharedParts(open_log(settings.log, **options))
+            self.part_reads = PartReads(self.shared_parts)
+            following = None
+            if settings.follow:
+                group = settings.follow_group
+                marks = None if group is None else GroupMarks(log, group)
+                following = FollowState(engine, settings.follow_hold, marks)
             scratch = settings.spool_dir
             self.log_replay = replay = LogReplay(self.inlet, engine, log, following, scratch)
             if following is not None:
                 self.follower = LogFollower(
-                    *(replay, engine, settings.follow_interval, following, self.peers)
+                    *(replay, engine, settings.follow_interval, following, self.peers),
+                    group=settings.follow_group,
                 )
         elif settings.peers and cache is not None:
             self.peers = Peers(
@@ -127,7 +135,7 @@ class DeltaService:
             theirs, scratch = DeltaLog(PeerStore(self.peers, cache)), settings.spool_dir
             self.log_replay = LogReplay(self.inlet, engine, theirs, None, scratch)
         self.readiness = Readiness(
-            engine, self.committer, self.log_replay, self.follower, settings.min_version
+            self.committer, self.log_replay, self.follower, settings.min_version
         )
         self.versions = VersionRequests(self.committer.served)
         self._scrubbing: asyncio.Task[None] | None = None

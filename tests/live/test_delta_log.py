@@ -261,7 +261,8 @@ def test_a_trainer_that_posts_to_no_engine(
     log.mkdir()
     trainer = Trainer(tiny_models.load_tensors(base))
     follow = ["--delta-log", str(log), "--delta-follow", "--delta-tuning", "follow-interval=600"]
-    engine = start("vllm", base, extra_args=follow)
+    # Alone in its group, it prepares a version and commits it at one look.
+    engine = start("vllm", base, extra_args=[*follow, "--delta-follow-group", "rollout"])
     urls = [engine.url, "http://127.0.0.1:9"]  # the second is down
     with DeltaSender(f"file://{log}", base, notify=urls, encoding="gap8_ulp") as sender:
         for version in (1, 2, 3):
@@ -290,6 +291,8 @@ def test_a_trainer_that_posts_to_no_engine(
             sender.sync(other.tensors.items())
         said = str(sender.wait(60)[engine.url])
     assert "another history" in said
+    followed = engine.get("/delta_status").json()["log"]["follow"]["group"]
+    assert (followed["name"], followed["prepared"]) == ("rollout", None)
     assert "damaged" not in said
     assert fingerprint(engine) == seen
     engine.stop()

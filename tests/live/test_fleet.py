@@ -179,3 +179,50 @@ def test_a_fleet_follows_one_trainer(
         reads = host.gets_of_parts()
         again = sum(reads.values()) - len(reads)
         print(f"host {name}: {len(reads)} parts, {again} of them asked for again")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_a_group_of_followers_is_at_one_version(
+    checkpoint: Callable[[str], Path], start: Callable[..., EngineProcess], tmp_path: Path
+) -> None:
+    """One is killed while the other has prepared a version, and starts again at that one."""
+    base, log = checkpoint("qwen3"), tmp_path / "log"
+    log.mkdir()
+    trainer = Trainer(tiny_models.load_tensors(base))
+    follow = ["--delta-log", str(log), "--delta-follow", "--delta-follow-group", "rollout"]
+    follow += ["--delta-tuning", "follow-interval=1"]
+
+    def group_of(engine: EngineProcess) -> dict[str, Any]:
+        found: dict[str, Any] = engine.get("/delta_status").json()["log"]["follow"]["group"]
+        return found
+
+    engines = {kind: start(kind, base, extra_args=follow) for kind in KINDS}
+    with DeltaSender(log, base, encoding="auto") as sender:
+        for version in range(1, 11):
+            trainer.step()
+            assert sender.sync(trainer.tensors.items()).version == version
+            for engine in engines.values():
+                reach(engine, version)
+                assert engine.get("/delta_ready").status_code == 200
+        engines["sglang"].stop(grace_s=0)
+        trainer.step()
+        sender.sync(trainer.tensors.items())
+        end = time.monotonic() + 60
+        while group_of(engines["vllm"])["prepared"] != 11:
+            assert time.monotonic() < end, group_of(engines["vllm"])
+            time.sleep(0.3)
+        assert version_of(engines["vllm"]) == 10
+        assert len(group_of(engines["vllm"])["waits_for"]) == 1
+        reach(engines["vllm"], 11)  # once the heartbeat of the other one does not count any more
+        engines["sglang"] = start("sglang", base, extra_args=follow)
+        assert version_of(engines["sglang"]) == 11  # before it served
+        trainer.step()
+        sender.sync(trainer.tensors.items())
+        for engine in engines.values():
+            reach(engine, 12)
+    expected = model_digest(trainer.tensors).hex()
+    for engine in engines.values():
+        scan = engine.get("/delta_digest", params={"scan": "true"}).json()
+        assert (scan["digest"], scan["corrupted"]) == (expected, [])
+        engine.stop()

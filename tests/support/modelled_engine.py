@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from hypothesis.stateful import RuleBasedStateMachine
 
-from delta_server import commit as commit_module
-from delta_server import readiness
+from delta_server import recent
 from engine_ext.conformance.toy_models import Checkpoint
 from engine_ext.errors import NotUpdatable
 from engine_ext.format import ParamDelta
@@ -102,8 +101,7 @@ class ModelledEngine(RuleBasedStateMachine):
         super().__init__()
         self._folder = tempfile.TemporaryDirectory()
         self._patches = contextlib.ExitStack()
-        self._patches.enter_context(patch.object(commit_module, "_STATE_MAX_AGE_S", 0.0))
-        self._patches.enter_context(patch.object(readiness, "_ASKED_EVERY_S", 0.0))
+        self._patches.enter_context(patch.object(recent, "_ASKED_EVERY_S", 0.0))
         self._patches.enter_context(patch.object(post_load, "_BATCH", 1))
         self._rigs = map(str, itertools.count())
         self._ids = map(str, itertools.count())

@@ -66,6 +66,7 @@ def test_every_flag(tmp_path: Path) -> None:
         f"--delta-root={two}",
         f"--delta-log={one}",
         "--delta-follow",
+        "--delta-follow-group=rollout_1",
         "--delta-tuning=follow-interval=0.5",
         "--delta-tuning=follow-hold=2",
         f"--delta-tuning=spool-dir={tmp_path}",
@@ -84,6 +85,7 @@ def test_every_flag(tmp_path: Path) -> None:
         roots=(str(one), str(two)),
         log=str(one),
         follow=True,
+        follow_group="rollout_1",
         follow_interval=0.5,
         follow_hold=2,
         spool_dir=str(tmp_path),
@@ -180,6 +182,7 @@ def test_tuning_names_what_is_wrong(
     ("flags", "needed"),
     [
         (["--delta-follow"], "--delta-log"),
+        (["--delta-log=/", "--delta-follow-group=a"], "--delta-follow"),
         (["--delta-log=/", "--delta-tuning=follow-hold=0"], "--delta-follow"),
         (["--delta-log=/", "--delta-tuning=follow-interval=5"], "--delta-follow"),
     ],
@@ -192,6 +195,8 @@ def test_following_needs_a_log(flags: list[str], needed: str) -> None:
 @pytest.mark.parametrize(
     "flag",
     [
+        "--delta-follow-group=a/b",
+        "--delta-follow-group=",
         "--delta-tuning=chunk-bytes=0",
         "--delta-tuning=chunk-bytes=-1",
         "--delta-tuning=chunk-bytes=1T",

@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from delta_server import metrics
 from delta_server.board import LOG, Item, Nothing
 from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
+from delta_server.held_version import HeldVersion
 from delta_server.intake import VerifiedPart
 from delta_server.process_identity import new_name
 from delta_server.request_options import Options
@@ -38,10 +39,12 @@ from engine_ext.errors import (
     BaseMismatch,
     CommitFailed,
     CommittedNotResumed,
+    Conflict,
     DeltaError,
     LogDamaged,
     LogDiverged,
     PartUnavailable,
+    SaltUnavailable,
     SpoolFull,
     SyncInProgress,
     VersionConflict,
@@ -53,6 +56,7 @@ from engine_ext.log import (
     DeltaLog,
     Entry,
     Listing,
+    content_key,
     fold_versions,
     open_log,
     read_digests,
@@ -71,9 +75,9 @@ _POLL_S = 0.2
 _WAITS_S = (1.0, 2.0, 4.0)  # before a store is read again at start-up
 _MOST_FOLDED_BYTES = 256 << 20  # of several versions that are folded; ten times that is decoded
 # Errors that another version, or another route to this one, would not avoid.
-_ENGINE_ERRORS = (
-    AuditUnavailable, CommitFailed, PartUnavailable, CommittedNotResumed, SpoolFull,
-    SyncInProgress, WeightsAsleep, WriteUndone,
+ENGINE_ERRORS = (
+    AuditUnavailable, CommitFailed, PartUnavailable, CommittedNotResumed, SaltUnavailable,
+    SpoolFull, SyncInProgress, WeightsAsleep, WriteUndone,
 )  # fmt: skip
 
 
@@ -82,6 +86,7 @@ class LogVersion(Files):
 
     Args:
         records: what the log has of it, for the ranks to keep; see `engine_ext.log.records`.
+        holds: whether it stays staged.
     """
 
     def __init__(
@@ -91,9 +96,11 @@ class LogVersion(Files):
         options: Options,
         record: RequestRecord,
         records: Mapping[str, str],
+        *,
+        holds: bool = False,
     ) -> None:
         super().__init__(inlet, contextlib.nullcontext(files), options, record)
-        self._records = dict(records)
+        self._records, self._holds = dict(records), holds
         self._numbered: list[NumberedPart] = []
 
     async def complete(self, verified: Sequence[VerifiedPart]) -> list[NumberedPart]:
@@ -106,7 +113,7 @@ class LogVersion(Files):
 
     async def settled(self, version: int | None, outcome: Outcome) -> None:
         """Drop what stays staged of the version: it would keep out what leads around it."""
-        if outcome not in ("committed", "already_applied"):
+        if outcome not in ("committed", "already_applied", *(["staged"] if self._holds else [])):
             for part, _ in self._numbered[:1]:
                 with contextlib.suppress(Exception):
                     await self._inlet.coordinator.drop_staged(part)
@@ -124,7 +131,9 @@ class LogReplay:
         scratch: folder for folded versions; the temporary folder if None.
 
     Attributes:
-        newest: the log's newest version when it was read last; None before, and in an empty log.
+        held: what the ranks hold of it until the engine's group has decided.
+        listing: the log as it was read last.
+        newest: its newest version; None before, and in an empty log.
         newest_at_start: the newest that this engine takes, when the log was first read; -1 in an
             empty log, None before.
     """
@@ -140,13 +149,16 @@ class LogReplay:
         self._inlet, self._coordinator, self._engine = inlet, inlet.coordinator, engine
         self.log = log
         self._following, self._scratch = following, scratch
+        self.held = HeldVersion(self._coordinator, following)
         self._history = LogHistory(engine, log)
         self._name, self._turn = new_name(), Item(engine, LOG, Nothing)
         self._lock = asyncio.Lock()
+        self.listing = Listing()
         self.newest: int | None = None
         self.newest_at_start: int | None = None
         self._has_caught_up = False
         self._versions: list[int] = []
+        self._is_gone = False  # the engine's version, from the log
         self._problem: dict[str, Any] | None = None
         self._was_read, self._read_at = False, 0.0
 
@@ -193,7 +205,8 @@ class LogReplay:
             return
         async with self._lock:
             try:
-                self._note_first(self._taken(await asyncio.to_thread(self.log.listing)))
+                await self._read_marks()
+                self._note_first(await asyncio.to_thread(self.log.listing))
             except (DeltaError, OSError) as error:
                 logger.debug("delta log: not read: %s", error)
 
@@ -271,16 +284,18 @@ class LogReplay:
         if self._following is not None:
             await self._following.read()  # no process pins the engine while this one replays
         while True:
+            await self._read_marks()  # first: what they name is in the listing
             listing = await asyncio.to_thread(self.log.listing, anew=anew)
             await self._note_read()
-            self.newest = listing.newest
+            self.listing, self.newest = listing, listing.newest
             self._versions = sorted({entry.version for entry in listing.entries})
             version, known, digest = await self._state()
             compared = Comparison()
             if known:
                 compared = await self._history.compare(listing, version, digest)
-            listing = self._taken(listing)
+            self._is_gone = compared.is_gone
             self._note_first(listing)
+            listing = self._taken(listing)
             usable = [entry for entry in listing.entries if entry.folder.name not in unusable]
             other = compared.other or _refused_here(unusable, version)
             if other is not None:
@@ -288,6 +303,12 @@ class LogReplay:
             entries = route(usable, version if known and other is None else None)
             if not entries:
                 break
+            target = entries[-1].version
+            if not known or other is not None:
+                await self.held.drop()
+            elif await self.held.take(target, content_key(self.listing, target), options):
+                applied.append(target)
+                continue
             if other is not None:
                 message = "delta log: version %d, a full one, is taken instead of version %d: %s"
                 logger.warning(message, entries[0].version, version, other.message)
@@ -313,12 +334,75 @@ class LogReplay:
     def _taken(self, listing: Listing) -> Listing:
         """Return the part of a listing that this engine takes."""
         following = self._following
-        last = None if following is None else following.last_version(listing)
+        last = None if following is None else following.last_complete(listing)
         return listing if last is None else listing.up_to(last)
 
     def _note_first(self, listing: Listing) -> None:
+        """Note which version makes the engine ready, unless that is known.
+
+        The first version of a group is not complete before its engines have taken it, and none is
+        ready before.
+        """
         if self.newest_at_start is None:
-            self.newest_at_start = -1 if listing.newest is None else listing.newest
+            newest = self._taken(listing).newest
+            if newest is None:
+                newest = self.awaited(listing).newest
+            self.newest_at_start = -1 if newest is None else newest
+
+    def awaited(self, listing: Listing) -> Listing:
+        """Return what `_taken` does, and what is not complete for the engine's group."""
+        following = self._following
+        last = None if following is None else following.last_version(listing)
+        return listing if last is None else listing.up_to(last)
+
+    async def _read_marks(self) -> None:
+        if self._following is not None and self._following.marks is not None:
+            await asyncio.to_thread(self._following.marks.read)
+
+    async def next_step(self, cannot: Collection[int], *, folds: bool) -> int:
+        """Return the version that one sync can lead to from the engine's, or else its own.
+
+        Args:
+            cannot: versions that are not to be tried.
+            folds: whether several versions can become one.
+
+        Raises:
+            Conflict: no delta can be taken before the engine is mended.
+            WeightsAsleep: the engine has released its weights.
+        """
+        version, known, _ = await self._state()
+        if not known:
+            raise Conflict("the weights are not known to be those of the engine's version")
+        steps = self._route_to(None, version, cannot)
+        return _end((_foldable(steps) if folds else []) or steps[:1], version)
+
+    async def hold(self, target: int, cannot: Collection[int]) -> None:
+        """Stage a version, let all ranks vote on it, and hold it until the log leads there.
+
+        Args:
+            target, cannot: of `next_step`.
+
+        Raises:
+            CannotFold: several versions lead there that cannot be one sync.
+            DeltaError: the log does not lead there, or the engine cannot take it. Nothing of it
+                stays staged.
+        """
+        async with self.idle():
+            await self.held.drop()
+            version, known, digest = await self._state()
+            steps = self._route_to(target, version, cannot) if known else []
+            if _end(steps, version) != target:
+                raise LogDamaged(f"the delta log does not lead from {version} to {target}")
+            if len(steps) == 1:
+                before = digest if steps[0].base_version == version else None
+                await self._apply(*(steps[0], before, Options()), proves=self._is_gone, holds=True)
+            elif not await self._apply_folded(steps, version, digest, Options(), [], holds=True):
+                raise CannotFold(f"versions {version} to {target} cannot be one sync")
+
+    def _route_to(self, target: int | None, version: int, cannot: Collection[int]) -> list[Entry]:
+        listing = self.awaited(self.listing)
+        usable = [entry for entry in listing.entries if entry.version not in cannot]
+        return route([e for e in usable if target is None or e.version <= target], version)
 
     async def _note_read(self) -> None:
         """Let every process of an engine that follows know that its log could be read."""
@@ -352,7 +436,7 @@ class LogReplay:
                 if await self._state() == before:
                     raise
                 return  # a sender has committed another version
-            except _ENGINE_ERRORS:
+            except ENGINE_ERRORS:
                 raise
             except DeltaError as error:
                 unusable[entry.folder.name] = error
@@ -370,8 +454,10 @@ class LogReplay:
         digest: str,
         options: Options,
         applied: list[int],
+        *,
+        holds: bool = False,
     ) -> bool:
-        """Apply several versions as one; return whether that was possible.
+        """Apply several versions as one, or hold it; return whether that was possible.
 
         If not, the engine is as it was. Applied one after another, the versions show why.
         """
@@ -382,8 +468,8 @@ class LogReplay:
                 await asyncio.to_thread(fold_versions, log, entries, version, source=self.log)
                 [folded] = (await asyncio.to_thread(log.listing)).entries
                 records = {} if record is None else {entries[-1].folder.name: record}
-                await self._apply(folded, digest, options, log, records=records)
-            except _ENGINE_ERRORS:
+                await self._apply(folded, digest, options, log, records=records, holds=holds)
+            except ENGINE_ERRORS:
                 raise
             except (CannotFold, DeltaError, OSError) as error:
                 why = error.message if isinstance(error, DeltaError) else str(error)
@@ -425,6 +511,7 @@ class LogReplay:
         *,
         records: Mapping[str, str] | None = None,
         proves: bool = False,
+        holds: bool = False,
     ) -> None:
         """Stage and commit one version of a log, this one by default, or raise a `DeltaError`.
 
@@ -432,6 +519,7 @@ class LogReplay:
             digest: of the engine's weights, if these are of the version that it starts from.
             records: what the ranks keep of it; None takes it from its files.
             proves: whether a delta must declare the digest of the weights that it starts from.
+            holds: whether it is held in place of being committed.
         """
         versions = {"weight_version": entry.version, "base_version": entry.base_version}
         at = msgspec.structs.replace(options, **versions)
@@ -446,9 +534,10 @@ class LogReplay:
                     raise _starts_elsewhere(entry, f"{declared.before}, the engine has {digest}")
             real = [Path(os.path.realpath(path)) for path in entry.paths]
             files = ResolvedFiles(real, [os.path.realpath(entry.folder.parent)])
-            record = RequestRecord(origin="log", reason="from the delta log")
+            reason = "from the delta log"
+            record = RequestRecord(origin="log", reason=reason, commits=not holds)
             kept = {entry.folder.name: read} if records is None else records
-            source = LogVersion(self._inlet, files, at, record, kept)
+            source = LogVersion(self._inlet, files, at, record, kept, holds=holds)
             try:
                 async with self._coordinator.reporter.follow(record):
                     answer = await deliver(source, self._coordinator, at, record)
@@ -456,7 +545,9 @@ class LogReplay:
                 if declared.before is None and not (entry.full or entry.foreign):
                     raise _starts_elsewhere(entry, error.message) from error
                 raise
-        if answer["status"] != "committed":
+        if holds and answer["status"] == "staged":
+            await self.held.keep(entry)
+        elif answer["status"] != "committed":
             raise entry.damaged(f"its parts are not all of a sync ({answer['status']})")
 
     async def _state(self) -> tuple[int, bool, str]:
@@ -515,6 +606,11 @@ def _unproven(entry: Entry) -> LogDiverged:
         newest=entry.version,
         changed=[],
     )
+
+
+def _end(steps: Sequence[Entry], version: int) -> int:
+    """Return where a route from a version leads to."""
+    return steps[-1].version if steps else version
 
 
 def _foldable(entries: Sequence[Entry]) -> list[Entry]:

@@ -19,9 +19,10 @@ from typing import Any, Final
 
 from delta_server import metrics
 from delta_server.engine import Engine
-from delta_server.follow_state import FollowState, LogLook
+from delta_server.follow_state import Following, FollowState, LogLook
 from delta_server.request_options import Options
 from delta_server.sources.log import LogReplay
+from delta_server.sources.log_group import FollowGroup
 from delta_server.waiting import wait_for_event
 from engine_ext.errors import DeltaError, LogDiverged, VersionConflict, WeightsAsleep
 from engine_ext.log import (
@@ -41,6 +42,7 @@ _LONGEST_WAIT_S: Final = 60.0  # after failures
 _BEATS_TO_EXPIRE: Final = 10
 _BEATS_OF_A_LOOK: Final = 4  # per expiry, while a look takes long
 _SHORTEST_EXPIRY_S: Final = 120.0
+_MARKS_READ_EVERY_S: Final = 1.0  # while a version is prepared for the group
 _LONGEST_GOODBYE_S: Final = 5.0  # to remove the heartbeat, which expires anyway
 
 
@@ -53,6 +55,7 @@ class LogFollower:
         interval: seconds between two looks.
         state: what this process shares with others; of `replay`, too.
         peers: whom the log asks for parts, those with heartbeats included; None: nobody.
+        group: with which it takes versions together; None: it takes each alone.
     """
 
     def __init__(
@@ -62,9 +65,14 @@ class LogFollower:
         interval: float,
         state: FollowState,
         peers: Peers | None = None,
+        group: str | None = None,
     ) -> None:
         self._replay, self._engine = replay, engine
         self._interval, self._shared, self._peers = interval, state, peers
+        self.group: FollowGroup | None = None
+        if group is not None and state.marks is not None:
+            expires_s = self._expires_s()
+            self.group = FollowGroup(group, replay, state, state.marks, expires_s)
         self._in_a_row = 0
         self._cannot_write = self._is_over = False
         self._wake = asyncio.Event()
@@ -82,7 +90,12 @@ class LogFollower:
             looked_at=None if known.look is None else known.look.at,
             failures=known.failures,
             error=None if known.look is None else known.look.error,
+            group=None if self.group is None else self.group.describe(),
         )
+
+    async def read(self) -> Following:
+        """Ask the ranks how the engine follows; `waits_for_log` and `group` go by that."""
+        return await self._shared.read()
 
     @property
     def waits_for_log(self) -> bool:
@@ -116,13 +129,25 @@ class LogFollower:
                 # loop, and what ends this loop does not stop a commit half-way.
                 turn = asyncio.ensure_future(self._turn(woken))
                 await self._beat_until(turn)
-                await wait_for_event(self._wake, self._wait_s())
+                await self._rest()
         finally:
             self._is_over = True
             if self._shared.leads:
                 gone = asyncio.to_thread(remove_heartbeat, self._replay.log, self._shared.name)
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(gone, _LONGEST_GOODBYE_S)
+
+    async def _rest(self) -> None:
+        """Wait for the next look; it comes early if the group's version is complete."""
+        end = time.monotonic() + self._wait_s()
+        while not self._wake.is_set() and (left := end - time.monotonic()) > 0:
+            if self.group is None or not self.group.waits or not self._shared.leads:
+                await wait_for_event(self._wake, left)
+                continue
+            await wait_for_event(self._wake, min(left, _MARKS_READ_EVERY_S))
+            with contextlib.suppress(Exception):  # the look finds out
+                if await self.group.is_complete():
+                    return
 
     async def _beat_until(self, task: asyncio.Future[None]) -> None:
         """Wait for a task; a slow store or a long log must not make the engine look dead."""
@@ -156,6 +181,8 @@ class LogFollower:
         error: BaseException | None = None
         await self._find_peers()
         try:
+            if self.group is not None:
+                return await self.group.look(options, self._beat_meanwhile)
             return await self._replay.run(options, fold=True)
         except BaseException as failed:  # a call that is cancelled, too
             error = failed
@@ -212,19 +239,24 @@ class LogFollower:
             look = self._look(version, wire, asleep)
             metrics.BEHIND_LOG.set(look.behind)
             await self._beat(version, look, self._shared.known.failures + (wire is not None))
-            self._in_a_row = (await self._shared.record(look)).in_a_row
+            group = None if self.group is None else self.group.state()
+            self._in_a_row = (await self._shared.record(look, group)).in_a_row
 
-    async def _beat_meanwhile(self) -> None:
-        """Write the heartbeat during a look, with the error of the last one."""
-        if not self._shared.leads:
-            return
+    async def _beat_meanwhile(self) -> Heartbeat | None:
+        """Write the heartbeat during a look, with the error of the last one.
+
+        Return it; None if it could not be written.
+        """
+        if not self._shared.leads and self.group is None:
+            return None
         known = self._shared.known
         error, asleep = (
             (None, False) if known.look is None else (known.look.error, known.look.asleep)
         )
         with contextlib.suppress(Exception):  # ranks that do not answer: the look finds out
             version = await self._replay.version()
-            await self._beat(version, self._look(version, error, asleep), known.failures)
+            return await self._beat(version, self._look(version, error, asleep), known.failures)
+        return None
 
     def _look(self, version: int, error: dict[str, Any] | None, asleep: bool) -> LogLook:
         return LogLook(
@@ -236,14 +268,14 @@ class LogFollower:
             asleep=asleep,
         )
 
-    async def _beat(self, version: int, look: LogLook, failures: int) -> None:
+    async def _beat(self, version: int, look: LogLook, failures: int) -> Heartbeat | None:
         """Write the heartbeat; a log that cannot be written is followed all the same."""
         async with self._beating:
             if self._is_over:  # a look that is still under way; the heartbeat is removed
-                return
-            await self._write(version, look, failures)
+                return None
+            return await self._write(version, look, failures)
 
-    async def _write(self, version: int, look: LogLook, failures: int) -> None:
+    async def _write(self, version: int, look: LogLook, failures: int) -> Heartbeat | None:
         error = look.error
         heartbeat = Heartbeat(
             name=self._shared.name,
@@ -258,14 +290,20 @@ class LogFollower:
             at=look.at,
             expires_s=self._expires_s(),
         )
+        if self.group is not None:
+            heartbeat = self.group.put_into(heartbeat)
         try:
             await asyncio.to_thread(write_heartbeat, self._replay.log, heartbeat)
             self._cannot_write = False
+            if self.group is not None:
+                self.group.note_beat()
+            return heartbeat
         except Exception as failure:
             if not self._cannot_write:
                 message = "delta log: no heartbeat can be written, so pruning does not see this "
                 logger.warning("%sengine: %s", message, failure)
             self._cannot_write = True
+            return None
 
     def _state(self, look: LogLook) -> FollowerState:
         if look.asleep:
@@ -275,7 +313,9 @@ class LogFollower:
             return "diverged" if diverged else "failing"
         if self._shared.known.pin is not None:
             return "pinned"
-        return "held" if self._shared.hold else "following"
+        if self._shared.hold:
+            return "held"
+        return "waiting" if self.group is not None and self.group.waits else "following"
 
 
 def as_wire(error: BaseException) -> dict[str, Any]:

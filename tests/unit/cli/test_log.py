@@ -16,7 +16,14 @@ import pytest
 
 from engine_ext.cli.log import DAMAGED, OK, USAGE, main
 from engine_ext.commands import INTERRUPTED
-from engine_ext.log import DeltaLog, Heartbeat, open_log, write_heartbeat
+from engine_ext.log import (
+    DeltaLog,
+    GroupMarks,
+    Heartbeat,
+    content_key,
+    open_log,
+    write_heartbeat,
+)
 from engine_ext.log.catalog import DONE, route
 from tests.support.statuses import engine_status
 from tests.unit.log.test_fold import apply, bodies, model, same, sparse, write
@@ -28,6 +35,29 @@ def log(tmp_path: Path) -> Path:
     for version in range(1, 7):
         write(tmp_path, version, [sparse("a", {version: 7 * version, 0: version})])
     return tmp_path
+
+
+def test_list_shows_what_groups_wait_for(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = open_log(log)
+    listing = found.listing()
+    key = content_key(listing, 6)
+    assert key is not None
+    for name, prepared, state in (("a", key, "waiting"), ("b", None, "failing")):
+        facts: dict[str, Any] = {"name": name, "engine": "vllm", "version": 5, "newest": 6}
+        facts |= {"state": state, "failures": 0, "at": 0.0, "expires_s": 120.0, "behind": 1}
+        facts |= {"error": None if prepared else "SpoolFull: no room", "prepared": prepared}
+        write_heartbeat(found, Heartbeat(**facts, group="rollout"))
+    complete = content_key(listing, 5)
+    assert complete is not None
+    GroupMarks(found, "rollout").write(complete, ["a", "b"])
+    assert main(["list", str(log)]) == OK
+    shown = capsys.readouterr().out
+    assert "group rollout: version 5 is complete, 2 live member(s)" in shown
+    assert "a: at version 5, has prepared 6, waiting" in shown
+    assert "b: at version 5, failing: SpoolFull: no room" in shown
+    assert main(["list", str(log), "--json"]) == OK
+    [group] = json.loads(capsys.readouterr().out)["groups"]
+    assert (group["complete"], [one["prepared"] for one in group["members"]]) == (5, [6, None])
 
 
 def folders(log: Path) -> list[str]:

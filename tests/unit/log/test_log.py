@@ -28,10 +28,12 @@ from engine_ext.log import (
     write_heartbeat,
 )
 from engine_ext.log.catalog import DONE, MAX_DONE_BYTES, REFUSED
+from engine_ext.log.folder_store import FolderDraft
 from engine_ext.log.heartbeats import FOLDER
+from engine_ext.log.object_store import ObjectDraft
 from engine_ext.settings import HMAC_KEY_ENVIRONMENT
 from tests.support.folder_writer import write_checkpoint, write_version
-from tests.unit.log.places import Place, part, versions, write
+from tests.unit.log.places import FolderPlace, Place, part, versions, write
 from tests.unit.log.test_foreign import step
 
 FIRST = "weight_v000001"
@@ -83,6 +85,31 @@ def test_number_is_used_once(log: DeltaLog) -> None:
     write(log, 1)
     with log.writer() as writer, pytest.raises(FileExistsError, match=FIRST):
         writer.begin(1)
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_unanswered_version_is_settled(
+    log: DeltaLog, place: Place, monkeypatch: pytest.MonkeyPatch, is_published: bool
+) -> None:
+    """Whoever has to know gets to know whether readers see it, now and later."""
+    with log.writer() as writer:
+        draft = writer.begin(1)
+        draft.add(part(1, 0))
+        kind: Any = FolderDraft if isinstance(place, FolderPlace) else ObjectDraft
+        publish = kind.publish
+
+        def lost(one: Any, mark: str, data: bytes) -> None:
+            if is_published:
+                publish(one, mark, data)
+            raise OSError("no answer")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(kind, "publish", lost)
+            with pytest.raises(OSError, match="no answer"):
+                draft.finish()
+        assert (draft.settle() is not None) == is_published
+        draft.drop()
+    assert versions(place.open()) == ([(0, 1)] if is_published else [])
 
 
 def test_refused_version_keeps_its_number(log: DeltaLog, place: Place) -> None:

@@ -6,7 +6,9 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -16,7 +18,7 @@ import xxhash
 from delta_server.part_server import PartServer
 from engine_ext.errors import PartUnavailable
 from engine_ext.ranks.operations import PartSource
-from engine_ext.remote_parts import PartCache, PartLocator
+from engine_ext.remote_parts import PartCache, PartLocator, fetch
 from engine_ext.remote_parts.fetch import fetch_part
 
 DATA = os.urandom(3 << 20)
@@ -172,3 +174,49 @@ def test_a_rank_elsewhere_gets_a_copy(server: PartServer, part: Path, tmp_path: 
         found = Path(locator.locate("/no/such/spool/0.safetensors", source))
     assert found.parent == tmp_path / "cache"
     assert found.read_bytes() == DATA
+
+
+class SlowReader(BaseHTTPRequestHandler):
+    """A host that has to read the part first; `answers` are its next statuses."""
+
+    answers: ClassVar[list[int]] = []
+
+    def do_GET(self) -> None:
+        status = self.answers.pop(0)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(DATA) if status == 200 else 0))
+        self.end_headers()
+        if status == 200:
+            self.wfile.write(DATA)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_part_that_is_still_read_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool
+) -> None:
+    monkeypatch.setattr(fetch, "_AGAIN_S", 0.01)
+    if not in_time:
+        monkeypatch.setattr(fetch, "_LONGEST_READ_S", -60.0)
+    SlowReader.answers[:] = [202, 202, 200]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SlowReader)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    source = PartSource(
+        url=f"http://127.0.0.1:{server.server_port}/part",
+        token="",
+        size=len(DATA),
+        content=xxhash.xxh3_128_hexdigest(DATA),
+        inode=0,
+        modified_ns=0,
+    )
+    try:
+        if in_time:
+            assert fetched(source, tmp_path) == DATA
+        else:
+            with pytest.raises(PartUnavailable, match="in time"):
+                fetched(source, tmp_path)
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -18,6 +18,7 @@ import torch
 from delta_sender import GroupAborted, MultiSender, PartialSyncError, SyncError
 from engine_ext.errors import NotUpdatable, SaltUnavailable
 from engine_ext.log import Draft, open_log
+from engine_ext.log.folder_store import FolderDraft
 from tests.support.delta_bodies import SHAPES, VERSION, fresh_weights
 from tests.support.endpoint_rig import DELTA
 from tests.support.fake_engine import Model, bits, train
@@ -352,6 +353,24 @@ def test_log_that_cannot_be_written_keeps_all_back(
                 sender.sync(model.items())
         assert (versions(fleet), logged(log)) == ([VERSION] * 3, [])
         assert all(fleet.prepared(url) is None for url in fleet.urls)
+        assert len(sender.sync(model.items())) == 3
+        assert hold(fleet, model) == [True] * 3
+        assert logged(log) == [versions(fleet)[0]]
+
+
+def test_version_that_the_log_has_is_committed(
+    fleet: FleetRig, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Followers might have it: an answer that is lost must not abort it."""
+    log, publish = tmp_path / "log", FolderDraft.publish
+
+    def lost(draft: FolderDraft, mark: str, data: bytes) -> None:
+        publish(draft, mark, data)
+        raise OSError("the answer is lost")
+
+    with sender_of(fleet, model, delta_log=log) as sender:
+        train(model)
+        monkeypatch.setattr(FolderDraft, "publish", lost)
         assert len(sender.sync(model.items())) == 3
         assert hold(fleet, model) == [True] * 3
         assert logged(log) == [versions(fleet)[0]]

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from delta_server import commit as commits_module
+from delta_server import recent
+from engine_ext.log import DeltaLog
 from tests.support.endpoint_rig import Rig
 from tests.unit.server.other_process import Process
 
@@ -12,8 +15,40 @@ from tests.unit.server.other_process import Process
 @pytest.fixture
 def other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     """Another HTTP process of the engine of `rig`; both ask the ranks at every request."""
-    monkeypatch.setattr(commits_module, "_STATE_MAX_AGE_S", 0.0)
+    monkeypatch.setattr(recent, "_ASKED_EVERY_S", 0.0)
     rig.engine.shared = True
     process = Process(rig)
     yield process
     process.service.intake.close()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path | DeltaLog:
+    """An empty log."""
+    folder = tmp_path / "log"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def log_settings() -> dict[str, Any]:
+    """How the engines that are `started` take the log's versions."""
+    return {}
+
+
+@pytest.fixture
+def started(
+    tmp_path: Path, log: Path | DeltaLog, log_settings: dict[str, Any]
+) -> Iterator[Callable[..., Rig]]:
+    """Starts engines that have the log."""
+    rigs: list[Rig] = []
+
+    def start(**settings: Any) -> Rig:
+        location = log.location if isinstance(log, DeltaLog) else str(log)
+        given = {"log": location, "cache_dir": str(tmp_path / "cache"), **log_settings}
+        rigs.append(Rig(tmp_path / f"spool{len(rigs)}", **(given | settings)))
+        return rigs[-1]
+
+    yield start
+    for rig in rigs:
+        rig.close()

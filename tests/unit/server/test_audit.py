@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delta_server import commit as commits_module
+from delta_server import recent
 from delta_server.audit import Audit
 from delta_server.service import DeltaService
 from engine_ext.audit import AuditFile, AuditRecord, EngineTrail, read_engine_trail, read_lines
@@ -32,7 +32,7 @@ from tests.support.present import present
 from tests.support.served_models import delta_between, one_part
 from tests.support.toy_adapters import A as ADAPTER_TENSOR
 from tests.support.toy_adapters import fresh_adapter, with_adapters
-from tests.unit.server.test_log_replay import write_steps
+from tests.unit.server.delta_logs import write_steps
 from tests.unit.server.test_runs import A, a_step
 
 Start = Callable[..., Rig]
@@ -316,7 +316,7 @@ class Two:
 
 @pytest.fixture
 def two(start: Start, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(commits_module, "_STATE_MAX_AGE_S", 0.0)
+    monkeypatch.setattr(recent, "_ASKED_EVERY_S", 0.0)
     found = Two(start())
     yield found
     found.close()

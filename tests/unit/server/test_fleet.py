@@ -24,6 +24,7 @@ from tests.support.present import present
 from tests.unit.server.other_process import Process
 
 GROUP = "g"
+PEER_ANSWER = b'{"decision": "commit", "committed": true}'
 SYNC = {"version": VERSION + 1, "sync_id": "s"}
 RUN: dict[str, Any] = {"run": "a", "run_epoch": 1, "run_owner": "host:1"}
 
@@ -356,7 +357,7 @@ class Peer(BaseHTTPRequestHandler):
 @pytest.mark.parametrize(
     ("status", "body", "raises"),
     [
-        (200, b'{"decision": "commit", "committed": true}', None),
+        (200, PEER_ANSWER, None),
         (200, b"<html>", ValueError),
         (409, b"{}", ValueError),
         (None, b"", OSError),
@@ -381,6 +382,30 @@ def test_peers_are_asked_with_the_token(
                 asyncio.run(asking)
         if status is not None:
             server.shutdown()
+
+
+def test_peers_are_asked_by_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client takes longer to make than an answer to come."""
+    monkeypatch.setenv("DELTA_API_KEY", "secret")
+    made: list[httpx.AsyncClient] = []
+    client = httpx.AsyncClient
+
+    def noted(**options: Any) -> httpx.AsyncClient:
+        made.append(client(**options))
+        return made[-1]
+
+    monkeypatch.setattr(httpx, "AsyncClient", noted)
+    handler = type("Handler", (Peer,), {"status": 200, "body": PEER_ANSWER})
+
+    async def ask(root: str) -> list[PeerAnswer]:
+        return list(await asyncio.gather(*(fleet_module.ask_peer(root, GROUP) for _ in range(8))))
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        answers = asyncio.run(ask(f"http://127.0.0.1:{server.server_port}/"))
+        server.shutdown()
+    assert answers == [PeerAnswer(decision="commit", committed=True)] * 8
+    assert len(made) <= 1  # none, if this process has asked before
 
 
 def test_engine_that_was_asked_late_prepares_nothing(fleet: FleetRig) -> None:

@@ -16,8 +16,8 @@ from engine_ext.log import open_log, read_heartbeats
 from engine_ext.log.catalog import DONE
 from tests.support.delta_bodies import VERSION, after, fresh_weights, same
 from tests.support.endpoint_rig import STATUS, Rig, app_of, assert_error
-from tests.unit.server.test_log_follower import NEWEST, PIN
-from tests.unit.server.test_log_replay import CATCH_UP, STEPS, write_steps
+from tests.unit.server.delta_logs import CATCH_UP, NEWEST, STEPS, write_steps
+from tests.unit.server.test_log_follower import PIN
 
 LONG = 1000.0  # seconds: no process looks without a request
 
@@ -75,13 +75,6 @@ class Processes:
                 looked_at = answer.json()["log"]["follow"]["looked_at"]
 
         self.rig.run(wait())
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    folder = tmp_path / "log"
-    folder.mkdir()
-    return folder
 
 
 @pytest.fixture

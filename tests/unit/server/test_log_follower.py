@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,62 +16,22 @@ from engine_ext.log.catalog import DONE
 from engine_ext.log.heartbeats import FOLDER
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
 from tests.support.endpoint_rig import STATUS, Rig, assert_error
-from tests.unit.server.test_log_replay import CATCH_UP, STEPS, write, write_steps
+from tests.unit.server.delta_logs import (
+    CATCH_UP,
+    NEWEST,
+    STEPS,
+    looked,
+    until,
+    write,
+    write_steps,
+)
 
 PIN = "/delta_pin"
-NEWEST = VERSION + 3
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Path:
-    folder = tmp_path / "log"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def started(tmp_path: Path, log: Path) -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
-
-    def start(**settings: Any) -> Rig:
-        follow = {"log": str(log), "follow": True, "follow_interval": 0.01}
-        rigs.append(Rig(tmp_path / f"spool{len(rigs)}", **{**follow, **settings}))
-        return rigs[-1]
-
-    yield start
-    for rig in rigs:
-        rig.close()
-
-
-def until(rig: Rig, **facts: Any) -> dict[str, Any]:
-    """Let the engine work until its status has these facts, of ``follow``, ``log`` and others."""
-
-    async def wait() -> dict[str, Any]:
-        while True:
-            status = (await rig.request("GET", STATUS)).json()
-            log, state = status["log"], status["health"]["state"]
-            found = {"version": status["version"]["number"], "state": state, **log, **log["follow"]}
-            if all(found[name] == value for name, value in facts.items()):
-                return found
-            await asyncio.sleep(0.005)
-
-    return rig.run(wait())
-
-
-def looked(rig: Rig) -> dict[str, Any]:
-    """Let the engine begin and end a look at the log; return its status then."""
-
-    async def next_look(before: float | None) -> float | None:
-        while True:
-            status = (await rig.request("GET", STATUS)).json()
-            ended: float | None = status["log"]["follow"]["looked_at"]
-            if ended != before:
-                return ended
-            await asyncio.sleep(0.005)
-
-    under_way = rig.run(next_look(until(rig)["looked_at"]))
-    rig.run(next_look(under_way))
-    return until(rig)
+def log_settings() -> dict[str, Any]:
+    return {"follow": True, "follow_interval": 0.01}
 
 
 def test_versions_that_wait_are_one_pause(log: Path, started: Callable[..., Rig]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ from tests.support.delta_bodies import (
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.plain_trainer import remove_versions
 from tests.support.present import present
-from tests.unit.server.test_log_follower import looked, until
-from tests.unit.server.test_log_replay import CATCH_UP, STEPS
+from tests.unit.server.delta_logs import CATCH_UP, STEPS, looked, until
 
 # What another run writes, version by version.
 OTHER: tuple[Changes, ...] = (
@@ -45,20 +44,6 @@ def log(request: pytest.FixtureRequest, tmp_path: Path) -> DeltaLog:
         return open_log(request.getfixturevalue("store_url"), scratch=str(tmp_path))
     (tmp_path / "log").mkdir()
     return open_log(tmp_path / "log")
-
-
-@pytest.fixture
-def started(tmp_path: Path, log: DeltaLog) -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
-
-    def start(**settings: Any) -> Rig:
-        given = {"log": log.location, "cache_dir": str(tmp_path / "cache"), **settings}
-        rigs.append(Rig(tmp_path / f"spool{len(rigs)}", **given))
-        return rigs[-1]
-
-    yield start
-    for rig in rigs:
-        rig.close()
 
 
 def following(started: Callable[..., Rig]) -> Rig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,12 @@ import pytest
 
 from delta_server.board import LOG
 from delta_server.service import DeltaService
+from engine_ext.errors import SaltUnavailable
 from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
-from engine_ext.log import open_log
 from engine_ext.log.catalog import DONE, folder_name
 from engine_ext.ranks.operations import LeaseItem
 from engine_ext.ranks.status import LogStatus
 from tests.support.delta_bodies import (
-    OTHER_STEP,
     STEP,
     VERSION,
     after,
@@ -29,45 +28,7 @@ from tests.support.delta_bodies import (
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.in_process_engine import Engine
 from tests.support.present import present
-
-CATCH_UP = "/delta_catch_up"
-THIRD_STEP = {"norm.weight": {0: 0x7777, 7: 0x8888}}
-STEPS = (STEP, OTHER_STEP, THIRD_STEP)
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    folder = tmp_path / "log"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def started(tmp_path: Path, log: Path) -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
-
-    def start(**settings: Any) -> Rig:
-        rigs.append(Rig(tmp_path / f"spool{len(rigs)}", **{"log": str(log), **settings}))
-        return rigs[-1]
-
-    yield start
-    for rig in rigs:
-        rig.close()
-
-
-def write(log: Path, *bodies: bytes, number: int) -> Path:
-    with open_log(log).writer() as writer:
-        draft = writer.begin(number)
-        for body in bodies:
-            draft.add(body)
-        return draft.finish()
-
-
-def write_steps(log: Path, count: int = 3, first: int = VERSION) -> list[Path]:
-    return [
-        write(log, delta_part(step, first + k + 1, base_version=first + k), number=first + k + 1)
-        for k, step in enumerate(STEPS[:count])
-    ]
+from tests.unit.server.delta_logs import CATCH_UP, STEPS, write, write_steps
 
 
 def problem(rig: Rig) -> dict[str, Any]:
@@ -92,6 +53,17 @@ def test_an_engine_starts_at_the_newest_version(log: Path, started: Callable[...
         after(fresh_weights(), *STEPS, {"norm.weight": {1: 5}}),
         VERSION + 4,
     )
+
+
+def test_an_engine_that_cannot_salt_has_a_sound_log(log: Path, started: Callable[..., Rig]) -> None:
+    rig = started()
+    write_steps(log)
+    rig.engine.fails["salt_cache"] = SaltUnavailable("not as it was started")
+    refused = rig.post(CATCH_UP, params={"flush_cache": "salt"})
+    assert_error(refused, 422, "SaltUnavailable")
+    assert present(rig.status().log).problem is None
+    assert same(rig.engine.weights, fresh_weights())
+    assert rig.post(CATCH_UP).json()["version"] == VERSION + 3
 
 
 def test_nothing_is_flushed_before_anything_was_served(

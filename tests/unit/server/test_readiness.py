@@ -6,52 +6,31 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from delta_server import readiness
+from delta_server import readiness, recent
 from engine_ext.log import DeltaLog, Listing
 from engine_ext.log.catalog import DONE
 from engine_ext.ranks.operations import Operation
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.support.delta_bodies import RESYNCED, VERSION, delta_part, full_part
-from tests.support.endpoint_rig import Rig, assert_error
+from tests.support.endpoint_rig import COMPLETIONS, Rig, assert_error
+from tests.unit.server.delta_logs import CATCH_UP, NEWEST, STEPS, write, write_steps
 from tests.unit.server.other_process import Process
-from tests.unit.server.test_log_replay import CATCH_UP, STEPS, write, write_steps
 from tests.unit.server.test_scrubbing import put, scrubber
 
 READY = "/delta_ready"
-NEWEST = VERSION + 3
 
 
 @pytest.fixture(autouse=True)
 def always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "_ASKED_EVERY_S", 0.0)
+    monkeypatch.setattr(recent, "_ASKED_EVERY_S", 0.0)
     monkeypatch.setattr(readiness, "_LOG_READ_EVERY_S", 0.0)
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    folder = tmp_path / "log"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def started(tmp_path: Path, log: Path) -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
-
-    def start(**settings: Any) -> Rig:
-        rigs.append(Rig(tmp_path / f"spool{len(rigs)}", **{"log": str(log), **settings}))
-        return rigs[-1]
-
-    yield start
-    for rig in rigs:
-        rig.close()
 
 
 def ready(rig: Rig, **query: Any) -> dict[str, Any]:
@@ -174,7 +153,7 @@ def counted(rig: Rig) -> list[str]:
 
 
 def test_many_probes_are_one_call_of_the_ranks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "_ASKED_EVERY_S", 60.0)
+    monkeypatch.setattr(recent, "_ASKED_EVERY_S", 60.0)
     monkeypatch.setattr(readiness, "_LONGEST_WAIT_S", 60.0)
     asked = counted(rig)
 
@@ -186,6 +165,22 @@ def test_many_probes_are_one_call_of_the_ranks(rig: Rig, monkeypatch: pytest.Mon
     asked.clear()
     assert ready(rig)["version"] == VERSION + 1  # known without them
     assert asked == []
+
+
+def test_probes_and_requests_share_one_answer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with several processes; each asks whether a commit has failed."""
+    rig.engine.shared = True
+    monkeypatch.setattr(recent, "_ASKED_EVERY_S", 60.0)
+    monkeypatch.setattr(readiness, "_LONGEST_WAIT_S", 60.0)
+    asked, wanted = counted(rig), {"X-Weight-Version": str(VERSION)}
+
+    async def all_at_once() -> list[httpx.Response]:
+        probes = (rig.request("GET", READY) for _ in range(20))
+        sent = (rig.request("POST", COMPLETIONS, headers=wanted) for _ in range(20))
+        return list(await asyncio.gather(*probes, *sent))
+
+    assert {answer.status_code for answer in rig.run(all_at_once())} == {200}
+    assert asked == ["status"]
 
 
 def test_ranks_that_do_not_answer_are_not_ready(rig: Rig) -> None:
@@ -206,7 +201,7 @@ def test_ranks_at_work_keep_their_last_answer(rig: Rig, monkeypatch: pytest.Monk
 
     rig.engine.call = slow  # type: ignore[method-assign]
     assert reason(rig) == (None, "certain")
-    monkeypatch.setattr(readiness, "_LONGEST_VALID_S", 0.0)
+    monkeypatch.setattr(recent, "_LONGEST_VALID_S", 0.0)
     assert reason(rig) == ("no_answer", "certain")
     end.set()
     rig.run(asyncio.sleep(0.01))
@@ -218,7 +213,7 @@ def test_another_process_knows_the_same(rig: Rig, other: Process) -> None:
     rig.send(delta_part())
 
     def ask() -> dict[str, Any]:
-        found: dict[str, Any] = rig.run(rig.request("GET", READY, app=other.app)).json()
+        found: dict[str, Any] = rig.run(rig.request("GET", READY)).json()
         return found
 
     assert (ask()["ready"], ask()["version"]) == (True, VERSION + 1)

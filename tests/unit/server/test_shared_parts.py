@@ -14,23 +14,25 @@ import pytest
 import uvicorn
 import xxhash
 
+from delta_server import part_reads
 from delta_server.sources import log as replaying
-from engine_ext.log import DeltaLog, fold_versions, open_log, route
-from engine_ext.settings import API_KEY_ENVIRONMENT
+from engine_ext.format import SIGNATURE_SUFFIX, sign
+from engine_ext.log import (
+    DeltaLog,
+    FolderStore,
+    SharedParts,
+    fold_versions,
+    open_log,
+    route,
+)
+from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.present import present
 from tests.support.store_proxy import StoreProxy
-from tests.unit.server.test_log_replay import STEPS, write, write_steps
+from tests.unit.server.delta_logs import STEPS, write, write_steps
 
 PARTS = "/delta_parts"
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    folder = tmp_path / "log"
-    folder.mkdir()
-    return folder
 
 
 def content_of(folder: Path) -> tuple[str, bytes]:
@@ -71,6 +73,57 @@ def test_access_is_that_of_other_routes(
     assert_error(rig.get(url), 401, "Unauthorized")
     headers = {"Authorization": "Bearer token"}
     assert rig.get(url, peer=("10.1.2.3", 9), headers=headers).status_code == 200
+
+
+def test_slow_read_is_asked_for_again(
+    make_rig: Callable[..., Rig], log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for a large part does not take the engine for silent; the store is read once."""
+    rig, end, began = make_rig(log=str(log)), threading.Event(), list[str]()
+    [folder, *_] = write_steps(log)
+    content, data = content_of(folder)
+    path = SharedParts.path
+
+    def slow(parts: SharedParts, content: str, *, reads: bool) -> Path | None:
+        began.append(content)
+        end.wait(30)
+        return path(parts, content, reads=reads)
+
+    monkeypatch.setattr(SharedParts, "path", slow)
+    monkeypatch.setattr(part_reads, "_LONGEST_WAIT_S", 0.05)
+    url = f"{PARTS}/{content}"
+    assert [rig.get(url).status_code for _ in range(3)] == [202] * 3
+    assert len(began) == 1
+    monkeypatch.setattr(part_reads, "_LONGEST_WAIT_S", 30.0)
+    end.set()
+    assert rig.get(url).content == data
+
+
+def test_signature_of_a_part_is_read_once(
+    make_rig: Callable[..., Rig], log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HMAC_KEY_ENVIRONMENT, "key")
+    bodies = [delta_part(step, VERSION + k + 1) for k, step in enumerate(STEPS[:2])]
+    with open_log(log).writer() as writer:
+        for k, body in enumerate(bodies):
+            draft = writer.begin(VERSION + k + 1)
+            draft.add(body, sign("key", body))
+            draft.finish("key")
+    rig, read = make_rig(log=str(log)), list[str]()
+    original = FolderStore.read
+
+    def noted(store: FolderStore, name: str, most: int) -> bytes:
+        read.append(name)
+        return original(store, name, most)
+
+    monkeypatch.setattr(FolderStore, "read", noted)
+    parts = SharedParts(open_log(log))
+    digest = rig.status().version.digest
+    offers = [parts.offer(VERSION + 2, digest) for _ in range(3)]
+    found = [[*one.signatures.values()] for one in offers[0].versions]
+    assert found == [[sign("key", body)] for body in bodies]
+    assert offers[1:] == offers[:1] * 2
+    assert len([name for name in read if name.endswith(SIGNATURE_SUFFIX)]) == 2
 
 
 # An engine without a log ---------------------------------------------------------------------

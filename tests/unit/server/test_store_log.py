@@ -18,12 +18,9 @@ from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.object_stores import StoreServer
 from tests.support.present import present
 from tests.support.store_proxy import Fault, StoreProxy
-from tests.unit.server.test_log_follower import looked, until
-from tests.unit.server.test_log_replay import CATCH_UP, STEPS
+from tests.unit.server.delta_logs import CATCH_UP, NEWEST, STEPS, looked, until
 
 pytestmark = pytest.mark.slow
-
-NEWEST = VERSION + len(STEPS)
 
 
 @pytest.fixture
@@ -44,18 +41,9 @@ def proxy(
 
 
 @pytest.fixture
-def started(tmp_path: Path, log: DeltaLog, proxy: StoreProxy) -> Iterator[Callable[..., Rig]]:
-    """Starts engines of one host."""
-    rigs: list[Rig] = []
-
-    def start(**settings: Any) -> Rig:
-        given = {"log": log.location, "cache_dir": str(tmp_path / "cache"), **settings}
-        rigs.append(Rig(tmp_path / f"spool{len(rigs)}", **given))
-        return rigs[-1]
-
-    yield start
-    for rig in rigs:
-        rig.close()
+def log_settings(proxy: StoreProxy) -> dict[str, Any]:
+    """Engines reach the store by the proxy."""
+    return {}
 
 
 def write_steps(log: DeltaLog, first: int = 0, last: int = len(STEPS)) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Final
@@ -15,7 +16,7 @@ from delta_sender.publish.destination import Destination
 from delta_sender.results import SyncError
 from engine_ext.errors import LogDamaged
 from engine_ext.format import sign
-from engine_ext.log import DeltaLog, Draft, Listing, LogWriter
+from engine_ext.log import DeltaLog, Draft, Listing, LogWriter, version_of
 
 _PLAN_S: Final = 30.0  # to wait for a plan
 _NEXT_S: Final = 2.0  # until one more engine is asked for it
@@ -32,14 +33,22 @@ class LogDestination(Destination):
         log: The log.
         engines: Asked for their plan, until one answers; without any there is no plan.
         hmac_key: Signs the parts.
+        settles: Whether it must be known what has become of a version, as engines go by that.
     """
 
-    def __init__(self, log: DeltaLog, engines: Sequence[Destination], hmac_key: str | None) -> None:
+    def __init__(
+        self,
+        log: DeltaLog,
+        engines: Sequence[Destination],
+        hmac_key: str | None,
+        *,
+        settles: bool = False,
+    ) -> None:
         self.speed = LinkSpeed()
         self.highest_posted = 0
         self.log = log
         self._writer: LogWriter | None = None
-        self._engines, self._hmac_key = engines, hmac_key
+        self._engines, self._hmac_key, self._settles = engines, hmac_key, settles
         self._plans: list[Any] = []  # the last one; an engine can answer that it has none
         self._draft: Draft | None = None
         self._answers: SimpleQueue[Any] = SimpleQueue()
@@ -166,16 +175,35 @@ class LogDestination(Destination):
             raise SyncError("the sender is closed")
         if part == 0:
             if self._draft is not None:
-                self._draft.drop()
+                self._end_draft(self._draft)
                 self._draft = None
             self._draft = self.writer.begin(version)
         assert self._draft is not None
         self._draft.add(body, None if self._hmac_key is None else sign(self._hmac_key, body))
         if not last:
             return {"status": "staged"}
-        folder, self._draft = self._draft.finish(self._hmac_key), None
+        folder, self._draft = self._finish(self._draft), None
         self.highest_posted = version
         return {"status": f"saved in {self.log.location}/{folder.name}"}
+
+    def _finish(self, draft: Draft) -> Path:
+        try:
+            return draft.finish(self._hmac_key)
+        except BlockingIOError:
+            raise
+        except OSError:
+            folder = draft.settle() if self._settles and draft.may_be_visible else None
+            if folder is None:
+                raise
+            return folder
+
+    def _end_draft(self, draft: Draft) -> None:
+        """Take back a version that no engine has committed."""
+        if self._settles and draft.may_be_visible and (folder := draft.settle()) is not None:
+            version = version_of(folder.name)
+            assert version is not None
+            self.writer.refuse(version)
+        draft.drop()
 
 
 def _ask(engine: Destination, answers: SimpleQueue[Any]) -> None:

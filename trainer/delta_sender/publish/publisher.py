@@ -137,7 +137,9 @@ class Publisher:
                 self.sessions.append(session)
             if log is not None:
                 engines = [session.destination for session in self.sessions]
-                self._log_destination = LogDestination(log, engines, options.hmac_key)
+                self._log_destination = LogDestination(
+                    *(log, engines, options.hmac_key), settles=options.commit != "each"
+                )
                 opened.callback(self._log_destination.close)
                 self._log = self._log_session()
             opened.pop_all()

@@ -1,0 +1,285 @@
+"""Followers of one group: all have prepared a version before any of them takes it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delta_server import recent
+from delta_server.sources import log_follower, log_group
+from engine_ext.log import DeltaLog, Heartbeat, open_log, read_heartbeats
+from engine_ext.log.groups import complete_versions
+from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, full_part, same
+from tests.support.endpoint_rig import STATUS, Rig
+from tests.unit.server.delta_logs import (
+    CATCH_UP,
+    NEWEST,
+    STEPS,
+    until,
+    write,
+    write_steps,
+)
+
+LONG = 1000.0  # seconds: no engine looks without a request
+READY = "/delta_ready"
+
+
+@pytest.fixture(autouse=True)
+def always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent, "_ASKED_EVERY_S", 0.0)
+
+
+@pytest.fixture(params=["folder", pytest.param("store", marks=pytest.mark.slow)])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> DeltaLog:
+    """An empty log."""
+    if request.param == "store":
+        return open_log(request.getfixturevalue("store_url"), scratch=str(tmp_path))
+    (tmp_path / "log").mkdir()
+    return open_log(tmp_path / "log")
+
+
+@pytest.fixture
+def log_settings() -> dict[str, Any]:
+    return {"follow": True, "follow_group": "rollout", "follow_interval": LONG}
+
+
+@pytest.fixture
+def pair(started: Callable[..., Rig]) -> list[Rig]:
+    """Two engines that have looked at the empty log."""
+    rigs = [started(), started()]
+    for rig in rigs:
+        look(rig)
+    return rigs
+
+
+def look(rig: Rig) -> dict[str, Any]:
+    """Let an engine look at the log; return its answer."""
+    answer: dict[str, Any] = rig.post(CATCH_UP).json()
+    return answer
+
+
+def group_of(rig: Rig) -> dict[str, Any]:
+    found: dict[str, Any] = rig.get(STATUS).json()["log"]["follow"]["group"]
+    return found
+
+
+def reason(rig: Rig) -> str | None:
+    found: dict[str, Any] = rig.get(READY).json()
+    return found["reason"]
+
+
+def beats(log: DeltaLog) -> dict[str, Heartbeat]:
+    return {beat.name: beat for beat, _ in read_heartbeats(log)}
+
+
+def name_of(rig: Rig) -> str:
+    name: str = rig.get(STATUS).json()["log"]["follow"]["name"]
+    return name
+
+
+def test_a_version_is_taken_once_all_have_it(log: DeltaLog, pair: list[Rig]) -> None:
+    first, last = pair
+    write_steps(log, 1)
+    answer = look(first)
+    assert (answer["version"], answer["applied"]) == (VERSION, [])
+    assert answer["waits_for"] == [f"{name_of(last)}: at version {VERSION}"]
+    assert same(first.engine.weights, fresh_weights())
+    assert not first.engine.paused
+    assert group_of(first) == {
+        "name": "rollout",
+        "complete": None,
+        "prepared": VERSION + 1,
+        "waits_for": answer["waits_for"],
+    }
+    assert complete_versions(log, log.listing()) == {}
+    assert look(last)["version"] == VERSION + 1
+    assert complete_versions(log, log.listing()) == {"rollout": VERSION + 1}
+    assert look(first)["version"] == VERSION + 1
+    for rig in pair:
+        assert same(rig.engine.weights, after(fresh_weights(), STEPS[0]))
+        found = group_of(rig)
+        assert (found["complete"], found["prepared"]) == (VERSION + 1, None)
+        assert found["waits_for"] == []
+        assert rig.spooled() == []
+
+
+def test_what_waits_is_one_commit(log: DeltaLog, pair: list[Rig]) -> None:
+    first, last = pair
+    write_steps(log)
+    look(first)
+    assert look(last)["version"] == NEWEST
+    assert look(first)["version"] == NEWEST
+    history = first.get(f"{STATUS}?history=true").json()["history"]
+    committed = [one for one in history if one["outcome"] == "committed"]
+    assert [(one["base_version"], one["version"]) for one in committed] == [(VERSION, NEWEST)]
+    assert same(first.engine.weights, after(fresh_weights(), *STEPS))
+
+
+def test_newer_versions_wait_for_the_prepared_one(log: DeltaLog, pair: list[Rig]) -> None:
+    first, last = pair
+    write_steps(log, 1)
+    look(first)
+    for k in (1, 2):
+        body = delta_part(STEPS[k], VERSION + k + 1, base_version=VERSION + k)
+        write(log, body, number=VERSION + k + 1)
+    assert look(last)["version"] == VERSION + 1
+    assert group_of(last)["prepared"] == NEWEST
+    assert look(first)["version"] == NEWEST
+    assert look(last)["version"] == NEWEST
+
+
+def test_marks_are_read_while_a_version_is_prepared(
+    log: DeltaLog, pair: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks the engine again."""
+    monkeypatch.setattr(log_follower, "_MARKS_READ_EVERY_S", 0.01)
+    first, last = pair
+    write_steps(log, 1)
+    rig = first
+    assert rig.service.follower is not None
+    look(first)
+    look(last)
+    rig.run(rig.service.follower.pin(None))  # the wait that has begun ends
+    until(first, version=VERSION + 1)
+
+
+def test_a_member_that_cannot_take_it_keeps_all(
+    log: DeltaLog, pair: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = pair
+    write_steps(log, 1)
+    look(first)
+    last.engine.fails["hold"] = ConnectionError("lost")
+    assert last.post(CATCH_UP).status_code == 500
+    waits = look(first)["waits_for"]
+    assert [one.startswith(name_of(last)) for one in waits] == [True]
+    assert same(first.engine.weights, fresh_weights())
+    monkeypatch.setattr(log_group, "_TRY_AGAIN_S", 0.0)
+    assert look(last)["version"] == VERSION + 1
+    assert look(first)["version"] == VERSION + 1
+
+
+def test_a_pinned_member_keeps_all(log: DeltaLog, pair: list[Rig]) -> None:
+    first, last = pair
+    assert last.post("/delta_pin", params={"version": VERSION}).status_code == 200
+    look(last)
+    write_steps(log, 1)
+    waits = look(first)["waits_for"]
+    assert waits == [f"{name_of(last)}: at version {VERSION}, pinned"]
+    assert "pinned" in look(last)["waits_for"][0]
+    assert last.post("/delta_pin").status_code == 200
+    look(last)
+    assert look(first)["version"] == VERSION + 1
+    assert look(last)["version"] == VERSION + 1
+
+
+@pytest.mark.parametrize("log", ["folder"], indirect=True)
+def test_a_dead_member_is_waited_for_by_its_lease(log: DeltaLog, pair: list[Rig]) -> None:
+    first, last = pair
+    write_steps(log, 1)
+    path = Path(log.location, "followers", f"{name_of(last)}.json")
+    assert look(first)["waits_for"] != []
+    ago = time.time() - 20 * LONG
+    os.utime(path, (ago, ago))
+    assert look(first)["version"] == VERSION + 1
+
+
+def test_one_that_starts_takes_what_is_complete(
+    log: DeltaLog, pair: list[Rig], started: Callable[..., Rig]
+) -> None:
+    """And nothing newer, so that it is at the version of the others when it serves."""
+    first, last = pair
+    write_steps(log, 1)
+    look(first)
+    look(last)
+    write(log, delta_part(STEPS[1], VERSION + 2, base_version=VERSION + 1), number=VERSION + 2)
+    late = started()
+    assert same(late.engine.weights, after(fresh_weights(), STEPS[0]))
+    assert look(late)["version"] == VERSION + 1
+    assert reason(late) is None
+    assert look(first)["waits_for"] == [f"{name_of(last)}: at version {VERSION + 1}"]
+    assert look(last)["version"] == VERSION + 2
+    assert look(late)["version"] == look(first)["version"] == VERSION + 2
+
+
+def test_the_first_of_a_group_is_not_ready_before_it(
+    log: DeltaLog, started: Callable[..., Rig]
+) -> None:
+    write_steps(log, 1)
+    rig = started()
+    assert rig.get(READY).json()["reason"] == "behind_log"
+    assert look(rig)["version"] == VERSION + 1  # alone
+    assert reason(rig) is None
+
+
+def test_one_that_is_behind_is_not_ready(log: DeltaLog, pair: list[Rig]) -> None:
+    first, last = pair
+    write_steps(log, 1)
+    look(first)
+    look(last)
+    assert reason(first) is None  # it has not read the mark; it will within a second
+    first.engine.fails["commit"] = ConnectionError("lost")
+    first.post(CATCH_UP)
+    assert reason(first) in ("uncertain", "behind_group")
+
+
+def test_one_cut_off_from_the_log_is_not_ready(
+    log: DeltaLog, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_follower, "_BEATS_TO_EXPIRE", 0)
+    monkeypatch.setattr(log_follower, "_SHORTEST_EXPIRY_S", 0.5)
+    rig = started()
+    look(rig)
+    assert reason(rig) is None
+    time.sleep(0.6)
+    assert reason(rig) == "behind_group"
+    look(rig)
+    assert reason(rig) is None
+
+
+def test_a_refused_version_is_not_taken(log: DeltaLog, pair: list[Rig]) -> None:
+    first, last = pair
+    write_steps(log, 1)
+    look(first)
+    with log.writer() as writer:
+        writer.refuse(VERSION + 1)
+    assert look(last)["version"] == VERSION
+    assert look(first)["version"] == VERSION
+    write(log, full_part(fresh_weights(), VERSION + 2), number=VERSION + 2)
+    look(first)
+    assert look(last)["version"] == VERSION + 2
+    assert look(first)["version"] == VERSION + 2
+    assert complete_versions(log, log.listing()) == {"rollout": VERSION + 2}
+
+
+@pytest.mark.parametrize("log", ["folder"], indirect=True)
+def test_a_mark_is_of_one_content(log: DeltaLog, pair: list[Rig]) -> None:
+    """The log is written again, with the number that one of the members has prepared."""
+    first, last = pair
+    [folder] = write_steps(log, 1)
+    look(first)
+    log.discard(folder.name)
+    body = delta_part(STEPS[1], VERSION + 1, base_version=VERSION)
+    write(log, body, number=VERSION + 1)
+    assert look(last)["version"] == VERSION  # the other one has prepared something else
+    assert look(first)["version"] == VERSION + 1
+    assert look(last)["version"] == VERSION + 1
+    for rig in pair:
+        assert same(rig.engine.weights, after(fresh_weights(), STEPS[1]))
+
+
+def test_groups_and_lone_followers_are_apart(
+    log: DeltaLog, pair: list[Rig], started: Callable[..., Rig]
+) -> None:
+    write_steps(log, 1)
+    alone, other = started(follow_group=None), started(follow_group="other")
+    assert look(alone)["version"] == look(other)["version"] == VERSION + 1
+    assert look(pair[0])["version"] == VERSION
+    assert group_of(pair[0])["waits_for"] == [f"{name_of(pair[1])}: at version {VERSION}"]
+    assert complete_versions(log, log.listing()) == {"other": VERSION + 1}
+    assert alone.get(STATUS).json()["log"]["follow"]["group"] is None
