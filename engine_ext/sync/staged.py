@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import Digest, Manifest, ParamDelta
 from engine_ext.placement import DeviceBatch, HostElements, Lease, LiveElements, WholeBox
+
+if TYPE_CHECKING:
+    from engine_ext.sync.totals import PartTotals, SyncTotals
 
 CHANGED: Final = "a weight changed between staging and commit; send the sync again"
 
@@ -204,6 +207,8 @@ class StagedPart:
         unproven: the changes, by tensor, whose ``new_checksum`` this rank cannot verify alone.
         gathering: those of them that no rank can, while they are verified; None before.
         proven: whether all new checksums of the part are verified; the same on every rank.
+        own, totals: of the part, and of all parts of the sync if it is the first one; see
+            `engine_ext.sync.totals`.
     """
 
     manifest: Manifest
@@ -214,6 +219,8 @@ class StagedPart:
     unproven: dict[str, ParamDelta] = field(default_factory=dict)
     gathering: deque[Any] | None = None
     proven: bool = False
+    own: PartTotals | None = None
+    totals: SyncTotals | None = None
 
     @property
     def nnz(self) -> int:
@@ -235,14 +242,15 @@ class UndoLog:
         changes: how much the sync changed the digest of each checkpoint tensor.
         live_names: the live tensors that it wrote to.
         rebuilt: what rebuilding its modules gave before it; see `PostLoad.committed`.
+        nbytes: host memory that the log takes; added up if it is not given.
     """
 
     writes: list[tuple[LiveElements, Any]]
     changes: dict[str, Digest]
     live_names: frozenset[str] = frozenset()
     rebuilt: Mapping[str, Mapping[str, str] | None] = field(default_factory=dict)
+    nbytes: int = -1
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory that the log takes."""
-        return sum(int(old.nbytes) + elements.nbytes for elements, old in self.writes)
+    def __post_init__(self) -> None:
+        if self.nbytes < 0:
+            self.nbytes = sum(int(old.nbytes) + one.nbytes for one, old in self.writes)
