@@ -394,7 +394,7 @@ class DeltaApplier:
         if not self.copies:
             return
         whole, full = totals(staged), any(part.manifest.full for part in staged)
-        for name in [name for name in self.copies if whole.sends({name})]:
+        for name in [n for n in self.copies if any(n in part.by_name for part in whole.parts)]:
             if full:
                 del self.copies[name]
                 continue

@@ -32,7 +32,7 @@ from engine_ext.ranks import RankGroup
 from engine_ext.startup import LockstepRunner, Rebuild, RebuildError, Recomputed, module_place
 from engine_ext.sync.device_table import keep_on_device
 from engine_ext.sync.staged import StagedModule, StagedModules, StagedPart, Write
-from engine_ext.sync.totals import totals
+from engine_ext.sync.totals import part_totals
 from engine_ext.sync.writes import read_old
 
 logger = logging.getLogger(__name__)
@@ -137,10 +137,13 @@ class PostLoad:
         """Return the modules that must still be rebuilt for a sync, the same on every rank."""
         if not (staged and self._order):
             return []
-        whole = totals(staged)
+        sent = [part_totals(part).by_name.keys() for part in staged]
         done = staged[0].rebuilt.modules if _is_of(staged) else {}
-        own = (path for path in self._order if path not in done)
-        return [path for path in own if whole.sends(self._order[path][1])]
+        return [
+            path
+            for path, (_, names) in self._order.items()
+            if path not in done and not all(own.isdisjoint(names) for own in sent)
+        ]
 
     def rebuild_some(self, staged: Sequence[StagedPart]) -> None:
         """Rebuild the next batch of modules; the writes are added to the first part.

@@ -1,7 +1,7 @@
-"""What the commit needs of a whole sync on one rank, added up before generation is paused.
+"""Sums over the params of a sync on one rank, which the commit needs, and finds ready.
 
 A sync of a mixture of experts has tens of thousands of params. To walk over them takes longer than
-to write them. So the thread that stages a part does it, and what comes after adds up parts.
+to write them. So the thread that stages a part does it, and all later sums are over parts.
 """
 
 from __future__ import annotations
@@ -142,10 +142,6 @@ class SyncTotals:
             for name, change in part.by_name.items():
                 found[name] = found.get(name, Digest.ZERO) + change
         return found
-
-    def sends(self, names: set[str]) -> bool:
-        """Return whether the sync sends any of these tensors."""
-        return any(not part.by_name.keys().isdisjoint(names) for part in self.parts)
 
     def replicated(self, name: str) -> _Replicas:
         """Return the digests of a tensor's changes by the ranks that hold the same elements."""

@@ -25,7 +25,7 @@ _TABLE: Final = 1 << 16  # elements that a thread writes at a time
 class PartWrites:
     """The writes of a part on this rank, prepared by the thread that stages it.
 
-    Small ones to host memory are in tables, each of which is visited in one compiled call.
+    Small ones to host memory are in tables; one compiled call visits all of a table.
 
     Attributes:
         all: in the part's order.

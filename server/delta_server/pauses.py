@@ -1,7 +1,7 @@
 """Pauses of generation: by a commit, and how long each phase takes; by a caller, and since when.
 
-Of a caller's, the engine knows whether it is paused, and the ranks keep the rest for all HTTP
-processes. One that no process has seen begin counts from when it is found.
+The engine knows whether a caller has paused it, and the ranks keep the rest for all HTTP processes.
+A pause that no process has seen begin counts from when it is found.
 """
 
 from __future__ import annotations
