@@ -192,6 +192,8 @@ class ElementTable:
     its owner keeps the arrays. See `table_of`.
     """
 
+    __slots__ = ("_kinds", "_loop", "_rows")
+
     def __init__(self, rows: NDArray[np.int64], loop: Any, offset: Any, bits: Any) -> None:
         self._rows, self._loop, self._kinds = rows, loop, (offset, bits)
 

@@ -28,6 +28,8 @@ class Advance:
         total: the sum of the differences.
     """
 
+    __slots__ = ("after", "changes", "start", "total")
+
     def __init__(
         self, start: Mapping[str, Digest], changes: Mapping[str, Digest], *, full: bool
     ) -> None:
@@ -68,6 +70,11 @@ class PartTotals:
         replicated: by tensor, the params' `replicas`.
         advance: of the digests, see `DeltaApplier.stage`; None if nothing has found it.
     """
+
+    __slots__ = (
+        *("added", "advance", "by_name", "counted", "keeps", "live_names", "nnz", "numel"),
+        *("replaced", "replicated", "undo_bytes", "writes"),
+    )
 
     def __init__(self, part: StagedPart) -> None:
         self.numel = {entry.name: entry.numel for entry in part.manifest.params}

@@ -31,6 +31,11 @@ class PartWrites:
         all: in the part's order.
     """
 
+    __slots__ = (
+        *("all", "reading", "known", "batch", "tables", "alone", "sample"),
+        *("_unknown", "_pairs"),
+    )
+
     def __init__(self, writes: Sequence[Write]) -> None:
         self.all = [*writes]
         on_devices, in_host = _divided(writes)
