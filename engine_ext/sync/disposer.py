@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from engine_ext.kernels import same_device
 from engine_ext.sync.staged import StagedPart, UndoLog
+from engine_ext.sync.totals import part_totals
 
 _AT_ONCE: Final = 32  # objects, in much less than a millisecond
 _BREAK_S: Final = 1e-4
@@ -29,9 +30,8 @@ class Disposer:
         """Take a sync's parts and undo logs that nothing uses any more; they are empty then."""
         lists: list[list[Any]] = [log.writes for log in logs]
         for part in staged:
-            lists += [part.params, *(part.own.writes.lists() if part.own else ())]
-        few = sum(map(len, lists)) <= _AT_ONCE
-        if not few:
+            lists += [part.params, *part_totals(part).writes.lists()]
+        if sum(map(len, lists)) > _AT_ONCE:
             self._thread.submit(_empty, lists)
 
 

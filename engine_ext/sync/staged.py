@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import Digest, Manifest, ParamDelta
 from engine_ext.placement import DeviceBatch, HostElements, Lease, LiveElements, WholeBox
-
-if TYPE_CHECKING:
-    from engine_ext.sync.totals import PartTotals, SyncTotals
 
 CHANGED: Final = "a weight changed between staging and commit; send the sync again"
 
@@ -207,8 +204,8 @@ class StagedPart:
         unproven: the changes, by tensor, whose ``new_checksum`` this rank cannot verify alone.
         gathering: those of them that no rank can, while they are verified; None before.
         proven: whether all new checksums of the part are verified; the same on every rank.
-        own, totals: of the part, and of all parts of the sync if it is the first one; see
-            `engine_ext.sync.totals`.
+        own, totals: sums of the part, and of the whole sync if it is its first part;
+            `engine_ext.sync.totals` makes and reads them.
     """
 
     manifest: Manifest
@@ -219,8 +216,8 @@ class StagedPart:
     unproven: dict[str, ParamDelta] = field(default_factory=dict)
     gathering: deque[Any] | None = None
     proven: bool = False
-    own: PartTotals | None = None
-    totals: SyncTotals | None = None
+    own: Any = None
+    totals: Any = None
 
     @property
     def nnz(self) -> int:

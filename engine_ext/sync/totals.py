@@ -101,9 +101,10 @@ class PartTotals:
 
 def part_totals(part: StagedPart) -> PartTotals:
     """Return the totals of a part; the params must not change any more."""
-    if part.own is None:
-        part.own = PartTotals(part)
-    return part.own
+    known: PartTotals | None = part.own
+    if known is None:
+        known = part.own = PartTotals(part)
+    return known
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +179,7 @@ class SyncTotals:
 
 def totals(staged: Sequence[StagedPart]) -> SyncTotals:
     """Return the totals of all parts of a sync; kept with the first part."""
-    known = staged[0].totals if staged else None
+    known: SyncTotals | None = staged[0].totals if staged else None
     modules = sum(len(part.rebuilt.modules) for part in staged)
     is_known = known is not None and _is_of(known, staged)
     if known is not None and is_known and known.modules == modules:
