@@ -216,6 +216,7 @@ class SyncOperations:
         assert sync is not None
         base, apply = self._sync_state.version, self._applier.name
         base_run = self._sync_state.run
+        loads = self._applier.plan is None  # the first weights, from what is staged
         start = time.perf_counter()
         try:
             given_up: list[UndoLog] = []
@@ -256,7 +257,8 @@ class SyncOperations:
             self._fail(error)
         self._staging.clear()
         self._last_sync = committed
-        self._disposer.dispose(staged, spent)
+        if not loads:
+            self._disposer.dispose(staged, spent)
         return committed
 
     def rollback(self, request: ops.RollBack) -> ops.RolledBack:
