@@ -260,7 +260,7 @@ def _register_loops() -> None:
 
 
 @made_with_numba
-def _loop_of_table(types: Any, width: int, index: int) -> Callable[..., bool] | None:
+def _loop_of_table(types: Any, width: int, index: int) -> Callable[..., bool]:
     """Compile the loop for elements and offsets of so many bytes; None without numba."""
     _register_loops()
     rows, word = types.Array(types.int64, 2, "C"), types.int64

@@ -209,7 +209,7 @@ def _add_up(staged: Sequence[StagedPart], modules: int) -> SyncTotals:
         modules=modules,
         parts=parts,
         writes=[*(part.writes for part in parts), *([PartWrites(rebuilt)] if rebuilt else ())],
-        live_names=frozenset().union(
+        live_names=frozenset[str]().union(
             *(part.live_names for part in parts), (write.live for write in rebuilt)
         ),
         undo_bytes=sum(part.undo_bytes for part in parts) + sum(w.undo_bytes for w in rebuilt),

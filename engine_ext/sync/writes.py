@@ -168,10 +168,11 @@ def _tabulated(writes: Sequence[Write]) -> tuple[list[_Table], list[Write]]:
     room: dict[tuple[Any, Any], int] = {}
     for write in writes:
         elements = write.elements
-        small = isinstance(elements, HostElements) and elements.offsets.size <= _SMALL
-        if not (small and write.comparable):
+        single = isinstance(elements, HostElements) and write.comparable
+        if not single or write.new.size > _SMALL:
             alone.append(write)
             continue
+        assert isinstance(elements, HostElements)
         kind = elements.flat.dtype, elements.offsets.dtype
         if room.get(kind, 0) <= 0:
             groups.setdefault(kind, []).append([])
@@ -180,13 +181,17 @@ def _tabulated(writes: Sequence[Write]) -> tuple[list[_Table], list[Write]]:
         room[kind] -= elements.offsets.size
     tables = []
     for own in (group for found in groups.values() for group in found):
-        elements = [(w.elements.flat, w.elements.offsets, w.new, w.old) for w in own]
-        table = table_of(elements) if len(own) > 1 else None
+        table = table_of([*map(_arrays, own)]) if len(own) > 1 else None
         if table is None:
             alone += own
         else:
             tables.append(_Table(own, table))
     return tables, alone
+
+
+def _arrays(write: Write) -> tuple[Any, Any, Any, Any]:
+    assert isinstance(write.elements, HostElements)
+    return write.elements.flat, write.elements.offsets, write.new, write.old
 
 
 def _sample(writes: Sequence[Write]) -> Iterator[Write]:
