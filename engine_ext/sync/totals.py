@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_ext.format import Digest
-from engine_ext.sync.staged import StagedPart
+from engine_ext.sync.staged import StagedModules, StagedPart
 from engine_ext.sync.writes import PartWrites
 
 _Replicas = dict[tuple[int, ...], Digest]
@@ -112,7 +112,8 @@ class SyncTotals:
     """Sums over the parts of a sync on this rank.
 
     Attributes:
-        others, modules: the sync's other parts, and how many modules were rebuilt for it.
+        others: the sync's other parts.
+        modules: of each part the modules that were rebuilt for the sync, and how many there were.
         parts: of each part.
         writes: of each part, and of the rebuilt modules.
         live_names, undo_bytes, keeps: as of `PartTotals`, for all of these.
@@ -125,7 +126,7 @@ class SyncTotals:
     """
 
     others: tuple[StagedPart, ...]
-    modules: int
+    modules: list[tuple[StagedModules, int]]
     parts: list[PartTotals]
     writes: list[PartWrites]
     live_names: frozenset[str]
@@ -180,13 +181,13 @@ class SyncTotals:
 def totals(staged: Sequence[StagedPart]) -> SyncTotals:
     """Return the totals of all parts of a sync; kept with the first part."""
     known: SyncTotals | None = staged[0].totals if staged else None
-    modules = sum(len(part.rebuilt.modules) for part in staged)
-    is_known = known is not None and _is_of(known, staged)
-    if known is not None and is_known and known.modules == modules:
+    if known is not None and not _is_of(known, staged):
+        known = None
+    if known is not None and _has_modules_of(known, staged):
         return known
-    found = _add_up(staged, modules)
+    found = _add_up(staged)
     if staged:
-        if known is not None and is_known:
+        if known is not None:
             found.is_checked, found.advance = known.is_checked, known.advance
         staged[0].totals = found
     return found
@@ -197,7 +198,15 @@ def _is_of(known: SyncTotals, staged: Sequence[StagedPart]) -> bool:
     return len(known.others) == len(others) and all(map(operator.is_, known.others, others))
 
 
-def _add_up(staged: Sequence[StagedPart], modules: int) -> SyncTotals:
+def _has_modules_of(known: SyncTotals, staged: Sequence[StagedPart]) -> bool:
+    """Return whether no module was rebuilt since; they might all have been rebuilt anew."""
+    return all(
+        part.rebuilt is one and len(one.modules) == count
+        for part, (one, count) in zip(staged, known.modules, strict=True)
+    )
+
+
+def _add_up(staged: Sequence[StagedPart]) -> SyncTotals:
     parts = [part_totals(part) for part in staged]
     rebuilt = [w for part in staged for one in part.rebuilt.modules.values() for w in one.writes]
     numel: dict[str, int] = {}
@@ -206,7 +215,7 @@ def _add_up(staged: Sequence[StagedPart], modules: int) -> SyncTotals:
     names = set[str]().union(*(part.by_name for part in parts))
     return SyncTotals(
         others=tuple(staged[1:]),
-        modules=modules,
+        modules=[(part.rebuilt, len(part.rebuilt.modules)) for part in staged],
         parts=parts,
         writes=[*(part.writes for part in parts), *([PartWrites(rebuilt)] if rebuilt else ())],
         live_names=frozenset[str]().union(
