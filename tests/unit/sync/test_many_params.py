@@ -12,7 +12,7 @@ import torch
 
 from engine_ext.conformance.toy_models import Checkpoint, ToyModel
 from engine_ext.format import decode_part
-from engine_ext.sync import delta_applier, writes
+from engine_ext.sync import checks, delta_applier, writes
 from engine_ext.sync.disposer import Disposer
 from engine_ext.sync.staged import Write
 from tests.support.rank_engine import Engine, errors_of, part_id
@@ -60,10 +60,10 @@ class Trained:
 
     def stage(self, version: int, old: Checkpoint, new: Checkpoint) -> Any:
         """Stage a sync; return the id of one of its parts."""
-        for body in self.body(version, old, new):
-            one = part_id(body)
-            errors_of(self.engine.stage(one, body), none=True)
-        return one
+        bodies = self.body(version, old, new)
+        for body in bodies:
+            errors_of(self.engine.stage(part_id(body), body), none=True)
+        return part_id(bodies[0])
 
     def held(self) -> list[dict[str, bytes]]:
         return [memory(one.model) for one in self.served]
@@ -107,7 +107,7 @@ def test_a_changed_weight_among_many_is_refused(
         served.model.get_parameter(name).view(-1)[where] = 7.0
     before = trained.held()
     puts: list[bool] = []
-    put_all = delta_applier.put_all
+    put_all = writes.put_all
 
     def noted(*arguments: Any, **options: Any) -> None:
         puts.append(True)
@@ -126,7 +126,7 @@ def test_a_commit_looks_at_no_param_again(
     one = trained.stage(1, trained.base, trained.target)
     looked: list[str] = []
     for name in ("check_no_overlap", "check_undo_log"):
-        monkeypatch.setattr(delta_applier.checks, name, lambda *_, name=name: looked.append(name))
+        monkeypatch.setattr(checks, name, lambda *_, name=name: looked.append(name))
     monkeypatch.setattr(delta_applier, "check_tied", lambda *_: looked.append("check_tied"))
     monkeypatch.setattr(writes, "table_of", lambda *_: looked.append("table_of"))
     monkeypatch.setattr(Write, "put", lambda *_: looked.append("put"))
