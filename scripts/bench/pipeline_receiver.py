@@ -109,8 +109,8 @@ class PlainEngine:
     async def is_paused(self) -> bool:
         return False
 
-    async def pause(self, mode: str, *, flush_cache: bool) -> None:
-        pass
+    async def pause(self, mode: str, *, flush_cache: bool) -> float:
+        return 0.0
 
     async def flush_cache(self) -> None:
         pass

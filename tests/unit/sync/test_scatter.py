@@ -23,6 +23,7 @@ from engine_ext.placement.ownership import box_of, resolve
 from engine_ext.placement.plan import make_plan
 from engine_ext.placement.segments import Placed, Repack, Segment, Status, TensorSpec
 from engine_ext.ranks import SingleRank
+from engine_ext.sync import writes
 from engine_ext.sync.thread_pool import ThreadPool
 from tests.support.served_models import (
     PROPERTY,
@@ -108,21 +109,29 @@ def test_a_weight_that_changes_after_staging_is_noticed() -> None:
 @pytest.mark.host_memory
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("every", "sampled"), [(1 << 20, {0}), (7, {0, 10}), (5, {0, 5, 10})])
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("place", range(12))
 def test_what_the_sample_misses_the_write_finds(
-    place: int, every: int, sampled: set[int], threads: int
+    place: int, together: bool, every: int, sampled: set[int], threads: int
 ) -> None:
     """Wherever it is: what was written is undone, and what was not is left as it is.
 
-    Of the pieces, of 5 elements each, those are sampled, at their first one, with which enough have
-    passed since the last.
+    Of the pieces, of 5 elements each, the first one is sampled if one call visits all pieces. Else
+    it is where enough elements have passed since the last.
     """
+    if together:
+        sampled = {0, 5, 10}
     base = base_checkpoint(PlainCopy)
     served = serve(PlainCopy, base, apply="scatter", threads=threads)
     target = {name: changed(tensor, 7, 1.0) for name, tensor in base.items()}
     deltas = [delta_between(name, base[name], target[name]) for name in base]
     flat = served.model.weight.data.view(torch.int16).reshape(-1)
-    with small_pieces(5):
+    tables = writes.table_of if together else lambda elements: None
+    with (
+        small_pieces(5),
+        mock.patch("engine_ext.sync.writes.table_of", tables),
+        mock.patch("engine_ext.sync.writes.SAMPLED", every),
+    ):
         staged = [served.applier.stage(part) for part in parts_of(deltas)]
     flat[place] ^= 0x100
     before = memory(served.model)
