@@ -18,7 +18,14 @@ import torch
 
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch
-from engine_ext.format import DecodedPart, Digest, ParamDelta, change_digest
+from engine_ext.format import (
+    DecodedPart,
+    Digest,
+    ParamDelta,
+    UnpackedPart,
+    change_digest,
+    expand_part,
+)
 from engine_ext.model import StorageIndex
 from engine_ext.placement import (
     Certified,
@@ -40,6 +47,7 @@ from engine_ext.sync.new_states import GatheredProof
 from engine_ext.sync.post_load import PostLoad
 from engine_ext.sync.staged import CHANGED, StagedParam, StagedPart, UndoLog
 from engine_ext.sync.stager import stage_part
+from engine_ext.sync.stream_table import StreamTable
 from engine_ext.sync.thread_pool import ThreadPool
 from engine_ext.sync.tied import check_tied
 from engine_ext.sync.writes import are_unchanged, put_all, restore, undo_all
@@ -101,7 +109,7 @@ class DeltaApplier:
             # Compiles the loops, which the first sync would otherwise wait for.
             none = np.empty(0, bits_dtype(NAME_OF_TORCH[dtype]))
             change_digest("", np.empty(0, np.int64), none, none)
-        self._table = HostTable(plan)
+        self._table, self._streams = HostTable(plan), StreamTable(plan)
 
     def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
         """Return why a delta cannot be written exactly, or None if it can.
@@ -153,6 +161,17 @@ class DeltaApplier:
         for delta in ignored:
             staged.skipped[delta.name] = staged.skipped.get(delta.name, 0) + delta.nnz
         staged.compared = self._compared(ignored, part)
+        return staged
+
+    def stage_unpacked(self, part: UnpackedPart, threads: int | None = None) -> StagedPart:
+        """Stage a part whose positions are not expanded; the stream table takes what it has.
+
+        Args and errors: see `engine_ext.sync.applier.Applier` and `stage`.
+        """
+        found = self._streams.stage(part, self._memory)
+        staged = self.stage(expand_part(part, threads, found.numbers))
+        staged.params += found.params
+        staged.together += found.writes
         return staged
 
     def _stage(self, part: DecodedPart, *, undo: bool) -> StagedPart:
@@ -260,9 +279,12 @@ class DeltaApplier:
             NotUpdatable: a tensor cannot be followed there. Nothing was changed.
             TracingError: the dry run of the engine's loader has changed the model.
         """
-        plan = self._places.follow(self.plan)
+        self.adopt(self._places.follow(self.plan))
+
+    def adopt(self, plan: Plan) -> None:
+        """Stage by another plan of the same model."""
         self._proof = GatheredProof(plan, self._ranks)
-        self._table = HostTable(plan)
+        self._table, self._streams = HostTable(plan), StreamTable(plan)
         self.plan = plan
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
@@ -409,7 +431,9 @@ class DeltaApplier:
 
     def _written(self, staged: Sequence[StagedPart]) -> frozenset[str]:
         """Return the live tensors on this rank that a sync writes to, by name."""
-        written = frozenset(write.live for part in staged for write in part.writes)
+        written = frozenset(
+            name for part in staged for write in part.writes for name in write.live_names
+        )
         return written | self.post_load.written(staged)
 
     def _after_write(self, live_names: frozenset[str]) -> None:

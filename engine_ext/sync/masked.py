@@ -28,6 +28,7 @@ from engine_ext.kernels import typed
 from engine_ext.model import StorageIndex, TracingError
 from engine_ext.placement import Placed, Plan, Status
 from engine_ext.startup import COPY_REPLACED, LoaderDryRun, LoadWeights
+from engine_ext.sync.applier import ExpandsParts
 from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.staged import StagedPart, Write
 
@@ -35,7 +36,7 @@ from engine_ext.sync.staged import StagedPart, Write
 _MASKABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class MaskedApplier(DeltaApplier):
+class MaskedApplier(ExpandsParts, DeltaApplier):
     """Writes through the model's own loader; stages, votes and undoes as `DeltaApplier` does.
 
     Args:

@@ -36,7 +36,7 @@ from engine_ext.format import (
 )
 from engine_ext.kernels import gather_scatter as host_gather_scatter
 from engine_ext.kernels import triton as device
-from engine_ext.kernels.triton import block_sums, compact, gather_scatter, self_test
+from engine_ext.kernels.triton import block_sums, compact, gap_expand, gather_scatter, self_test
 from engine_ext.placement import (
     DeviceBatch,
     DeviceElements,
@@ -343,6 +343,7 @@ def test_the_trial_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
         (compact, "write", "compare of"),
         (gather_scatter, "visit", "exchange of"),
         (block_sums, "dense", "digest"),
+        (gap_expand, "stage", "staging of"),
     ],
 )
 def test_the_trial_sees_what_is_wrong(
@@ -395,10 +396,9 @@ def test_applied_from_reserved_memory(reserved: int, monkeypatch: pytest.MonkeyP
     """Also if some or all of it is in pinned memory; and after the next sync nothing is held."""
     pinned: list[torch.Tensor] = []
 
-    def pin(bits: torch.Tensor) -> torch.Tensor:
-        pinned.append(bits)
-        copy = torch.empty(bits.shape, dtype=bits.dtype, pin_memory=DEVICE.type != "cpu")
-        return copy.copy_(bits)
+    def pin(size: int, dtype: torch.dtype) -> torch.Tensor:
+        pinned.append(torch.empty(size, dtype=dtype, pin_memory=DEVICE.type != "cpu"))
+        return pinned[-1]
 
     monkeypatch.setattr(device_memory, "_pinned", pin)
     base = base_checkpoint(FusedQkv)

@@ -7,6 +7,7 @@ before Triton is imported; it needs no accelerator. Where there is one, the same
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from engine_ext.kernels import triton
 from engine_ext.kernels.triton import (
     block_sums,
     compact,
+    gap_expand,
     gather_scatter,
     runs_kernels,
     self_test,
@@ -29,22 +31,30 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 PLACES = ["interpreter", *(["cuda"] if torch.cuda.is_available() else [])]
+SANITIZER = shutil.which("compute-sanitizer")
+if torch.cuda.is_available() and SANITIZER:
+    PLACES.append("sanitizer")
 BITS = ("*u8", "*i16", "*i32", "*i64")
 
 
+@pytest.mark.parametrize("cases", ["kernels_alone", "streams_alone"])
 @pytest.mark.parametrize("place", PLACES)
-def test_the_kernels_do_what_the_operators_do(place: str) -> None:
+def test_the_kernels_do_what_the_host_does(place: str, cases: str) -> None:
     interpreted = place == "interpreter"
     environment = {**os.environ, "TRITON_INTERPRET": "1" if interpreted else "0"}
     environment["DELTA_TEST_DEVICE"] = "cpu" if interpreted else "cuda:0"
     options = "-q", "-p", "no:cacheprovider", "-W", "ignore"
+    checked: list[str] = []
+    if place == "sanitizer":  # an access outside of a tensor must be one outside of any memory
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+        checked = [str(SANITIZER), "--error-exitcode", "9"]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/unit/kernels/kernels_alone.py"],
+        [*checked, sys.executable, "-m", "pytest", *options, f"tests/unit/kernels/{cases}.py"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=1200 if checked else 240,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -54,7 +64,12 @@ def test_the_kernels_do_what_the_operators_do(place: str) -> None:
 def variants() -> list[Any]:
     """Each kernel for one kind of tensors here, and for all kinds in the full run."""
     block = {"BLOCK": 1024}
-    quick: list[Any] = []
+    streams = dict.fromkeys(("programs", "items", "before", "rows", "dims"), "*i64")
+    streams["symbols"] = "*u8"
+    quick: list[Any] = [
+        (gap_expand.sum_symbols, {**streams, "sums": "*i64"}, block),
+        (gap_expand.count_elements, {**streams, "counts": "*i64"}, block),
+    ]
     rest: list[Any] = []
     for bits in BITS:
         for places in ("*i32", "*i64"):
@@ -63,9 +78,13 @@ def variants() -> list[Any]:
             wide = {"WIDE": places == "*i64", **block}
             pair = {"old": bits, "new": bits, "size": "i64"}
             found = {"ends": "*i64", "start": "i64", "places": places, "was": bits, "now": bits}
+            staged = {**streams, "starts": "*i64", "table": "*i64", "sums": "*i64"}
+            staged |= {"values": bits, "old": bits, "offsets": "i64", "new": "i64", "adds": "i32"}
+            width = {"WIDTH": 1 << BITS.index(bits)}
             cases = [
                 (gather_scatter.visit_elements, visited, wide),
                 (compact.write_differing, {**pair, **found}, block),
+                (gap_expand.stage_elements, staged, {**wide, **width}),
             ]
             (quick if (bits, places) == ("*i16", "*i32") else rest).extend(cases)
         counts = {"old": bits, "new": bits, "size": "i64", "counts": "*i32"}
