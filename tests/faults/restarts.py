@@ -115,7 +115,7 @@ class RestartHarness(Harness):
     # The sync during which the engine dies ---------------------------------------------------
 
     def begin(self, *, halts: bool = False) -> None:
-        """Start the sync in a thread; with `halts` all of its posts but one wait for `go_on`."""
+        """Start the sync in a thread; with `halts` all of its parts but one wait for `go_on`."""
         self.answers.clear()
         self._posted, self._halts = 0, halts
         self._go_on.clear()
@@ -144,7 +144,7 @@ class RestartHarness(Harness):
 
     def _asked(self, request: httpx.Request) -> None:
         with self._counting:  # parts are posted side by side
-            self._posted += request.method == "POST"
+            self._posted += request.url.path == "/update_weights_delta"
             waits = self._halts and self._posted >= 2
         if waits:
             assert self._go_on.wait(2 * DEATH_S)

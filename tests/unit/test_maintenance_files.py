@@ -95,6 +95,15 @@ def test_devcontainer_makes_the_environment() -> None:
     assert "/python:3.11" in container["image"]
 
 
+def test_code_owners_are_of_paths_that_exist() -> None:
+    lines = (ROOT / ".github" / "CODEOWNERS").read_text().splitlines()
+    rows = [line.split() for line in lines if not line.startswith("#")]
+    assert rows[0][0] == "*"  # the last row that matches counts
+    for path, *teams in rows:
+        assert teams and all(re.fullmatch(r"@[\w-]+/[\w-]+", team) for team in teams)
+        assert path == "*" or (ROOT / path.strip("/")).exists(), path
+
+
 def test_contributing_names_pages_that_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     assert "docs/contributing.md" in text

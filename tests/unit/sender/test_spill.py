@@ -194,6 +194,11 @@ def change(density, tensors):
         bits = tensor.view(torch.int16)
         bits[:: round(1 / density)] += 1
 
+small = {"w": torch.ones(1 << 18, dtype=torch.bfloat16)}
+with simulated_sender(small, 1e12, encoding="gap8_exp") as sender:
+    small["w"][::2] = 2
+    sender.sync(small.items())  # loops are compiled: memory of the process, not of a snapshot
+
 for encoding, density in (("gap8_exp", 0.5), ("gap8_ulp", 1.0)):
     ctypes.CDLL(None).malloc_trim(0)
     before = anonymous()
