@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -145,7 +145,7 @@ def _packed_values(
 
 
 def expand_part(
-    part: UnpackedPart, threads: int | None = None, without: Container[int] = ()
+    part: UnpackedPart, threads: int | None = None, without: Collection[int] = ()
 ) -> DecodedPart:
     """Make the indices and values of each param, with threads if there are many positions.
 
@@ -160,7 +160,8 @@ def expand_part(
         NotUpdatable: An index is out of range or not ascending.
     """
     manifest = part.manifest
-    encoding, params, streams = manifest.encoding, manifest.params, part.streams
+    encoding, streams = manifest.encoding, part.streams
+    params: Sequence[ParamEntry] = manifest.params
     numbers: Sequence[int] = range(len(params))
     if without:
         numbers = [number for number in numbers if number not in without]

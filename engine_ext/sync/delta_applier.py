@@ -47,7 +47,7 @@ from engine_ext.sync.new_states import GatheredProof
 from engine_ext.sync.post_load import PostLoad
 from engine_ext.sync.staged import CHANGED, StagedParam, StagedPart, UndoLog
 from engine_ext.sync.stager import stage_part
-from engine_ext.sync.stream_table import StreamTable
+from engine_ext.sync.stream_table import NO_STREAMS, StagedStreams, StreamTable
 from engine_ext.sync.thread_pool import ThreadPool
 from engine_ext.sync.tied import check_tied
 from engine_ext.sync.writes import are_unchanged, put_all, restore, undo_all
@@ -138,11 +138,14 @@ class DeltaApplier:
         """The digest of all covered elements that this rank counts."""
         return Digest.total(self.digests.values())
 
-    def stage(self, part: DecodedPart) -> StagedPart:
+    def stage(self, part: DecodedPart, streams: StagedStreams = NO_STREAMS) -> StagedPart:
         """Check every param of a part and prepare its writes. The model is only read.
 
         Params that the engine is proven to ignore are skipped; `check_sync` compares those that are
         tied to a tensor of the checkpoint.
+
+        Args:
+            streams: the params that are staged already, and are not in `part`.
 
         Raises:
             NotUpdatable: names the tensor.
@@ -158,6 +161,8 @@ class DeltaApplier:
         staged = self._stage(part, undo=undo)
         for param in staged.params:
             param.tied = not self.plan.writes(param.name)
+        staged.params += streams.params
+        staged.together += streams.writes
         for delta in ignored:
             staged.skipped[delta.name] = staged.skipped.get(delta.name, 0) + delta.nnz
         staged.compared = self._compared(ignored, part)
@@ -169,10 +174,7 @@ class DeltaApplier:
         Args and errors: see `engine_ext.sync.applier.Applier` and `stage`.
         """
         found = self._streams.stage(part, self._memory)
-        staged = self.stage(expand_part(part, threads, found.numbers))
-        staged.params += found.params
-        staged.together += found.writes
-        return staged
+        return self.stage(expand_part(part, threads, found.numbers), found)
 
     def _stage(self, part: DecodedPart, *, undo: bool) -> StagedPart:
         return stage_part(part, self.plan, self._table, self.threads, self._memory, undo=undo)

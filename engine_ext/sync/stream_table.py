@@ -95,7 +95,7 @@ class StagedStreams(NamedTuple):
     writes: list[Write]
 
 
-_NOTHING: Final = StagedStreams(frozenset(), [], [])
+NO_STREAMS: Final = StagedStreams(frozenset(), [], [])
 
 
 class StreamTable:
@@ -155,7 +155,7 @@ class StreamTable:
             number: StagedParam(entries[number].name, entries[number].nnz, False)
             for number in numbers
         }
-        writes = []
+        writes = list[Write]()
         streams: dict[torch.device, StagingStream] = {}
         try:
             for kind, pieces in self._batches(part, numbers):
@@ -163,7 +163,7 @@ class StreamTable:
                 with stream.current():
                     batch = _Batch(part, kind, pieces, stream).locate(self._boxes[kind.device])
                     if batch is None:
-                        return _NOTHING
+                        return NO_STREAMS
                     writes += self._deliver(batch, params, memory)
         finally:
             for stream in streams.values():

@@ -217,7 +217,10 @@ def commit_and_back(
 class Experts(ToyModel):
     """Small tensors that are rows of one, next to one that is turned."""
 
-    shapes: ClassVar = {f"expert{number}": (3, 4) for number in range(8)} | {"turned": (5, 6)}
+    shapes: ClassVar[dict[str, tuple[int, ...]]] = {
+        **{f"expert{n}": (3, 4) for n in range(8)},
+        "turned": (5, 6),
+    }
 
     def build(self) -> None:
         self.stacked = torch.nn.Parameter(torch.zeros(8, 3, 4).bfloat16(), False)
