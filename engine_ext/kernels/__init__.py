@@ -9,11 +9,14 @@ Imports: `engine_ext.dtypes`, `engine_ext.errors`. numba and Triton are optional
 from engine_ext.kernels.gather_scatter import (
     AHEAD,
     Bits,
+    ElementTable,
     Offsets,
     bits_of,
     host_bits,
+    table_of,
     typed,
     warm_up,
+    warm_up_tables,
 )
 from engine_ext.kernels.jit import array, compile_loop, made_once, made_with_numba
 from engine_ext.kernels.simd import (
@@ -31,6 +34,7 @@ __all__ = [
     "AHEAD",
     "LINE",
     "Bits",
+    "ElementTable",
     "Offsets",
     "array",
     "bits_of",
@@ -44,7 +48,9 @@ __all__ = [
     "prefetch",
     "register_intrinsics",
     "same_device",
+    "table_of",
     "trailing_zeros",
     "typed",
     "warm_up",
+    "warm_up_tables",
 ]

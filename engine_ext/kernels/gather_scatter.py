@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine_ext.dtypes import torch_bits_dtype
-from engine_ext.kernels.jit import array, compile_loop, made_with_numba
+from engine_ext.kernels.jit import array, compile_loop, made_once, made_with_numba
 from engine_ext.kernels.simd import memory_at, prefetch, register_intrinsics
 
 Bits = NDArray[Any]  # unsigned integers [n]
@@ -174,13 +174,98 @@ def _scatter_many(addresses: Any, sizes: Any, offsets: Any, bits: Any) -> None:
 @made_with_numba
 def _loop_of_many(types: Any, width: int, index: int) -> Callable[[Any, Any, Any, Any], None]:
     """Compile the loop for elements and offsets of so many bytes; None without numba."""
-    from numba.extending import register_jitable
-
-    register_intrinsics()
-    register_jitable(_scatter)
+    _register_loops()
     bits, offsets = array(types, f"uint{8 * width}"), array(types, f"int{8 * index}")
     sizes = types.Array(types.int64, 2, "C")
     return compile_loop(_scatter_many, types.void(array(types, "uint64"), sizes, offsets, bits))
+
+
+# Columns of a table of elements: addresses of live memory, offsets, new and old bits; sizes.
+_LIVE, _EXTENT, _OFFSETS, _NEW, _OLD, _COUNT = range(6)
+_WRITE, _SWAP_CHECKED, _COMPARE = range(3)
+
+
+class ElementTable:
+    """Elements of several tensors in host memory, visited in one compiled call.
+
+    A call for each tensor takes longer than the elements of a small one. The table has addresses;
+    its owner keeps the arrays. See `table_of`.
+    """
+
+    __slots__ = ("_kinds", "_loop", "_rows")
+
+    def __init__(self, rows: NDArray[np.int64], loop: Any, offset: Any, bits: Any) -> None:
+        self._rows, self._loop, self._kinds = rows, loop, (offset, bits)
+
+    def write(self) -> None:
+        """Overwrite all elements by their new bits."""
+        self._loop(self._rows, *self._kinds, _WRITE, 1)
+
+    def swap_checked(self) -> bool:
+        """Do as the function of that name does for each tensor; return whether all had `old`."""
+        return not self._loop(self._rows, *self._kinds, _SWAP_CHECKED, 1)
+
+    def holds_old(self, step: int = 1) -> bool:
+        """Return whether the elements have the bits `old`; `step` as of `holds`."""
+        return not self._loop(self._rows, *self._kinds, _COMPARE, step)
+
+
+def table_of(elements: Sequence[tuple[Bits, Offsets, Bits, Bits]]) -> ElementTable | None:
+    """Return a table of some tensors' elements; None without numba, or if any is not aligned.
+
+    Args:
+        elements: of one or more tensors `live`, `offsets`, new and old bits, as of `swap_checked`,
+            each contiguous. All have one dtype, and the offsets another one.
+    """
+    live, offsets, *_ = elements[0]
+    loop = _loop_of_table(live.itemsize, offsets.itemsize)
+    if loop is None or not all(one.flags.aligned for found in elements for one in found):
+        return None
+    rows = np.empty((len(elements), 6), np.int64)
+    columns = zip(*elements, strict=True)
+    for column, arrays in zip((_LIVE, _OFFSETS, _NEW, _OLD), columns, strict=True):
+        rows[:, column] = [one.__array_interface__["data"][0] for one in arrays]
+    rows[:, _EXTENT] = [found[0].size for found in elements]
+    rows[:, _COUNT] = [found[1].size for found in elements]
+    return ElementTable(rows, loop, np.empty(0, offsets.dtype), np.empty(0, live.dtype))
+
+
+def _visit_table(rows: Any, offset: Any, bits: Any, mode: Any, step: Any) -> Any:
+    found = False
+    for k in range(rows.shape[0]):
+        count = rows[k, _COUNT]
+        live = memory_at(np.uint64(rows[k, _LIVE]), rows[k, _EXTENT], bits)
+        where = memory_at(np.uint64(rows[k, _OFFSETS]), count, offset)
+        old = memory_at(np.uint64(rows[k, _OLD]), count, bits)
+        if mode == _COMPARE:
+            if _differs(live, where, old, step) != 0:
+                found = True
+            continue
+        new = memory_at(np.uint64(rows[k, _NEW]), count, bits)
+        if mode == _WRITE:
+            _scatter(live, where, new)
+        elif _swap_checked(live, where, new, old):
+            found = True
+    return found
+
+
+@made_once
+def _register_loops() -> None:
+    """Register the loops that others call with numba; ImportError if it is not installed."""
+    from numba.extending import register_jitable
+
+    register_intrinsics()
+    for function in (_scatter, _swap_checked, _differs):
+        register_jitable(function)
+
+
+@made_with_numba
+def _loop_of_table(types: Any, width: int, index: int) -> Callable[..., bool]:
+    """Compile the loop for elements and offsets of so many bytes; None without numba."""
+    _register_loops()
+    rows, word = types.Array(types.int64, 2, "C"), types.int64
+    kinds = array(types, f"int{8 * index}"), array(types, f"uint{8 * width}")
+    return compile_loop(_visit_table, types.boolean(rows, *kinds, word, word))
 
 
 def swap(live: Bits, offsets: Offsets, bits: Bits) -> Bits:
@@ -286,6 +371,11 @@ def exchange(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> t
     old = flat.index_select(0, offsets)
     scatter(flat, offsets, bits)
     return kept.copy_(old)
+
+
+def warm_up_tables(width: int, index: int) -> None:
+    """Compile the loop of `table_of` for elements and offsets of so many bytes now."""
+    _loop_of_table(width, index)
 
 
 def warm_up() -> None:

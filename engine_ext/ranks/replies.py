@@ -118,6 +118,7 @@ class Written(Reply, frozen=True, kw_only=True):
     """The result of a commit or a rollback."""
 
     version: int  # of the live weights now
+    vote_ms: float = 0.0  # milliseconds that this rank spent checking, and voting before the write
     commit_ms: float  # milliseconds that this rank spent writing and voting
     digest: str  # of the elements that this rank counts, in hex
     run: str | None  # the version's run; None: loaded with the engine

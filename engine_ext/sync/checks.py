@@ -24,6 +24,7 @@ from engine_ext.placement import (
     TensorSpec,
 )
 from engine_ext.sync.staged import StagedParam, StagedPart
+from engine_ext.sync.totals import totals
 
 
 def check_param(
@@ -76,6 +77,8 @@ def check_no_overlap(staged: Sequence[StagedPart]) -> None:
 
     A part that declares the whole new bytes of a tensor must send all of its changes.
     """
+    if totals(staged).is_apart:
+        return
     by_name: dict[str, list[StagedParam]] = defaultdict(list)
     alone = set()
     for part in staged:
@@ -121,7 +124,7 @@ def check_covers(staged: Sequence[StagedPart], held: AbstractSet[str]) -> None:
 
 def check_undo_log(staged: Sequence[StagedPart], limit: int) -> None:
     """Check that the old values of a sync fit into `limit` bytes of host memory."""
-    needed = sum(write.undo_bytes for part in staged for write in part.writes)
+    needed = totals(staged).undo_bytes
     if needed > limit:
         raise NotUpdatable(
             f"the undo log of this sync takes {needed} bytes, --delta-undo-bytes allows {limit}; "

@@ -15,29 +15,12 @@ from typing import Any
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.format import Digest
 from engine_ext.sync.staged import StagedPart
+from engine_ext.sync.totals import totals
 
 
 def rank_summary(staged: Sequence[StagedPart], digest: Digest) -> dict[str, Any]:
     """Return this rank's share of a sync for the others, as JSON; `digest` is that before it."""
-    replicas: dict[tuple[int, ...], Digest] = {}
-    counted, added, changes = 0, list[Digest](), list[str]()
-    for part in staged:
-        replaced: list[Digest] = []
-        for param in part.params:
-            counted += param.counted
-            if param.replaced is not Digest.ZERO:
-                replaced.append(param.replaced)
-            for ranks, change in param.replicas.items():
-                replicas[ranks] = replicas.get(ranks, Digest.ZERO) + change
-        added.append(Digest.total(param.change for param in part.params))
-        changes.append((added[-1] - Digest.total(replaced)).hex())
-    return {
-        "counted": counted,
-        "changes": changes,
-        "added": Digest.total(added).hex(),
-        "replicas": [[list(ranks), change.hex()] for ranks, change in replicas.items()],
-        "digest": digest.hex(),
-    }
+    return {**totals(staged).summary(), "digest": digest.hex()}
 
 
 def agree(staged: Sequence[StagedPart], summaries: Sequence[dict[str, Any]]) -> None:
@@ -48,7 +31,7 @@ def agree(staged: Sequence[StagedPart], summaries: Sequence[dict[str, Any]]) -> 
         NotUpdatable: an element is on no rank.
     """
     counted = sum(answer["counted"] for answer in summaries)
-    nnz = sum(part.nnz for part in staged)
+    nnz = totals(staged).nnz
     if counted != nnz:
         raise NotUpdatable(f"{nnz - counted} of {nnz} elements are on no rank")
     full = all(part.manifest.full for part in staged)

@@ -50,6 +50,7 @@ from engine_ext.sync.stager import stage_part
 from engine_ext.sync.stream_table import NO_STREAMS, StagedStreams, StreamTable
 from engine_ext.sync.thread_pool import ThreadPool
 from engine_ext.sync.tied import check_tied
+from engine_ext.sync.totals import Advance, part_totals, totals
 from engine_ext.sync.writes import are_unchanged, put_all, restore, undo_all
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,16 @@ class DeltaApplier:
     @property
     def digest(self) -> Digest:
         """The digest of all covered elements that this rank counts."""
-        return Digest.total(self.digests.values())
+        return self._digest
+
+    @property
+    def digests(self) -> dict[str, Digest]:
+        """The digest of the elements that this rank counts, by checkpoint tensor."""
+        return self._digests
+
+    @digests.setter
+    def digests(self, digests: dict[str, Digest]) -> None:
+        self._digests, self._digest = digests, Digest.total(digests.values())
 
     def stage(self, part: DecodedPart, streams: StagedStreams = NO_STREAMS) -> StagedPart:
         """Check every param of a part and prepare its writes. The model is only read.
@@ -166,6 +176,9 @@ class DeltaApplier:
         for delta in ignored:
             staged.skipped[delta.name] = staged.skipped.get(delta.name, 0) + delta.nnz
         staged.compared = self._compared(ignored, part)
+        # Here, in a thread: the commit has no time to look at each param.
+        own = part_totals(staged)
+        own.advance = Advance(self.digests, own.by_name, full=part.manifest.full)
         return staged
 
     def stage_unpacked(self, part: UnpackedPart, threads: int | None = None) -> StagedPart:
@@ -203,12 +216,16 @@ class DeltaApplier:
                 written.
         """
         self.check_in_place()
-        checks.check_no_overlap(staged)
-        check_tied(staged, self.plan.tied, self.plan.dropped)
-        if full:
-            checks.check_covers(staged, self.plan.held)
-        else:
-            checks.check_undo_log(staged, self._undo_bytes)
+        whole = totals(staged)
+        if not whole.is_checked:
+            checks.check_no_overlap(staged)
+            check_tied(staged, self.plan.tied, self.plan.dropped)
+            if full:
+                checks.check_covers(staged, self.plan.held)
+            else:
+                checks.check_undo_log(staged, self._undo_bytes)
+            whole.is_checked = True
+        self._advanced(staged)
 
     def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
         """Prove the next tensors, or rebuild the next modules; return whether nothing is left.
@@ -299,9 +316,8 @@ class DeltaApplier:
             BaseMismatch: one of them is not. Nothing was written.
         """
         self._synchronize()
-        writes = [w for part in staged for w in part.writes]
         sampled = self.compares_while_writing(staged)
-        if not are_unchanged(writes, self.threads, sampled=sampled):
+        if not are_unchanged(totals(staged).writes, self.threads, sampled=sampled):
             raise BaseMismatch(CHANGED)
 
     def rank_summary(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
@@ -329,7 +345,8 @@ class DeltaApplier:
             for elements, old in log.writes
             if isinstance(elements, WholeBox)
         }
-        for write in (write for part in staged for write in part.writes):
+        writes = (write for part in totals(staged).writes for write in part.all)
+        for write in writes if memory else ():
             if isinstance(write.elements, WholeBox):
                 write.memory = memory.pop(id(write.elements.segment), None)
         self.put(staged, compares=self.compares_while_writing(staged))
@@ -344,7 +361,7 @@ class DeltaApplier:
         Raises:
             BaseMismatch: one of them was not in memory. Some elements were written.
         """
-        put_all([w for part in staged for w in part.writes], self.threads, compares=compares)
+        put_all(totals(staged).writes, self.threads, compares=compares)
 
     def compares_while_writing(self, staged: Sequence[StagedPart]) -> bool:
         """Return whether `put` compares the old values, and not `check_base`.
@@ -365,41 +382,49 @@ class DeltaApplier:
             RuntimeError: the old values were not kept.
             Exception: a derived tensor could not be recomputed.
         """
-        writes = [write for part in staged for write in part.writes]
-        if not all(write.keep for write in writes):
+        whole = totals(staged)
+        if not whole.keeps:
             raise RuntimeError("the old values were not kept: they do not fit the undo log")
-        undo_all(writes, self.threads)
+        undo_all(whole.writes, self.threads)
         self._after_write(self._written(staged))
 
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
         """Advance the digests after a write; see `Applier.finish`."""
-        changes: dict[str, Digest] = {}
-        digests = self.digests
-        for part in staged:
-            full = part.manifest.full
-            for param in part.params:
-                name, change = param.name, param.change
-                if full:
-                    self.copies.pop(name, None)
-                elif name in self.copies:
-                    others = [
-                        c for ranks, c in param.replicas.items() if ranks[0] != self.plan.rank
-                    ]
-                    self.copies[name] += Digest.total(others)
-                held = digests.get(name)
-                if held is None:  # another rank counts it
-                    continue
-                if full:  # then it is the digest of the new values
-                    change -= held
-                digests[name] = held + change
-                before = changes.get(name)
-                changes[name] = change if before is None else before + change
+        whole, advance = totals(staged), self._advanced(staged)
+        digests = self.digests.copy()  # another one: it is the start of what comes next
+        digests.update(advance.after)
+        self._digests, self._digest = digests, self._digest + advance.total
+        self._advance_copies(staged)
         known = self.post_load.committed(staged)
-        writes = [write for part in staged for write in part.writes]
-        if not all(write.keep for write in writes):
+        if not whole.keeps:
             return None
-        old = [(write.elements, write.old) for write in writes]
-        return UndoLog(old, changes, self._written(staged), known)
+        old = [pair for part in whole.writes for pair in part.undo_pairs()]
+        return UndoLog(old, advance.changes, self._written(staged), known, whole.undo_bytes)
+
+    def _advanced(self, staged: Sequence[StagedPart]) -> Advance:
+        """Return what the digests become; found before the commit, it is kept till then."""
+        whole, start = totals(staged), self.digests
+        if whole.advance is None or whole.advance.start is not start:
+            full = any(part.manifest.full for part in staged)
+            found = [part.advance for part in whole.parts]
+            parts = [one for one in found if one is not None and one.start is start]
+            if whole.is_apart and len(parts) == len(staged):
+                whole.advance = Advance.joined(start, parts)
+            else:
+                whole.advance = Advance(start, whole.by_name, full=full)
+        return whole.advance
+
+    def _advance_copies(self, staged: Sequence[StagedPart]) -> None:
+        if not self.copies:
+            return
+        whole, full = totals(staged), any(part.manifest.full for part in staged)
+        for name in [n for n in self.copies if any(n in part.by_name for part in whole.parts)]:
+            if full:
+                del self.copies[name]
+                continue
+            replicated = whole.replicated(name)
+            others = (c for ranks, c in replicated.items() if ranks[0] != self.plan.rank)
+            self.copies[name] += Digest.total(others)
 
     def roll_back(self, log: UndoLog) -> None:
         """Restore the weights, derived tensors and digests from before a committed sync.
@@ -409,8 +434,8 @@ class DeltaApplier:
         """
         restore(log.writes, self.threads)
         self._after_write(log.live_names)
-        for name, change in log.changes.items():
-            self.digests[name] -= change
+        digests = {name: self.digests[name] - change for name, change in log.changes.items()}
+        self.digests = {**self.digests, **digests}
         self.copies.clear()
         self.post_load.restored(log.rebuilt)
 
@@ -433,10 +458,7 @@ class DeltaApplier:
 
     def _written(self, staged: Sequence[StagedPart]) -> frozenset[str]:
         """Return the live tensors on this rank that a sync writes to, by name."""
-        written = frozenset(
-            name for part in staged for write in part.writes for name in write.live_names
-        )
-        return written | self.post_load.written(staged)
+        return totals(staged).live_names | self.post_load.written(staged)
 
     def _after_write(self, live_names: frozenset[str]) -> None:
         """Wait for the writes, and recompute what depends on these live tensors."""

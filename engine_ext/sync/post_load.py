@@ -32,6 +32,7 @@ from engine_ext.ranks import RankGroup
 from engine_ext.startup import LockstepRunner, Rebuild, RebuildError, Recomputed, module_place
 from engine_ext.sync.device_table import keep_on_device
 from engine_ext.sync.staged import StagedModule, StagedModules, StagedPart, Write
+from engine_ext.sync.totals import part_totals
 from engine_ext.sync.writes import read_old
 
 logger = logging.getLogger(__name__)
@@ -136,9 +137,13 @@ class PostLoad:
         """Return the modules that must still be rebuilt for a sync, the same on every rank."""
         if not (staged and self._order):
             return []
-        sent = {param.name for part in staged for param in part.params}
+        sent = [part_totals(part).by_name.keys() for part in staged]
         done = staged[0].rebuilt.modules if _is_of(staged) else {}
-        return [p for p, (_, names) in self._order.items() if p not in done and names & sent]
+        return [
+            path
+            for path, (_, names) in self._order.items()
+            if path not in done and not all(own.isdisjoint(names) for own in sent)
+        ]
 
     def rebuild_some(self, staged: Sequence[StagedPart]) -> None:
         """Rebuild the next batch of modules; the writes are added to the first part.

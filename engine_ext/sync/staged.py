@@ -223,6 +223,8 @@ class StagedPart:
         unproven: the changes, by tensor, whose ``new_checksum`` this rank cannot verify alone.
         gathering: those of them that no rank can, while they are verified; None before.
         proven: whether all new checksums of the part are verified; the same on every rank.
+        own, totals: sums of the part, and of the whole sync if it is its first part;
+            `engine_ext.sync.totals` makes and reads them.
     """
 
     manifest: Manifest
@@ -234,6 +236,8 @@ class StagedPart:
     unproven: dict[str, ParamDelta] = field(default_factory=dict)
     gathering: deque[Any] | None = None
     proven: bool = False
+    own: Any = None
+    totals: Any = None
 
     @property
     def nnz(self) -> int:
@@ -256,14 +260,15 @@ class UndoLog:
         changes: how much the sync changed the digest of each checkpoint tensor.
         live_names: the live tensors that it wrote to.
         rebuilt: what rebuilding its modules gave before it; see `PostLoad.committed`.
+        nbytes: host memory that the log takes; added up if it is not given.
     """
 
     writes: list[tuple[LiveElements, Any]]
     changes: dict[str, Digest]
     live_names: frozenset[str] = frozenset()
     rebuilt: Mapping[str, Mapping[str, str] | None] = field(default_factory=dict)
+    nbytes: int = -1
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory that the log takes."""
-        return sum(int(old.nbytes) + elements.nbytes for elements, old in self.writes)
+    def __post_init__(self) -> None:
+        if self.nbytes < 0:
+            self.nbytes = sum(int(old.nbytes) + one.nbytes for one, old in self.writes)

@@ -18,8 +18,10 @@ from engine_ext.ranks import RankGroup, run_on_all_or_none
 from engine_ext.ranks import operations as ops
 from engine_ext.sync.applier import Applier
 from engine_ext.sync.background_staging import BackgroundStaging
+from engine_ext.sync.disposer import Disposer
 from engine_ext.sync.staged import StagedPart, UndoLog
 from engine_ext.sync.sync_state import Sync, SyncState
+from engine_ext.sync.totals import totals
 from engine_ext.sync.transaction import Transaction
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class SyncOperations:
         self._last_sync: ops.CommittedSync | None = None
         self._syncs = 0  # that have begun
         self._search_due = False
+        self._disposer = Disposer()
 
     def adopt(self, applier: Applier) -> None:
         """Write with this applier from now on."""
@@ -206,11 +209,14 @@ class SyncOperations:
             self._sync_state.check_not_held(request.group)
             return self._ready(request.version, request.sync_id)
 
+        begun = time.perf_counter()
         staged = self._agree(prepare)
+        vote_ms = _ms_since(begun)
         sync = self._sync_state.sync
         assert sync is not None
         base, apply = self._sync_state.version, self._applier.name
         base_run = self._sync_state.run
+        loads = self._applier.plan is None  # the first weights, from what is staged
         start = time.perf_counter()
         try:
             given_up: list[UndoLog] = []
@@ -218,17 +224,14 @@ class SyncOperations:
                 # No more going back to the version before, also if the write is undone.
                 given_up, self._undo = self._undo, []
             log = self._transaction.write(staged, given_up)
-            del given_up
             commit_ms = _ms_since(start)
-            self._keep_undo(sync, base, log)
-            skipped = Counter[str]()
+            spent = [*given_up, *self._keep_undo(sync, base, log)]
+            skipped, whole = Counter[str](), totals(staged)
             for part in staged:
                 skipped.update(part.skipped)
-            elements = {e.name: e.numel for part in staged for e in part.manifest.params}
-            elements = {n: numel for n, numel in elements.items() if n not in skipped}
-            proven = any(part.manifest.digest_after is not None for part in staged)
+            tensors, elements = whole.sent(skipped)
             digest = self._applier.digest.hex()  # whatever can fail comes before the version moves
-            self._sync_state.commit(_names(staged), proven=proven)
+            self._sync_state.commit(whole.names, proven=whole.proven)
             committed = ops.CommittedSync(
                 version=sync.version,
                 base_version=base,
@@ -238,9 +241,10 @@ class SyncOperations:
                 full=sync.full,
                 apply=apply,
                 parts=len(staged),
-                nnz=sum(part.nnz for part in staged),
-                tensors=len(elements),
-                elements=sum(elements.values()),
+                nnz=whole.nnz,
+                tensors=tensors,
+                elements=elements,
+                vote_ms=vote_ms,
                 commit_ms=commit_ms,
                 skipped=dict(skipped),
                 rollback=bool(self._undo),
@@ -253,6 +257,8 @@ class SyncOperations:
             self._fail(error)
         self._staging.clear()
         self._last_sync = committed
+        if not loads:
+            self._disposer.dispose(staged, spent)
         return committed
 
     def rollback(self, request: ops.RollBack) -> ops.RolledBack:
@@ -272,7 +278,9 @@ class SyncOperations:
             self._applier.check_in_place()
             return []
 
+        begun = time.perf_counter()
         self._agree(prepare)
+        vote_ms = _ms_since(begun)
         start = time.perf_counter()
         undo, self._undo = self._undo, []
         self._drop_staged()
@@ -283,6 +291,7 @@ class SyncOperations:
             return ops.RolledBack(
                 version=self._sync_state.version,
                 rolled_back=rolled_back,
+                vote_ms=vote_ms,
                 commit_ms=_ms_since(start),
                 digest=self._applier.digest.hex(),
                 run=self._sync_state.run,
@@ -379,12 +388,15 @@ class SyncOperations:
         # The engine might have gone to sleep since the parts were admitted.
         self._sync_state.check_writable(full=sync.full)
         staged = self._staging.results(sync.slots)
-        self._sync_state.check_apart(_names(staged))
+        self._sync_state.check_apart(totals(staged).names)
         self._applier.check_sync(staged, full=sync.full)
         return staged
 
-    def _keep_undo(self, sync: Sync, base: int, log: UndoLog | None) -> None:
-        """Keep the old values of a sync that was just written, if they can be restored later."""
+    def _keep_undo(self, sync: Sync, base: int, log: UndoLog | None) -> list[UndoLog]:
+        """Keep the old values of a sync that was just written, if they can be restored later.
+
+        Return the logs that are of no use any more.
+        """
         if (
             self._sync_state.engine_state != "certain"
             or self._sync_state.changed_externally is not None
@@ -393,11 +405,11 @@ class SyncOperations:
         continued = _continued(sync, base)
         earlier = self._undo if continued else []
         kept = [*earlier, log] if log is not None and (earlier or not continued) else []
-        self._undo = kept if sum(one.nbytes for one in kept) <= self._undo_bytes else []
-
-
-def _names(staged: Sequence[StagedPart]) -> set[str]:
-    return {entry.name for part in staged for entry in part.manifest.params}
+        before, self._undo = self._undo, kept
+        if sum(one.nbytes for one in kept) > self._undo_bytes:
+            self._undo = []
+        logs = before if log is None else [*before, log]
+        return [one for one in logs if not any(one is other for other in self._undo)]
 
 
 def _continued(sync: Sync, base: int) -> bool:

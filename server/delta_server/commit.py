@@ -149,7 +149,7 @@ class EngineCommitter:
         options: Options,
         engine: Engine | None = None,
         origin: Origin | None = None,
-    ) -> tuple[_WrittenT, float]:
+    ) -> tuple[_WrittenT, dict[str, float]]:
         """Carry out one operation while generation is paused.
 
         Args:
@@ -157,7 +157,8 @@ class EngineCommitter:
             origin: who has brought the parts that are committed.
 
         Returns:
-            The first rank's reply with the facts of all ranks, and milliseconds paused.
+            The first rank's reply with the facts of all ranks, and the timings of the pause, see
+            `pauses.PausePhases.ended`.
 
         Raises:
             AuditUnavailable: the change could not be recorded, so no rank was asked to write.
@@ -169,18 +170,13 @@ class EngineCommitter:
         is_model = engine is None or engine is self._engine
         async with self._lease(pauses=True) as lease:
             audited = await self._begin_record(request, engine or self._engine, origin, lease)
-            start = time.perf_counter()
+            phases = pauses.PausePhases()
             try:
-                flushes = options.flush_cache is True
-                if not lease.was_paused:
-                    await self._engine.pause(options.pause_mode, flush_cache=flushes)
-                elif flushes:
-                    await self._engine.flush_cache()
-                if options.flush_cache == "salt":
-                    await self._engine.salt_cache()
+                await self._stop(lease, options, phases)
                 if is_model:
                     self.served.begin_write()
                 written = await self._write(request, engine or self._engine)
+                phases.end("call", vote=written.vote_ms, commit=written.commit_ms)
             except CommitFailed:
                 # The engine stays paused: neither this process nor the other HTTP processes
                 # must generate from mixed weights.
@@ -205,11 +201,23 @@ class EngineCommitter:
                 with contextlib.suppress(Exception):  # the next lease sees it
                     self.served.see((await rank_states(self._engine))[0].version)
             try:
-                await self._publish(written, lease, engine or self._engine, audited)
+                await self._publish(written, lease, engine or self._engine, audited, phases)
             except CommittedNotResumed:
                 self._publish_later(engine or self._engine)
                 raise
-            return written, (time.perf_counter() - start) * 1e3
+            return written, phases.ended()
+
+    async def _stop(self, lease: _HeldLease, options: Options, phases: pauses.PausePhases) -> None:
+        """Stop generation, unless the caller has, and drop cached results of the weights."""
+        flushes = options.flush_cache is True
+        if not lease.was_paused:
+            dropping = await self._engine.pause(options.pause_mode, flush_cache=flushes)
+            phases.end("stop", caches=dropping)
+        elif flushes:
+            await self._engine.flush_cache()
+        if options.flush_cache == "salt":
+            await self._engine.salt_cache()
+        phases.end("caches")
 
     async def halt(self, options: Options) -> None:
         """Pause generation for good, because a rank's weights have become uncertain."""
@@ -442,7 +450,12 @@ class EngineCommitter:
             raise
 
     async def _publish(
-        self, written: Written, lease: _HeldLease, engine: Engine, audited: Audited | None
+        self,
+        written: Written,
+        lease: _HeldLease,
+        engine: Engine,
+        audited: Audited | None,
+        phases: pauses.PausePhases,
     ) -> None:
         """Record and publish the version, then resume; raise what failed, see `run`.
 
@@ -455,12 +468,15 @@ class EngineCommitter:
                 await audited.done(written)
             except Exception as error:
                 failures.append(error)
+            phases.end("audit")
         try:
             await engine.set_weight_version(version)
+            phases.end("version")
             if lease.resume_owed:
                 if engine is not self._engine:
                     await self._publish_owed(lease)
                 await self._resume(lease)
+                phases.end("resume")
         except Exception as error:
             failures.append(error)
         if failures:

@@ -282,8 +282,8 @@ class Coordinator:
         record = RequestRecord(adapter=self.adapter)
         async with self.reporter.follow(record):
             record.phase = "rollback"
-            restored, pause_ms = await self._committer.run(RollBack(), options, self._engine)
-            record.timings |= {"pause_ms": pause_ms, "commit_ms": restored.commit_ms}
+            restored, timings = await self._committer.run(RollBack(), options, self._engine)
+            record.timings |= timings
             versions = {"version": restored.version, "base_version": restored.rolled_back}
             record.set_result("rolled_back", {**versions, "run": restored.run})
             return {
@@ -327,7 +327,7 @@ class Coordinator:
         request = CommitSync(version=part.version, sync_id=part.sync_id, group=group)
         committed: CommittedSync
         try:
-            committed, record.timings["pause_ms"] = await self._committer.run(
+            committed, timings = await self._committer.run(
                 request, options, self._engine, record.origin
             )
         except CommitFailed:
@@ -337,6 +337,6 @@ class Coordinator:
             with contextlib.suppress(Exception):
                 await self._staging.drop(part, group)
             raise
-        record.timings["commit_ms"] = committed.commit_ms
+        record.timings |= timings
         self.reporter.report_run(committed, self.adapter)
         return record.answer("committed", msgspec.structs.asdict(committed))

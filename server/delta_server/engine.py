@@ -47,7 +47,11 @@ class Engine(Protocol):
 
     async def is_paused(self) -> bool: ...
 
-    async def pause(self, mode: str, *, flush_cache: bool) -> None: ...
+    async def pause(self, mode: str, *, flush_cache: bool) -> float:
+        """Stop generation; with `flush_cache`, then drop what was cached.
+
+        Return the milliseconds that dropping took.
+        """
 
     async def flush_cache(self) -> None: ...
 

@@ -160,7 +160,8 @@ def count(sync: SyncRecord, error: Exception | None) -> None:
     _SYNCS.labels(sync.outcome, sync.error or "").inc()
     _BYTES.inc(sync.bytes)
     for phase, milliseconds in sync.timings_ms.items():
-        _PHASES.labels(phase.removesuffix("_ms")).observe(milliseconds / 1e3)
+        if (name := phase.removesuffix("_ms")) in _PHASE_NAMES:  # not the parts of the pause
+            _PHASES.labels(name).observe(milliseconds / 1e3)
     if sync.outcome == "committed":
         _ELEMENTS.inc(sync.nnz or 0)
         _REBUILT.inc(sync.rebuilt or 0)

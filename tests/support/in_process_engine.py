@@ -301,9 +301,10 @@ class Engine:
     async def is_paused(self) -> bool:
         return self.paused
 
-    async def pause(self, mode: str, *, flush_cache: bool) -> None:
+    async def pause(self, mode: str, *, flush_cache: bool) -> float:
         self.paused = True
         self._record("pause", mode, flush_cache)
+        return 0.0
 
     async def flush_cache(self) -> None:
         self._record("flush_cache")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import httpx
 import msgspec
@@ -22,7 +20,7 @@ from delta_server.sources.push import SinglePart
 from engine_ext.conformance.toy_models import Checkpoint
 from engine_ext.errors import DeltaError, as_delta_error
 from engine_ext.ranks.operations import Operation, ReplyT
-from engine_ext.sync.staged import StagedPart, UndoLog, Write
+from engine_ext.sync.staged import StagedPart, UndoLog
 from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, app_of
 from tests.support.in_process_engine import Engine
 from tests.support.quantised_engine import Serving, loaded, served
@@ -70,8 +68,9 @@ class FaultyApplier:
             self._applier.write(staged, given_up)
             return
         own = [one for part in staged for one in part.writes]
-        with _failing(own[self.writes :]):
-            self._applier.write(staged, given_up)
+        compares = self._applier.compares_while_writing(staged)
+        for one in own[: self.writes]:
+            one.put(compares)
         raise OSError("nothing can be written any more")
 
     def undo(self, staged: Sequence[StagedPart]) -> None:
@@ -85,20 +84,6 @@ class FaultyApplier:
                 elements.put(old)
             raise OSError("the old values are gone")
         self._applier.roll_back(log)
-
-
-@contextlib.contextmanager
-def _failing(writes: Sequence[Write]) -> Iterator[None]:
-    """Let these writes fail."""
-    put, failing = Write.put, {id(one) for one in writes}
-
-    def put_or_fail(one: Write, compares: bool) -> None:
-        if id(one) in failing:
-            raise OSError("nothing can be written any more")
-        put(one, compares)
-
-    with patch.object(Write, "put", put_or_fail):
-        yield
 
 
 class ServedEngine(Engine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 import uuid
 from typing import Any
 
@@ -43,8 +44,10 @@ class SglangEngine:
     async def is_paused(self) -> bool:
         return bool(self._manager.is_pause)
 
-    async def pause(self, mode: str, *, flush_cache: bool) -> None:
+    async def pause(self, mode: str, *, flush_cache: bool) -> float:
         """Stop scheduling. With `flush_cache` all KV is dropped; kept requests are recomputed.
+
+        Return the milliseconds that dropping took.
 
         Raises:
             RuntimeError: the cache could not be flushed.
@@ -55,8 +58,10 @@ class SglangEngine:
             await self._pause("abort")
         else:
             await self._wait_for_requests()
+        start = time.perf_counter()
         if flush_cache:
             await self._flush()
+        return (time.perf_counter() - start) * 1e3
 
     async def flush_cache(self) -> None:
         """Drop all KV of a paused engine; the requests in flight are recomputed. See `pause`."""

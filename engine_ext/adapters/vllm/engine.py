@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -59,8 +60,10 @@ class VllmEngine:
     async def is_paused(self) -> bool:
         return bool(await self._unless_dead(self._client.is_paused()))
 
-    async def pause(self, mode: str, *, flush_cache: bool) -> None:
+    async def pause(self, mode: str, *, flush_cache: bool) -> float:
         """Stop scheduling; with `flush_cache`, then do as the method of that name does.
+
+        Return the milliseconds of the latter.
 
         Raises:
             RuntimeError: the cache could not be reset.
@@ -68,9 +71,16 @@ class VllmEngine:
         # Not with `clear_cache`, which also clears the caches of processed images. These do not
         # depend on the weights, and a request that arrives meanwhile would fail: the front end
         # expects its image in the engine's cache.
-        await self._unless_dead(self._pause(mode=mode, clear_cache=False))
+        pause = self._pause
+        if mode == "keep":
+            # The client's method is this call and a sleep of 20 ms, in which requests that have
+            # just ended can be answered. The other modes end all, so that there the order counts.
+            pause = self._client.engine_core.pause_scheduler_async
+        await self._unless_dead(pause(mode=mode, clear_cache=False))
+        start = time.perf_counter()
         if flush_cache:
             await self.flush_cache()
+        return (time.perf_counter() - start) * 1e3
 
     async def flush_cache(self) -> None:
         """Drop all KV and image embeddings of a paused engine; kept requests are recomputed.

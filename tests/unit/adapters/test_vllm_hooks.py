@@ -229,10 +229,17 @@ def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == ["begins", ("collective_rpc", "delta_updates")] * 2
 
 
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
-    """The caller's calls on the client reach another method from then on."""
+def test_our_own_pauses_do_not_wait_for_our_commit(processes: int, mode: str) -> None:
+    """The caller's calls on the client reach another method from then on.
+
+    The client's method also sleeps, so that requests are answered which the pause has ended.
+    """
     asked: list[Any] = []
+
+    async def pause_scheduler(**options: Any) -> None:
+        asked.append(("without the sleep", options))
 
     async def pause(**options: Any) -> None:
         asked.append(options)
@@ -247,13 +254,18 @@ def test_our_own_pauses_do_not_wait_for_our_commit(processes: int) -> None:
         parallel_config=SimpleNamespace(_api_process_count=processes, nnodes=1, use_ray=False)
     )
     client = SimpleNamespace(
-        pause_generation=pause, resume_generation=resume, vllm_config=config, errored=False
+        pause_generation=pause,
+        resume_generation=resume,
+        engine_core=SimpleNamespace(pause_scheduler_async=pause_scheduler),
+        vllm_config=config,
+        errored=False,
     )
     engine = VllmEngine(client)
     client.pause_generation = client.resume_generation = serialize_with_commits
-    asyncio.run(engine.pause("keep", flush_cache=False))
+    asyncio.run(engine.pause(mode, flush_cache=False))
     asyncio.run(engine.resume())
-    assert asked == [{"mode": "keep", "clear_cache": False}, "resume"]
+    options = {"mode": mode, "clear_cache": False}
+    assert asked == [("without the sleep", options) if mode == "keep" else options, "resume"]
     assert engine.shared == (processes > 1)
 
 
@@ -279,7 +291,7 @@ def test_flush_drops_only_caches_computed_from_weights(possible: bool) -> None:
     """Processed images stay: the front end believes that the engine has those that it has sent."""
     asked: list[Any] = []
 
-    async def pause_generation(**options: Any) -> None:
+    async def pause_scheduler(**options: Any) -> None:
         asked.append(options)
 
     async def reset_prefix_cache(**options: Any) -> bool:
@@ -290,8 +302,9 @@ def test_flush_drops_only_caches_computed_from_weights(possible: bool) -> None:
         asked.append("embeddings")
 
     client = SimpleNamespace(
-        pause_generation=pause_generation,
+        pause_generation=None,
         resume_generation=None,
+        engine_core=SimpleNamespace(pause_scheduler_async=pause_scheduler),
         reset_prefix_cache=reset_prefix_cache,
         reset_encoder_cache=reset_encoder_cache,
         vllm_config=SimpleNamespace(

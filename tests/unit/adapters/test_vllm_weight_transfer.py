@@ -66,7 +66,8 @@ def test_the_records_are_those_of_posted_parts(make_rig: Callable[..., Rig]) -> 
         for varying in ("at", "timings_ms"):
             del record[varying]
         status = rig.status()
-        last_sync = msgspec.structs.replace(present(status.last_sync), commit_ms=0.0)
+        last_sync = present(status.last_sync)
+        last_sync = msgspec.structs.replace(last_sync, vote_ms=0.0, commit_ms=0.0)
         server = msgspec.structs.replace(present(status.server), since=0.0, seconds=0.0)
         status = msgspec.structs.replace(status, last_sync=last_sync, server=server)
         return record, status, rig.engine.weight_version, rig.engine.events

@@ -47,7 +47,7 @@ from engine_ext.placement import (
 )
 from engine_ext.sync.staged import Write
 from engine_ext.sync.thread_pool import ThreadPool
-from engine_ext.sync.writes import put_all, undo_all
+from engine_ext.sync.writes import PartWrites, put_all, undo_all
 from tests.support.served_models import (
     attempt,
     base_checkpoint,
@@ -276,9 +276,9 @@ def test_a_write_that_fails_half_way_is_undone(
             mock.patch.object(gather_scatter, "prepare", prepare),
             pytest.raises(torch.OutOfMemoryError),
         ):
-            put_all(writes, ThreadPool(1), compares=False)
+            put_all([PartWrites(writes)], ThreadPool(1), compares=False)
         assert any(write.written for write in writes) == (failing > groups)
-        undo_all(writes, ThreadPool(1))
+        undo_all([PartWrites(writes)], ThreadPool(1))
         assert all(map(torch.equal, flats, before))
 
 

@@ -115,6 +115,53 @@ def test_a_swap_that_is_checked(
     assert live.tolist() == before.tolist()
 
 
+@PROPERTY
+@given(
+    width=st.sampled_from([1, 2, 4, 8]),
+    index=st.sampled_from([np.int32, np.int64]),
+    sizes=st.lists(st.integers(1, 900), min_size=1, max_size=6),
+    foreign=st.booleans(),
+    seed=st.integers(0, 1 << 20),
+)
+def test_a_table_of_elements(
+    width: int, index: Any, sizes: list[int], foreign: bool, seed: int
+) -> None:
+    """Each way to visit it does what the function for one tensor does."""
+    random, dtype = np.random.default_rng(seed), np.dtype(f"u{width}")
+    elements = []
+    for size in sizes:
+        live = random.integers(0, 1 << 8 * width, size, dtype=dtype)
+        offsets = random.permutation(size)[: random.integers(0, size + 1)].astype(index)
+        new = random.integers(0, 1 << 8 * width, offsets.size, dtype=dtype)
+        elements.append((live, offsets, new, live[offsets]))
+    table = gather_scatter.table_of(elements)
+    assert table is not None
+    changed = [live for live, offsets, *_ in elements if offsets.size]
+    assert table.holds_old()
+    if foreign and changed:
+        changed[-1] ^= dtype.type(1)
+    unchanged = not (foreign and changed)
+    assert (table.holds_old(), table.holds_old(256)) == (unchanged, unchanged)
+    before = [live.copy() for live, *_ in elements]
+    assert table.swap_checked() == unchanged
+    for (live, offsets, new, old), was in zip(elements, before, strict=True):
+        after = was.copy()
+        after[offsets] = new
+        assert live.tolist() == after.tolist()
+        assert old.tolist() == was[offsets].tolist()
+        gather_scatter.write(live, offsets, old)
+        assert live.tolist() == was.tolist()
+    table.write()
+    for live, offsets, new, _ in elements:
+        assert live[offsets].tolist() == new.tolist()
+
+
+def test_memory_that_is_not_aligned_has_no_table() -> None:
+    live = np.zeros(9, np.uint8)[1:].view(np.uint32)
+    offsets, bits = np.zeros(1, np.int32), np.zeros(1, np.uint32)
+    assert gather_scatter.table_of([(live, offsets, bits, bits.copy())]) is None
+
+
 @BACKENDS
 @PROPERTY
 @given(

@@ -28,7 +28,7 @@ from tests.support.delta_bodies import (
 )
 from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, assert_error
 from tests.unit.server.other_process import Process, resume_owed
-from tests.unit.server.service_parts import split_parts
+from tests.unit.server.service_parts import PHASES, split_parts
 
 PAUSED = ("pause", "keep", True)
 COMMITTED = [("commit",), ("set_weight_version", "8")]
@@ -214,6 +214,8 @@ def test_an_engine_that_the_caller_paused_stays_paused(rig: Rig, flush: bool) ->
     assert response.json()["status"] == "committed"
     assert rig.engine.events == [("flush_cache",)] * flush + COMMITTED
     assert rig.engine.paused
+    phases = PHASES - {"stop_ms", "resume_ms"}  # which are the caller's
+    assert response.json()["timings_ms"].keys() == {*phases, "total_ms"}
     assert same(rig.engine.weights, NEXT)
 
 
@@ -261,9 +263,9 @@ def test_a_cache_that_is_not_reset_while_paused_is_an_error(rig: Rig) -> None:
 def test_weights_that_fall_asleep_before_the_commit(rig: Rig) -> None:
     original = rig.engine.pause
 
-    async def pause(mode: str, *, flush_cache: bool) -> None:
-        await original(mode, flush_cache=flush_cache)
+    async def pause(mode: str, *, flush_cache: bool) -> float:
         rig.engine.set_asleep(True)
+        return await original(mode, flush_cache=flush_cache)
 
     rig.engine.pause = pause  # type: ignore[method-assign]
     assert_error(rig.send(delta_part()), 409, "WeightsAsleep")
@@ -278,9 +280,9 @@ def test_ranks_that_have_not_staged_alike_do_not_begin(rig: Rig) -> None:
     rig.send(split_parts()[0])
     original = rig.engine.pause
 
-    async def pause(mode: str, *, flush_cache: bool) -> None:
-        await original(mode, flush_cache=flush_cache)
+    async def pause(mode: str, *, flush_cache: bool) -> float:
         rig.engine.receivers[1]._sync_state.drop()
+        return await original(mode, flush_cache=flush_cache)
 
     rig.engine.pause = pause  # type: ignore[method-assign]
     rig.send(split_parts()[1])

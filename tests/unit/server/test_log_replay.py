@@ -100,9 +100,9 @@ def test_nothing_is_flushed_before_anything_was_served(
     flushed: list[bool] = []
     pause = Engine.pause
 
-    async def noted(engine: Engine, mode: str, *, flush_cache: bool) -> None:
+    async def noted(engine: Engine, mode: str, *, flush_cache: bool) -> float:
         flushed.append(flush_cache)
-        await pause(engine, mode, flush_cache=flush_cache)
+        return await pause(engine, mode, flush_cache=flush_cache)
 
     monkeypatch.setattr(Engine, "pause", noted)
     write_steps(log, 2)

@@ -24,7 +24,7 @@ from delta_server import metrics
 from engine_ext.ranks.operations import SyncRecord
 sync = SyncRecord(
     at=0.0, outcome="committed", version=int(sys.argv[1]), bytes=10, nnz=2, elements=100,
-    timings_ms={"pause_ms": 3.0},
+    timings_ms={"pause_ms": 3.0, "resume_ms": 1.0},
 )
 metrics.count(sync, None)
 """
@@ -47,6 +47,9 @@ def test_processes_are_added_up_and_the_last_version_counts(tmp_path: Path) -> N
     assert registry.get_sample_value("delta_updates_bytes_total") == 20
     phase = {"phase": "pause"}
     assert registry.get_sample_value("delta_updates_phase_seconds_count", phase) == 2
+    # The parts of the pause are in the answer and the log alone.
+    part = {"phase": "resume"}
+    assert registry.get_sample_value("delta_updates_phase_seconds_count", part) is None
     assert registry.get_sample_value("delta_updates_version") == 5
 
 

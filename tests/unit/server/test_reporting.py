@@ -26,6 +26,7 @@ from tests.support.delta_bodies import (
     full_part,
 )
 from tests.support.endpoint_rig import DELTA, STATUS, Rig
+from tests.unit.server.service_parts import PHASES
 
 
 class Samples:
@@ -138,7 +139,7 @@ def test_the_history_is_the_ranks(rig: Rig, make_rig: Callable[..., Rig]) -> Non
         "committed", VERSION + 1, VERSION,
     )  # fmt: skip
     assert (committed["nnz"], committed["elements"], committed["sync_id"]) == (3, 32, "a")
-    assert committed["timings_ms"].keys() == {"receive_ms", "stage_ms", "pause_ms", "commit_ms"}
+    assert committed["timings_ms"].keys() == PHASES
     assert (refused["outcome"], refused["error"]) == ("already_applied", None)
     for receiver in rig.engine.receivers:
         assert receiver.handle("get", {"key": HISTORY})["ok"]["entries"] == [committed, refused]

@@ -16,6 +16,7 @@ from delta_server.intake import Intake
 from tests.support.delta_bodies import NEXT, bare, delta_part
 from tests.support.endpoint_rig import DELTA, FROM_DISK, MAX_BODY_BYTES, Rig, assert_error
 from tests.support.present import present
+from tests.unit.server.service_parts import PHASES
 
 GOOD = delta_part()
 
@@ -45,7 +46,7 @@ def test_a_file_is_committed(disk_rig: Rig, root: Path, path: str) -> None:
     disk_rig.assert_committed(response, NEXT, 8)
     assert (root / "a.safetensors").read_bytes() == bare(GOOD)
     answer = response.json()
-    assert answer["timings_ms"].keys() == {"receive_ms", "stage_ms", "pause_ms", "commit_ms"}
+    assert answer["timings_ms"].keys() == PHASES
     assert (answer["base_version"], answer["nnz"], answer["bytes"]) == (7, 3, len(bare(GOOD)))
     told = {key: answer.get(key) for key in ("success", "message")}
     if path == FROM_DISK:

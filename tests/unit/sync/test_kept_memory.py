@@ -21,7 +21,7 @@ from tests.support.served_models import Served, dense_delta, serve_ranks
 pytestmark = pytest.mark.slow
 
 RANKS = 8
-ROWS, COLUMNS = 512, 512
+ROWS, COLUMNS = 768, 768  # of so many elements a part's own kilobytes are a tenth
 
 
 def rank_of_eight(number: int) -> type[ToyModel]:

@@ -16,7 +16,9 @@ from engine_ext.format import PartId
 from engine_ext.model import ModelStateGuard, hash_memory, state_guard
 from engine_ext.ranks.operations import BeginPart
 from engine_ext.sync.background_staging import BackgroundStaging
+from engine_ext.sync.disposer import Disposer
 from engine_ext.sync.scrubber import Scrubber
+from engine_ext.sync.staged import UndoLog
 from engine_ext.sync.thread_pool import ThreadPool
 from tests.support.served_models import base_checkpoint, serve
 
@@ -94,7 +96,18 @@ def in_hashing(seen: Seen, folder: Path) -> None:
         ModelStateGuard(torch.nn.Linear(3, 3), bits=True)
 
 
-@pytest.mark.parametrize("use", [in_a_pool, in_staging, in_scrubbing, in_scans, in_hashing])
+def in_freeing(seen: Seen, folder: Path) -> None:
+    pairs: list[Any] = [(Seen(seen.by_thread), None) for _ in range(100)]
+    for elements, _ in pairs:
+        weakref.finalize(elements, seen)
+    del elements
+    Disposer().dispose([], [UndoLog(pairs, {}, nbytes=0)])
+    assert seen.called.wait(10)
+
+
+@pytest.mark.parametrize(
+    "use", [in_a_pool, in_staging, in_scrubbing, in_scans, in_hashing, in_freeing]
+)
 def test_a_thread_uses_its_ranks_device(
     use: Callable[[Seen, Path], None], chosen: dict[int, int], tmp_path: Path
 ) -> None:
