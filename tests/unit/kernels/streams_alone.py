@@ -168,7 +168,8 @@ def test_a_shard_is_staged_as_by_the_host(
 )
 def test_elements_of_each_width(dtype: torch.dtype, step: int, encoding: str) -> None:
     """With symbols of one byte and of two, and gaps of several symbols; written and taken back."""
-    shapes = {"a": (8, 5), "b": (3,), "c": (1, 1), "d": (20 * step if step < 2000 else 4 * step,)}
+    size = 20 * step if step < 2000 else step + 100
+    shapes = {"a": (8, 5), "b": (3,), "c": (1, 1), "d": (size,)}
     dtypes = dict.fromkeys(shapes, dtype)
     model = type("OfOneDtype", (ToyModel,), {"shapes": shapes, "dtypes": dtypes})
     random, kind = np.random.default_rng(2), bits_dtype(NAME_OF_TORCH[dtype])
@@ -176,9 +177,9 @@ def test_elements_of_each_width(dtype: torch.dtype, step: int, encoding: str) ->
     for name, shape in shapes.items():
         old = random.integers(0, 1 << 8 * kind.itemsize, shape, kind).reshape(-1)
         new = old.copy()
-        each = step if name == "d" else 1
-        near = min(old.size, max(step, 20_000))  # so that the last gap can be long
-        places = random.choice(near, -(-old.size // each), replace=False)
+        count = -(-old.size // (step if name == "d" else 1))
+        near = old.size if step < 2000 else min(old.size, 100)  # then the last gap is long
+        places = random.choice(near, count, replace=False)
         places[-1] = old.size - 1
         new[places] ^= kind.type(3)
         base[name], target[name] = (

@@ -54,7 +54,7 @@ def test_the_kernels_do_what_the_host_does(place: str, cases: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=1200 if checked else 240,
+        timeout=1200 if checked else 480,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
