@@ -35,6 +35,7 @@ STAGING_PATHS: Final = {
     "whole boxes": "engine_ext/sync/stager.py:_box",
     "sparse params, by rows of the host table": "engine_ext/sync/host_table.py:HostTable",
     "elements, on the device": "engine_ext/sync/device_table.py:gather",
+    "gaps, by rows of the stream table": "engine_ext/sync/stream_table.py:StreamTable",
 }
 Row = tuple[str, object, str]
 

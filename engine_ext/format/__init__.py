@@ -30,7 +30,7 @@ from engine_ext.format.container import (
 )
 from engine_ext.format.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
-from engine_ext.format.digest_on_device import device_digest
+from engine_ext.format.digest_on_device import device_digest, device_factors
 from engine_ext.format.gap_streams import byte_stream, bytes_suffice, join_streams, read_streams
 from engine_ext.format.identity import Origin, PartId, RunSender, Unproven, continues, part_identity
 from engine_ext.format.manifest import (
@@ -47,11 +47,24 @@ from engine_ext.format.manifest import (
     manifest_checksum,
     optional_version,
     parse_manifest,
+    skip_symbol,
     split_owner,
 )
 from engine_ext.format.param_delta import ParamDelta
-from engine_ext.format.part import DecodedPart, decode_part, encode_part, warm_up_unpacking
-from engine_ext.format.positions import decode_positions, encode_positions, position_bytes
+from engine_ext.format.part import (
+    DecodedPart,
+    UnpackedPart,
+    decode_part,
+    encode_part,
+    expand_part,
+    warm_up_unpacking,
+)
+from engine_ext.format.positions import (
+    decode_positions,
+    encode_positions,
+    position_bytes,
+    split_positions,
+)
 from engine_ext.format.signature import (
     SIGNATURE_HEADER,
     SIGNATURE_SUFFIX,
@@ -61,7 +74,7 @@ from engine_ext.format.signature import (
 )
 from engine_ext.format.streams_on_device import ChangedElements, device_streams
 from engine_ext.format.ulp_differences import differences_of
-from engine_ext.format.verified_part import read_verified, verify_container
+from engine_ext.format.verified_part import read_unpacked, read_verified, verify_container
 from engine_ext.format.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame, inflate
 
 __all__ = [
@@ -91,6 +104,7 @@ __all__ = [
     "RunSender",
     "Span",
     "StateHash",
+    "UnpackedPart",
     "Unproven",
     "Verifier",
     "byte_stream",
@@ -102,11 +116,13 @@ __all__ = [
     "decode_part",
     "decode_positions",
     "device_digest",
+    "device_factors",
     "device_streams",
     "differences_of",
     "digest_if_equal",
     "encode_part",
     "encode_positions",
+    "expand_part",
     "inflate",
     "join_streams",
     "manifest_checksum",
@@ -117,11 +133,14 @@ __all__ = [
     "position_bytes",
     "read_container",
     "read_streams",
+    "read_unpacked",
     "read_verified",
     "sign",
     "signing_key",
+    "skip_symbol",
     "slime_checksum",
     "split_owner",
+    "split_positions",
     "state_hash",
     "tensor_digest",
     "verify_checksum",

@@ -37,7 +37,7 @@ def device_digest(
     """
     device = values.device
     seeds = _on(device, np.array(digest._seeds(name), np.uint64))
-    table = _table(device)
+    table = device_factors(device)
     if places is None and runs_kernels(device):
         from engine_ext.kernels.triton import block_sums
 
@@ -59,7 +59,8 @@ def _on(device: torch.device, numbers: np.ndarray[tuple[int], np.dtype[np.uint64
 
 
 @made_once
-def _table(device: torch.device) -> torch.Tensor:
+def device_factors(device: torch.device) -> torch.Tensor:
+    """Return the digest's factors a(k, j), lane after lane, as int64 [2048] on a device."""
     return _on(device, digest._TABLE.copy())
 
 

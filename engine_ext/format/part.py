@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -144,10 +144,15 @@ def _packed_values(
     return decode(raw, manifest.params), None
 
 
-def expand_part(part: UnpackedPart, threads: int | None = None) -> DecodedPart:
+def expand_part(
+    part: UnpackedPart, threads: int | None = None, without: Collection[int] = ()
+) -> DecodedPart:
     """Make the indices and values of each param, with threads if there are many positions.
 
     The deltas can keep views of the arrays.
+
+    Args:
+        without: the numbers of the params that are left out.
 
     Raises:
         MalformedPart: The positions are not as many as the values, or a value does not narrow to
@@ -155,21 +160,26 @@ def expand_part(part: UnpackedPart, threads: int | None = None) -> DecodedPart:
         NotUpdatable: An index is out of range or not ascending.
     """
     manifest = part.manifest
-    encoding, params = manifest.encoding, manifest.params
-    size, cores = sum(stream.size for stream in part.streams), threads or usable_cores()
+    encoding, streams = manifest.encoding, part.streams
+    params: Sequence[ParamEntry] = manifest.params
+    numbers: Sequence[int] = range(len(params))
+    if without:
+        numbers = [number for number in numbers if number not in without]
+        params = [params[number] for number in numbers]
+        streams = [streams[number] for number in numbers]
+    size, cores = sum(stream.size for stream in streams), threads or usable_cores()
     if encoding not in PACKED_ENCODINGS or size < _WORTH_THREADS or cores == 1:
-        places = _places(encoding, params, part.streams)
+        places = _places(encoding, params, streams)
     else:
         with ThreadPoolExecutor(cores, thread_name_prefix="delta-decode") as pool:
             shares = [
-                pool.submit(_places, encoding, params[share], part.streams[share])
+                pool.submit(_places, encoding, params[share], streams[share])
                 for share in _shares(params, cores)
             ]
             places = [place for share in shares for place in share.result()]
     deltas = []
-    for number, (entry, indices, values) in enumerate(
-        zip(params, places, part.values, strict=True)
-    ):
+    for number, entry, indices in zip(numbers, params, places, strict=True):
+        values = part.values[number]
         if part.values_dtype is not None:
             values = narrow_values(values, part.values_dtype, entry.dtype, entry.name)
         cleared = None

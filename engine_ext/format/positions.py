@@ -10,7 +10,7 @@ For flat indices idx[0] < idx[1] < ... and idx[-1] = -1, little-endian::
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +20,32 @@ from engine_ext.format.gap_streams import (
     decode_gaps,
     encode_gaps,
     index_dtype,
+    join_planes,
     stream_bytes,
 )
-from engine_ext.format.manifest import ENCODINGS, PACKED_ENCODINGS, POSITION_WIDTHS
+from engine_ext.format.manifest import ENCODINGS, PACKED_ENCODINGS, POSITION_WIDTHS, skip_symbol
 
-__all__ = ["ENCODINGS", "decode_positions", "encode_positions", "position_bytes"]
+__all__ = ["ENCODINGS", "decode_positions", "encode_positions", "position_bytes", "split_positions"]
 
 _GAP_DTYPE: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 # the int64 sum of so many gaps of up to 2**32 - 1 cannot overflow
 _MAX_POSITIONS: Final = 2**31 - 1
+
+
+class StreamPiece(NamedTuple):
+    """Consecutive symbols of a param's positions, other than ``indices``.
+
+    Attributes:
+        start, stop: which of its symbols they are.
+        after: one more than the index before them, with what they inherit of a gap.
+        first, end: which of the param's elements they are.
+    """
+
+    start: int
+    stop: int
+    after: int
+    first: int
+    end: int
 
 
 def encode_positions(encoding: str, indices: NDArray[np.int64]) -> tuple[NDArray[np.uint8], int]:
@@ -102,6 +119,28 @@ def decode_positions(
     if indices[-1] >= numel:
         raise bad_index
     return indices.astype(index_dtype(numel), copy=False)
+
+
+def split_positions(
+    encoding: str, raw: NDArray[np.uint8], pos_width: int, nnz: int, most: int
+) -> list[StreamPiece]:
+    """Divide the positions of `nnz` elements into pieces of at most so many symbols.
+
+    Not for ``indices``. Only what is divided is read: of a single piece nothing proves that it has
+    `nnz` gaps.
+    """
+    size = raw.size // pos_width
+    if size <= most:
+        return [StreamPiece(0, size, 0, 0, nnz)]
+    packed = encoding in PACKED_ENCODINGS
+    symbols = join_planes(raw, pos_width) if packed else raw.view(_GAP_DTYPE[pos_width])
+    pieces, after, first = list[StreamPiece](), 0, 0
+    for start in range(0, size, most):
+        own = symbols[start : start + most]
+        count = int(np.count_nonzero(own != skip_symbol(pos_width))) if packed else own.size
+        pieces.append(StreamPiece(start, start + own.size, after, first, first + count))
+        after, first = after + int(own.sum(dtype=np.int64)) + count, first + count
+    return pieces
 
 
 def position_bytes(encoding: str, indices: NDArray[np.int64]) -> int:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine_ext.format import digest
-from engine_ext.format.digest_on_device import _curve, _table, _terms
+from engine_ext.format.digest_on_device import _curve, _terms, device_factors
 from engine_ext.format.manifest import skip_symbol
 from engine_ext.kernels.triton import runs_change_kernels
 
@@ -60,7 +60,7 @@ def device_streams(elements: ChangedElements, send: Send) -> tuple[torch.Tensor,
     """
     most = len(elements.places) + elements.numel // _SKIP
     seeds = np.array([digest._seeds(name) for name in elements.names], np.uint64).view(np.int64)
-    factors = _table(elements.places.device)
+    factors = device_factors(elements.places.device)
     if not runs_change_kernels(elements.places.device):
         (seeds_there,) = send([seeds])
         return _by_operators(elements, seeds_there, factors, most)

@@ -99,18 +99,16 @@ def verify_container(header: Header, container: Buffer) -> VerifiedContents:
     )
 
 
-def read_verified(file: Buffer, identity: str, threads: int | None = None) -> DecodedPart | None:
+def read_verified(file: Buffer, identity: str) -> DecodedPart | None:
+    """Return the part in a verified file, expanded; see `read_unpacked` and `expand_part`."""
+    unpacked = read_unpacked(file, identity)
+    return None if unpacked is None else expand_part(unpacked)
+
+
+def read_unpacked(file: Buffer, identity: str) -> UnpackedPart | None:
     """Return the part in a verified file; None if it is not whole, or of another identity.
 
-    The deltas keep views of the file, which must stay unchanged as long as they live.
-
-    Args:
-        threads: that expand a large part's positions; None: as many as there are usable cores.
-
-    Raises:
-        MalformedPart: the positions are not as many as the values, or a value does not narrow to
-            its param's dtype.
-        NotUpdatable: an index is out of range or not ascending.
+    It keeps views of the file, which must stay unchanged as long as they live.
     """
     with memoryview(file) as view:
         end = len(view) - _LENGTH
@@ -126,8 +124,7 @@ def read_verified(file: Buffer, identity: str, threads: int | None = None) -> De
     streams = [data[at + entry.pos_start : at + entry.pos_end] for entry in params]
     values = [*_values(data, layout, layout.values)]
     cleared = None if layout.cleared is None else [*_values(data, layout, layout.cleared)]
-    unpacked = UnpackedPart(layout.manifest, layout.values_dtype, streams, values, cleared)
-    return expand_part(unpacked, threads)
+    return UnpackedPart(layout.manifest, layout.values_dtype, streams, values, cleared)
 
 
 def _values(data: NDArray[np.uint8], layout: PartLayout, start: int) -> Iterator[NDArray[Any]]:

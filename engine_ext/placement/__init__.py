@@ -15,6 +15,7 @@ from engine_ext.placement.device_memory import DeviceMemory, Lease
 from engine_ext.placement.live_elements import (
     SAMPLED,
     DeviceElements,
+    DeviceRows,
     HostElements,
     LiveElements,
     WholeBox,
@@ -34,6 +35,7 @@ __all__ = [
     "DeviceBatch",
     "DeviceElements",
     "DeviceMemory",
+    "DeviceRows",
     "HostElements",
     "Lease",
     "LiveElements",

@@ -15,9 +15,10 @@ import torch
 from engine_ext.format import Digest, device_digest
 from engine_ext.kernels import gather_scatter as host
 from engine_ext.kernels.triton import runs_kernels
-from engine_ext.placement.live_elements import DeviceElements
+from engine_ext.placement.live_elements import DeviceElements, DeviceRows
 
-Bits = list[torch.Tensor]  # of each tensor's elements, as integers, [n] each
+Elements = DeviceElements | DeviceRows
+Bits = list[torch.Tensor]  # of each `Elements`, as integers, [n] each
 
 # Elements at a time. An undo needs the same memory of the device, tens of megabytes, too.
 _MOST: Final = 1 << 24
@@ -27,14 +28,14 @@ class DeviceBatch:
     """Elements on accelerators; none of them twice.
 
     Args:
-        elements: of each live tensor.
+        elements: of each live tensor, or of many.
     """
 
-    def __init__(self, elements: Sequence[DeviceElements]) -> None:
+    def __init__(self, elements: Sequence[Elements]) -> None:
         self._size = len(elements)
-        self._alone: list[tuple[int, DeviceElements]] = []
+        self._alone: list[tuple[int, Elements]] = []
         self._groups: list[_Group] = []
-        self._read: list[tuple[DeviceElements, torch.Tensor]] = []
+        self._read: list[tuple[Elements, torch.Tensor]] = []
         groups: dict[tuple[torch.device, torch.dtype, torch.dtype], _Group] = {}
         for number, one in enumerate(elements):
             if not runs_kernels(one.flat.device):
@@ -57,6 +58,17 @@ class DeviceBatch:
         for group in self._groups:
             found.update(zip(group.numbers, group.read(), strict=True))
         return [found[number] for number in range(self._size)]
+
+    @classmethod
+    def as_read(cls, rows: DeviceRows, old: torch.Tensor) -> DeviceBatch:
+        """Return the batch of elements that are read already; their bits, [n], are on the device.
+
+        Kernels run there.
+        """
+        batch = cls([rows])
+        for group in batch._groups:
+            group.note(old)
+        return batch
 
     def is_as_read(self) -> bool:
         """Return whether the elements have the bits that `read` has returned.
@@ -90,6 +102,7 @@ class DeviceBatch:
         for group, swap in ready:
             yield from zip(group.numbers, swap(), strict=True)
         for number, one in self._alone:
+            assert isinstance(one, DeviceElements)
             yield number, one.swap(bits[number])
 
 
@@ -123,11 +136,11 @@ class _Group:
         self.numbers: list[int] = []
         self.size = 0
         self._digest = Digest.ZERO  # of the elements as they were read, one after another
-        self._elements: list[DeviceElements] = []
-        self._counts: list[int] = []
+        self._elements: list[Elements] = []
+        self._counts: list[int] = []  # of each
 
-    def add(self, number: int, elements: DeviceElements) -> None:
-        """Add a tensor's elements, under a number."""
+    def add(self, number: int, elements: Elements) -> None:
+        """Add elements under a number."""
         count = elements.offsets.numel()
         self.numbers.append(number)
         self.size += count
@@ -142,9 +155,13 @@ class _Group:
     def _flat(self) -> torch.Tensor:
         return self._elements[0].flat
 
+    def note(self, old: torch.Tensor) -> None:
+        """Keep what `is_as_read` compares with the bits of all elements, on their device."""
+        self._digest = device_digest("", old)
+
     def read(self) -> Bits:
         old = self._gathered()
-        self._digest = device_digest("", old)
+        self.note(old)
         return self._split(_host_memory(old.numel(), old.dtype).copy_(old))
 
     def _gathered(self) -> torch.Tensor:
@@ -185,13 +202,26 @@ class _Group:
         from engine_ext.kernels.triton import gather_scatter
 
         wide = self._elements[0].offsets.dtype == torch.int64
+        live: list[int] = []
+        offsets: list[int] = []
+        sent: list[int] = []
+        counts: list[int] = []
+        for number, one in enumerate(self._elements):
+            own = new[number].data_ptr() if new else 0
+            first, width = one.offsets.data_ptr(), self._flat.itemsize
+            if isinstance(one, DeviceElements):
+                live.append(one.flat.data_ptr())
+                offsets.append(first)
+                sent.append(own)
+                counts.append(one.offsets.numel())
+                continue
+            before = np.cumsum(one.counts) - one.counts
+            live += one.addresses.tolist()
+            offsets += (first + before * one.offsets.itemsize).tolist()
+            sent += (own + before * width).tolist()
+            counts += one.counts.tolist()
         table = gather_scatter.rows(
-            [one.flat.data_ptr() for one in self._elements],
-            [one.offsets.data_ptr() for one in self._elements],
-            [one.data_ptr() for one in new] or [0] * len(self._counts),
-            self._counts,
-            width=self._flat.itemsize,
-            wide=wide,
+            live, offsets, sent, counts, width=self._flat.itemsize, wide=wide
         )
         return gather_scatter.prepare(table, old, wide=wide, **modes)
 

@@ -110,22 +110,30 @@ class DeviceMemory:
         Args:
             bits: 1-D and contiguous, in host memory or on the device.
         """
-        reserved = self._reserved.get(device)
-        if reserved is None:
+        if device not in self._reserved:
             return Kept(bits.to(device), None)
-        found = reserved.lease(bits.nbytes)
-        if found is not None:
-            memory, lease = found
-            return Kept(memory.view(bits.dtype).copy_(bits), lease)
-        if runs_kernels(device):
-            return Kept(_pinned(bits), None)
-        return Kept(bits.to(device), None)  # PyTorch's operators read nothing else
+        kept = self.room(bits.numel(), bits.dtype, device)
+        kept.bits.copy_(bits)
+        return kept
+
+    def room(self, size: int, dtype: torch.dtype, device: torch.device) -> Kept:
+        """Return uninitialised bits, [size], which kernels of a device can read and write."""
+        reserved = self._reserved.get(device)
+        if reserved is not None:
+            found = reserved.lease(size * dtype.itemsize)
+            if found is not None:
+                memory, lease = found
+                return Kept(memory.view(dtype), lease)
+            if runs_kernels(device):
+                return Kept(_pinned(size, dtype), None)
+        # PyTorch's operators read nothing else.
+        return Kept(torch.empty(size, dtype=dtype, device=device), None)
 
     def free(self, device: torch.device) -> int:
         """Return how many bytes of the reserved memory of a device are in no use."""
         return self._reserved[device].free
 
 
-def _pinned(bits: torch.Tensor) -> torch.Tensor:
-    """Return a copy in pinned host memory, which has the same address on a device."""
-    return torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True).copy_(bits)
+def _pinned(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return pinned host memory, [size], which has the same address on a device."""
+    return torch.empty(size, dtype=dtype, pin_memory=True)

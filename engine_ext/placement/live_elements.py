@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Protocol
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine_ext.kernels import Bits, Offsets, bits_of, gather_scatter, host_bits
 from engine_ext.placement.device_memory import Lease
@@ -113,6 +115,59 @@ class DeviceElements:
 
     def _places(self) -> torch.Tensor:
         return self.offsets.to(self.flat.device)
+
+
+@dataclass(slots=True, eq=False)
+class DeviceRows:
+    """Single elements of many live tensors of one dtype on a device, one tensor after another.
+
+    Attributes:
+        flats: the live tensors as integers, [extent] each.
+        addresses: theirs, int64 [tensors].
+        names: theirs.
+        counts: how many elements of each, int64 [tensors].
+        offsets: the elements, [n], on the device or in pinned host memory.
+        lease: of the memory of `offsets`, see `engine_ext.placement.device_memory`.
+    """
+
+    flats: Sequence[torch.Tensor]
+    addresses: NDArray[np.int64]
+    names: Sequence[str]
+    counts: NDArray[np.int64]
+    offsets: torch.Tensor
+    lease: Lease | None = None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """One of the live tensors: all have its dtype and device."""
+        return self.flats[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.offsets.nbytes
+
+    def of(self, number: int) -> DeviceElements:
+        """Return the elements of one of the tensors."""
+        end = int(self.counts[: number + 1].sum())
+        own = self.offsets[end - int(self.counts[number]) : end]
+        return DeviceElements(self.flats[number], own, self.lease)
+
+    def read(self) -> torch.Tensor:
+        return torch.cat([one.read() for one in self._each()])
+
+    def holds(self, bits: torch.Tensor) -> bool:
+        return all(map(DeviceElements.holds, self._each(), self._split(bits)))
+
+    def put(self, bits: torch.Tensor) -> None:
+        for one, own in zip(self._each(), self._split(bits), strict=True):
+            one.put(own)
+
+    def _each(self) -> Iterator[DeviceElements]:
+        for flat, own in zip(self.flats, self._split(self.offsets), strict=True):
+            yield DeviceElements(flat, own, self.lease)
+
+    def _split(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.split(whole, self.counts.tolist())
 
 
 @dataclass(slots=True)

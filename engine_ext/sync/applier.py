@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from engine_ext.format import DecodedPart, Digest
+from engine_ext.format import DecodedPart, Digest, UnpackedPart, expand_part
 from engine_ext.placement import Plan
 from engine_ext.sync.staged import StagedPart, UndoLog
 
@@ -60,6 +60,13 @@ class Applier(Protocol):
 
     def stage(self, part: DecodedPart) -> StagedPart:
         """Check a part and prepare its writes; can run in several threads at once."""
+
+    def stage_unpacked(self, part: UnpackedPart, threads: int | None = None) -> StagedPart:
+        """Do the same with a part whose positions are not expanded.
+
+        Args:
+            threads: that expand them; None: as many as there are usable cores.
+        """
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
         """Check what only all parts of a sync together show on this rank."""
@@ -131,3 +138,16 @@ class Applier(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return the apply mode, certification summary and digest of this rank, as JSON."""
+
+
+class _Stages(Protocol):
+    def stage(self, part: DecodedPart) -> StagedPart:
+        """See `Applier.stage`."""
+
+
+class ExpandsParts:
+    """An applier that stages from expanded positions alone."""
+
+    def stage_unpacked(self: _Stages, part: UnpackedPart, threads: int | None = None) -> StagedPart:
+        """See `Applier.stage_unpacked`."""
+        return self.stage(expand_part(part, threads))

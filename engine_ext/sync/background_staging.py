@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from engine_ext.errors import MalformedPart
-from engine_ext.format import DecodedPart, read_verified
+from engine_ext.format import UnpackedPart, read_unpacked
 from engine_ext.kernels import same_device
 from engine_ext.ranks.operations import BeginPart, FileStamp
 from engine_ext.remote_parts import Locate
 from engine_ext.resources import no_full_collections
 from engine_ext.sync.staged import StagedPart
 
-StagePart = Callable[[DecodedPart], StagedPart]
+StagePart = Callable[[UnpackedPart, int | None], StagedPart]
 
 
 class BackgroundStaging:
@@ -43,7 +43,7 @@ class BackgroundStaging:
         self._running: set[Future[StagedPart]] = set()
 
     def start(self, begun: BeginPart, stage: StagePart) -> None:
-        """Start staging a part from its verified file; `stage` locates it on this rank.
+        """Start staging a part from its verified file; see `Applier.stage_unpacked` for `stage`.
 
         The HTTP side sees when it has ended on every rank of its host, or one of them has died: the
         part's pipe has no writer then.
@@ -85,10 +85,10 @@ class BackgroundStaging:
         if self._locate is not None:
             path = self._locate(path, begun.source)
             stamp = stamp if path == begun.path else None  # another host's file
-        part = read_verified(map_part(path, stamp), begun.part.identity, self._cores)
+        part = read_unpacked(map_part(path, stamp), begun.part.identity)
         if part is None:
             raise MalformedPart("the part changed between its arrival and its staging")
-        return stage(part)
+        return stage(part, self._cores)
 
 
 def map_part(path: str, stamp: FileStamp | None = None) -> mmap.mmap:

@@ -99,6 +99,8 @@ def _overlap(params: Sequence[StagedParam]) -> bool:
             by_live[write.live].append(write.elements.offsets)
         elif isinstance(write.elements, DeviceElements):
             by_live[write.live].append(write.elements.offsets.cpu().numpy())
+    for rows, number in (row for param in params for row in param.rows):
+        by_live[rows.names[number]].append(rows.of(number).offsets.cpu().numpy())
     return any(
         len(np.unique(np.concatenate(found))) < sum(map(len, found)) for found in by_live.values()
     )

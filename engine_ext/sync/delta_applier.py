@@ -18,7 +18,14 @@ import torch
 
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch
-from engine_ext.format import DecodedPart, Digest, ParamDelta, change_digest
+from engine_ext.format import (
+    DecodedPart,
+    Digest,
+    ParamDelta,
+    UnpackedPart,
+    change_digest,
+    expand_part,
+)
 from engine_ext.model import StorageIndex
 from engine_ext.placement import (
     Certified,
@@ -40,6 +47,7 @@ from engine_ext.sync.new_states import GatheredProof
 from engine_ext.sync.post_load import PostLoad
 from engine_ext.sync.staged import CHANGED, StagedParam, StagedPart, UndoLog
 from engine_ext.sync.stager import stage_part
+from engine_ext.sync.stream_table import NO_STREAMS, StagedStreams, StreamTable
 from engine_ext.sync.thread_pool import ThreadPool
 from engine_ext.sync.tied import check_tied
 from engine_ext.sync.totals import Advance, part_totals, totals
@@ -102,7 +110,7 @@ class DeltaApplier:
             # Compiles the loops, which the first sync would otherwise wait for.
             none = np.empty(0, bits_dtype(NAME_OF_TORCH[dtype]))
             change_digest("", np.empty(0, np.int64), none, none)
-        self._table = HostTable(plan)
+        self._table, self._streams = HostTable(plan), StreamTable(plan)
 
     def refusal(self, delta: ParamDelta, placed: Placed, digested: bool) -> str | None:
         """Return why a delta cannot be written exactly, or None if it can.
@@ -140,11 +148,14 @@ class DeltaApplier:
     def digests(self, digests: dict[str, Digest]) -> None:
         self._digests, self._digest = digests, Digest.total(digests.values())
 
-    def stage(self, part: DecodedPart) -> StagedPart:
+    def stage(self, part: DecodedPart, streams: StagedStreams = NO_STREAMS) -> StagedPart:
         """Check every param of a part and prepare its writes. The model is only read.
 
         Params that the engine is proven to ignore are skipped; `check_sync` compares those that are
         tied to a tensor of the checkpoint.
+
+        Args:
+            streams: the params that are staged already, and are not in `part`.
 
         Raises:
             NotUpdatable: names the tensor.
@@ -160,6 +171,8 @@ class DeltaApplier:
         staged = self._stage(part, undo=undo)
         for param in staged.params:
             param.tied = not self.plan.writes(param.name)
+        staged.params += streams.params
+        staged.together += streams.writes
         for delta in ignored:
             staged.skipped[delta.name] = staged.skipped.get(delta.name, 0) + delta.nnz
         staged.compared = self._compared(ignored, part)
@@ -167,6 +180,14 @@ class DeltaApplier:
         own = part_totals(staged)
         own.advance = Advance(self.digests, own.by_name, full=part.manifest.full)
         return staged
+
+    def stage_unpacked(self, part: UnpackedPart, threads: int | None = None) -> StagedPart:
+        """Stage a part whose positions are not expanded; the stream table takes what it has.
+
+        Args and errors: see `engine_ext.sync.applier.Applier` and `stage`.
+        """
+        found = self._streams.stage(part, self._memory)
+        return self.stage(expand_part(part, threads, found.numbers), found)
 
     def _stage(self, part: DecodedPart, *, undo: bool) -> StagedPart:
         return stage_part(part, self.plan, self._table, self.threads, self._memory, undo=undo)
@@ -277,9 +298,12 @@ class DeltaApplier:
             NotUpdatable: a tensor cannot be followed there. Nothing was changed.
             TracingError: the dry run of the engine's loader has changed the model.
         """
-        plan = self._places.follow(self.plan)
+        self.adopt(self._places.follow(self.plan))
+
+    def adopt(self, plan: Plan) -> None:
+        """Stage by another plan of the same model."""
         self._proof = GatheredProof(plan, self._ranks)
-        self._table = HostTable(plan)
+        self._table, self._streams = HostTable(plan), StreamTable(plan)
         self.plan = plan
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:

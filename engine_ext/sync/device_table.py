@@ -1,4 +1,4 @@
-"""Stage what a part changes on accelerators: all of it at once, as a launch takes long.
+"""Stage what a part changes on accelerators and the stream table does not take, all of it at once.
 
 Offsets are found on the host. They cross the bus in one copy, the old values come back in another,
 and the new ones follow when all params are checked.

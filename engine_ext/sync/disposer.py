@@ -30,7 +30,7 @@ class Disposer:
         """Take a sync's parts and undo logs that nothing uses any more; they are empty then."""
         lists: list[list[Any]] = [log.writes for log in logs]
         for part in staged:
-            lists += [part.params, *part_totals(part).writes.lists()]
+            lists += [part.params, part.together, *part_totals(part).writes.lists()]
         if sum(map(len, lists)) > _AT_ONCE:
             self._thread.submit(_empty, lists)
 

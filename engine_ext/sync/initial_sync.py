@@ -29,13 +29,13 @@ from engine_ext.placement import (
 )
 from engine_ext.ranks import RankGroup, run_on_all_or_none
 from engine_ext.startup import CheckpointReader, Traced
-from engine_ext.sync.applier import Scan
+from engine_ext.sync.applier import ExpandsParts, Scan
 from engine_ext.sync.masked import densify
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.sync.tied import tied_differ
 
 
-class InitialSyncApplier:
+class InitialSyncApplier(ExpandsParts):
     """Applies the first ``full`` sync; see `engine_ext.sync.applier.Applier`.
 
     Args:

@@ -28,14 +28,16 @@ from engine_ext.kernels import typed
 from engine_ext.model import StorageIndex, TracingError
 from engine_ext.placement import Placed, Plan, Status
 from engine_ext.startup import COPY_REPLACED, LoaderDryRun, LoadWeights
+from engine_ext.sync.applier import ExpandsParts
 from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.staged import StagedPart, Write
+from engine_ext.sync.stream_table import NO_STREAMS, StagedStreams
 
 # torch compares and selects these for NaN, but not the 8-bit floats.
 _MASKABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class MaskedApplier(DeltaApplier):
+class MaskedApplier(ExpandsParts, DeltaApplier):
     """Writes through the model's own loader; stages, votes and undoes as `DeltaApplier` does.
 
     Args:
@@ -58,9 +60,9 @@ class MaskedApplier(DeltaApplier):
         """Return why the loader cannot write a delta exactly, or None if it can."""
         return refusal(delta, placed) if placed.segments else None
 
-    def stage(self, part: DecodedPart) -> StagedPart:
+    def stage(self, part: DecodedPart, streams: StagedStreams = NO_STREAMS) -> StagedPart:
         """Stage a part, and keep it: the loader gets its params as they were sent."""
-        staged = super().stage(part)
+        staged = super().stage(part, streams)
         sent = [delta for delta in part.deltas if delta.name not in staged.skipped]
         for param, delta in zip(staged.params, sent, strict=True):
             param.delta = delta

@@ -9,7 +9,7 @@ patterns) throughout.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,7 +17,14 @@ import msgspec
 
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import Digest, Manifest, ParamDelta
-from engine_ext.placement import DeviceBatch, HostElements, Lease, LiveElements, WholeBox
+from engine_ext.placement import (
+    DeviceBatch,
+    DeviceRows,
+    HostElements,
+    Lease,
+    LiveElements,
+    WholeBox,
+)
 
 CHANGED: Final = "a weight changed between staging and commit; send the sync again"
 
@@ -30,11 +37,12 @@ def copies_differ(name: str) -> BaseMismatch:
 
 
 class Write(msgspec.Struct, eq=False, gc=False):
-    """Elements of one live tensor, with their old and new bits.
+    """Elements of live memory, with their old and new bits.
 
     Attributes:
         new: the new bits, in the live dtype.
-        live: the live tensor's name; empty if the engine's own processing computes it.
+        live: the live tensor's name; empty if the engine's own processing computes it, or if
+            `elements` are of many and have their names.
         keep: whether the old bits are kept for an undo.
         old: the old bits, in host memory; None until `read_old` or `put`.
         batch: what they were read with, if it was a batch of elements on devices.
@@ -52,6 +60,12 @@ class Write(msgspec.Struct, eq=False, gc=False):
     batch: DeviceBatch | None = None
     lease: Lease | None = None
     written: bool = False
+
+    @property
+    def live_names(self) -> Sequence[str]:
+        """The names of the live tensors."""
+        elements = self.elements
+        return elements.names if isinstance(elements, DeviceRows) else (self.live,)
 
     @property
     def comparable(self) -> bool:
@@ -135,7 +149,8 @@ class StagedParam(msgspec.Struct, eq=False, gc=False):
         dense: whether these are all, in order.
         delta: the param as it was sent, for an applier that writes through the model's loader. It
             keeps the whole part's memory alive.
-        writes: the writes on this rank; empty if it holds none of the elements.
+        writes: the writes on this rank of elements of this param alone.
+        rows: its rows in writes of the part that are of many params.
         counted: elements of the delta that this rank counts (see `engine_ext.placement.ownership`).
         change: digest of the counted elements, new minus old; in a full sync, of the new values.
         replaced: in a full sync whose parts declare a ``digest_part``, digest of the old values.
@@ -149,6 +164,7 @@ class StagedParam(msgspec.Struct, eq=False, gc=False):
     dense: bool
     delta: ParamDelta | None = None
     writes: list[Write] = []
+    rows: list[tuple[DeviceRows, int]] = []
     counted: int = 0
     change: Digest = Digest.ZERO
     replaced: Digest = Digest.ZERO
@@ -163,6 +179,7 @@ class StagedParam(msgspec.Struct, eq=False, gc=False):
     def absorb(self, other: StagedParam) -> None:
         """Add another piece of the same param."""
         self.writes += other.writes
+        self.rows += other.rows
         self.counted += other.counted
         if other.change is not Digest.ZERO:
             self.change += other.change
@@ -194,9 +211,11 @@ class StagedModules:
 
 @dataclass(slots=True)
 class StagedPart:
-    """A part, ready to be written on this rank; its params are in the part's order.
+    """A part, ready to be written on this rank.
 
     Attributes:
+        params: in the part's order, but for those that the stream table has staged: they follow.
+        together: the writes of these.
         rebuilt: of the first part of a sync.
         skipped: the params that are left out because no rank makes anything of them: how many
             elements of each the part sends, by name.
@@ -210,6 +229,7 @@ class StagedPart:
 
     manifest: Manifest
     params: list[StagedParam]
+    together: list[Write] = field(default_factory=list)
     rebuilt: StagedModules = field(default_factory=StagedModules)
     skipped: dict[str, int] = field(default_factory=dict)
     compared: list[StagedParam] = field(default_factory=list)
@@ -227,6 +247,7 @@ class StagedPart:
     @property
     def writes(self) -> list[Write]:
         own = [write for param in self.params if not param.tied for write in param.writes]
+        own += self.together
         return own + [write for made in self.rebuilt.modules.values() for write in made.writes]
 
 

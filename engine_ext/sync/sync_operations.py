@@ -83,7 +83,7 @@ class SyncOperations:
         if self._sync_state.sync is not before:
             self._look_at_memory(request.part)
         if admission == "new":
-            self._staging.start(request, self._applier.stage)
+            self._staging.start(request, self._applier.stage_unpacked)
         return ops.PartBegun(admission=admission)
 
     def claim(self, request: ops.ClaimRun) -> ops.RunClaimed:

@@ -81,8 +81,9 @@ class PartTotals:
         self.nnz = part.nnz
         self.counted = sum(param.counted for param in part.params)
         writes = [w for param in part.params if not param.tied for w in param.writes]
+        writes += part.together
         self.writes = PartWrites(writes)
-        self.live_names = frozenset(write.live for write in writes)
+        self.live_names = frozenset(name for write in writes for name in write.live_names)
         self.undo_bytes = sum(write.undo_bytes for write in writes)
         self.keeps = all(write.keep for write in writes)
         self.added = Digest.total(param.change for param in part.params)

@@ -12,12 +12,14 @@ from engine_ext.placement import (
     SAMPLED,
     DeviceBatch,
     DeviceElements,
+    DeviceRows,
     HostElements,
     LiveElements,
 )
 from engine_ext.sync.staged import CHANGED, Write
 from engine_ext.sync.thread_pool import ThreadPool
 
+_ON_DEVICES: Final = (DeviceElements, DeviceRows)
 _SMALL: Final = 1 << 12  # elements that are written faster than a call of their own takes
 _TABLE: Final = 1 << 16  # elements that a thread writes at a time
 
@@ -208,10 +210,10 @@ def _sample(writes: Sequence[Write]) -> Iterator[Write]:
 
 def restore(pairs: Sequence[tuple[LiveElements, Any]], threads: ThreadPool) -> None:
     """Write bits to elements of live memory."""
-    on_devices = [(one, bits) for one, bits in pairs if isinstance(one, DeviceElements)]
+    on_devices = [(one, bits) for one, bits in pairs if isinstance(one, _ON_DEVICES)]
     if on_devices:
         DeviceBatch([one for one, _ in on_devices]).put([bits for _, bits in on_devices])
-    others = [(one, bits) for one, bits in pairs if not isinstance(one, DeviceElements)]
+    others = [(one, bits) for one, bits in pairs if not isinstance(one, _ON_DEVICES)]
     threads.map(lambda pair: pair[0].put(pair[1]), others, lambda pair: int(pair[1].nbytes))
 
 
@@ -219,7 +221,7 @@ def _divided(writes: Sequence[Write]) -> tuple[list[Write], list[Write]]:
     """Return the writes of elements on devices, and the others."""
     divided: tuple[list[Write], list[Write]] = [], []
     for write in writes:
-        divided[not isinstance(write.elements, DeviceElements)].append(write)
+        divided[not isinstance(write.elements, _ON_DEVICES)].append(write)
     return divided
 
 
@@ -227,6 +229,6 @@ def _size(write: Write) -> int:
     return int(write.new.nbytes)
 
 
-def _elements(write: Write) -> DeviceElements:
-    assert isinstance(write.elements, DeviceElements)
+def _elements(write: Write) -> DeviceElements | DeviceRows:
+    assert isinstance(write.elements, _ON_DEVICES)
     return write.elements

@@ -165,7 +165,7 @@ class _Rank:
         for number, path in enumerate(paths):
             identity = Path(path).name.removesuffix(".safetensors")
             part = PartId(version=1, base_version=0, identity=identity, part=number)
-            staging.start(BeginPart(part=part, path=path, now=0.0), self._applier.stage)
+            staging.start(BeginPart(part=part, path=path, now=0.0), self._applier.stage_unpacked)
             if not at_once:
                 staging.results([number])
                 self._ranks.all_gather(None)

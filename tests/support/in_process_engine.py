@@ -18,7 +18,7 @@ from engine_ext.format import DecodedPart, ParamDelta
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
 from engine_ext.settings import Settings
-from engine_ext.sync.applier import Scan
+from engine_ext.sync.applier import ExpandsParts, Scan
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from tests.support.delta_bodies import SHAPES, Weights, fresh_weights
@@ -58,7 +58,7 @@ def _deltas(part: StagedPart) -> Iterator[ParamDelta]:
         yield param.delta
 
 
-class Shard:
+class Shard(ExpandsParts):
     """The applier of one rank: it holds an equal share of every tensor's elements.
 
     Attributes:

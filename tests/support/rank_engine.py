@@ -15,12 +15,12 @@ from engine_ext.conformance.verified_file import identity_of, verified_file
 from engine_ext.format import DecodedPart, PartId, decode_part
 from engine_ext.format.digest import Digest
 from engine_ext.ranks.operations import FileStamp
-from engine_ext.sync.applier import Scan
+from engine_ext.sync.applier import ExpandsParts, Scan
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 
 
-class RecordingApplier:
+class RecordingApplier(ExpandsParts):
     """Writes nothing and records its calls; each step can be made to fail.
 
     Attributes:

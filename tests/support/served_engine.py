@@ -57,6 +57,12 @@ class FaultyApplier:
         staged: StagedPart = self._applier.stage(part)
         return staged
 
+    def stage_unpacked(self, part: Any, threads: int | None = None) -> StagedPart:
+        if self.refuses is not None:
+            raise self.refuses
+        staged: StagedPart = self._applier.stage_unpacked(part, threads)
+        return staged
+
     def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:
         if self.writes is None:
             self._applier.write(staged, given_up)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.kernels.triton import block_sums, compact, gap_symbols, gather_scatter
+from engine_ext.kernels.triton import block_sums, compact, gap_expand, gap_symbols, gather_scatter
 
 _SIZE = 3000  # elements; crosses two block borders
 _BITS = torch.uint8, torch.int16, torch.int32, torch.int64
@@ -37,6 +37,8 @@ def wrong_elements(device: torch.device) -> list[str]:
             new[places.long()] ^= 1
             if not _exchanges(old.to(device), new, places):
                 found.append(f"exchange of {dtype}, {where}")
+            if not _stages(old.to(device), where):
+                found.append(f"staging of {dtype}, {where}")
         if not (_digests(old.to(device), 1000) and _digests(old.to(device), 1024)):
             found.append(f"digest of {dtype}")
     return found
@@ -65,8 +67,8 @@ def wrong_changes(device: torch.device) -> list[str]:
 TESTS: Final = {"elements": wrong_elements, "changes": wrong_changes}
 
 
-def _bits(dtype: torch.dtype, random: np.random.Generator) -> torch.Tensor:
-    raw = torch.from_numpy(random.integers(0, 256, _SIZE * dtype.itemsize, np.uint8))
+def _bits(dtype: torch.dtype, random: np.random.Generator, size: int = _SIZE) -> torch.Tensor:
+    raw = torch.from_numpy(random.integers(0, 256, size * dtype.itemsize, np.uint8))
     return raw.view(dtype)
 
 
@@ -151,11 +153,100 @@ def _digests(values: torch.Tensor, start: int) -> bool:
     return [one % (1 << 64) for one in found.tolist()] == [one % (1 << 64) for one in expected]
 
 
+def _stages(live: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Stage a run and some columns of a matrix, whose symbols have one byte and two."""
+    device, width, half = live.device, live.itemsize, live.numel() // 2
+    random = np.random.default_rng(2)
+    size = half // 10 * 20  # ten columns of twenty are here
+    run = np.append(np.flatnonzero(random.random(half // 2) < 0.5), half - 1)
+    matrix = np.append(np.flatnonzero(random.random(size // 2) < 0.5), size - 8)
+    inside = (matrix % 20 >= 5) & (matrix % 20 < 15)
+    low, wide = _symbols(run, 255), _symbols(matrix, 65535)
+    programs: list[list[int]] = []
+    spans = []
+    for item, symbols in enumerate((low, wide)):
+        done = range(0, len(symbols), gap_expand.BLOCK)
+        spans.append([len(programs), len(programs) + len(done) - 1])
+        programs += [[item, at, min(len(symbols) - at, gap_expand.BLOCK)] for at in done]
+    seeds, factors = _odd_numbers(4), _odd_numbers(2 * block_sums.BLOCK)
+    address, at = live.data_ptr(), len(low)
+    located = gap_expand.locate(
+        gap_expand.Boxes(
+            torch.tensor(
+                [
+                    [address, 0, half, 0, 0, 1, *seeds[:2].view(np.int64)],
+                    [address, 5, size - 5, half, 1, 2, *seeds[2:].view(np.int64)],
+                ]
+            ).to(device),
+            torch.tensor([[half, 1, 1], [size // 20, 20, 10], [10, 1, 1]]).to(device),
+        ),
+        torch.tensor([s % 256 for s in low + wide] + [s // 256 for s in wide]).byte().to(device),
+        torch.tensor(programs).to(device),
+        torch.tensor(
+            [
+                [0, 0, -1, 0, half, 0, run.size, *spans[0], 1, -1, 255],
+                [1, at, at + len(wide), 0, size, run.size, matrix.size, *spans[1], 1, -1, 65535],
+            ]
+        ).to(device),
+    )
+    found = [[run.size, half, run.size], [matrix.size, size - 7, int(inside.sum())]]
+    if located.found.tolist() != found:
+        return False
+    count, shares = sum(row[2] for row in found), [run, matrix[inside]]
+    offsets = np.append(run, half + shares[1] // 20 * 10 + shares[1] % 20 - 5)
+    sent = _bits(live.dtype, random, run.size + matrix.size)
+    own = sent[np.append(np.arange(run.size), run.size + np.flatnonzero(inside))]
+    before = live.cpu()[offsets]
+    for adds in (False, True):
+        after = before + own if adds else own
+        results = [
+            torch.empty(count, dtype=kind, device=device) for kind in (dtype, *2 * [live.dtype])
+        ]
+        sums = gap_expand.stage(
+            *(located, sent.to(device), torch.from_numpy(factors.view(np.int64)).to(device)),
+            *results,
+            adds=adds,
+        )
+        expected = torch.from_numpy(offsets).to(dtype), after, before
+        if not all(map(torch.equal, (one.cpu() for one in results), expected)):
+            return False
+        new, old = (one.numpy().view(f"u{width}").tolist() for one in (after, before))
+        for item, share in enumerate(shares):
+            first = run.size * item
+            changes = [
+                _curve(new[first + k], width) - _curve(old[first + k], width)
+                for k in range(share.size)
+            ]
+            for lane in (0, 1):
+                own_factors = factors.reshape(2, -1)[lane].tolist()
+                seed = int(seeds[2 * item + lane])
+                total = sum(
+                    change * _factor(place, own_factors, seed)
+                    for change, place in zip(changes, share.tolist(), strict=True)
+                )
+                if (total - int(sums[item, lane])) % (1 << 64):
+                    return False
+    return True
+
+
+def _symbols(places: NDArray[np.int64], skip: int) -> list[int]:
+    """Return the gap stream of ascending places."""
+    found: list[int] = []
+    for gap in (np.diff(places, prepend=-1) - 1).tolist():
+        found += [skip] * (gap // skip) + [gap % skip]
+    return found
+
+
 def _numbers() -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Return factors [2, 1024] and seeds [2] that use all of their bits."""
-    numbers = np.random.default_rng(1).integers(0, 1 << 63, 2 * block_sums.BLOCK + 2, np.uint64)
-    numbers = numbers * 2 + 1
+    """Return factors [2, 1024] and seeds [2]."""
+    numbers = _odd_numbers(2 * block_sums.BLOCK + 2)
     return numbers[:-2].reshape(2, -1), numbers[-2:]
+
+
+def _odd_numbers(count: int) -> NDArray[np.uint64]:
+    """Return numbers that use all of their 64 bits."""
+    numbers = np.random.default_rng(1).integers(0, 1 << 63, count, np.uint64)
+    return numbers * np.uint64(2) + np.uint64(1)
 
 
 def _terms(
@@ -168,12 +259,19 @@ def _terms(
     bits = values.cpu().numpy().view(f"u{values.itemsize}").tolist()
     known, sums = factors.tolist(), [0, 0]
     for place, element in zip(places, bits, strict=True):
-        block, within = divmod(place, block_sums.BLOCK)
-        narrow = values.itemsize <= 2
-        curve = element * (element + 1) // 2 + 1 if narrow else _mix(element + 0x9E3779B97F4A7C15)
         for lane in (0, 1):
-            sums[lane] += known[lane][within] * (_mix(int(seeds[lane]) + block) | 1) * curve
+            factor = _factor(place, known[lane], int(seeds[lane]))
+            sums[lane] += factor * _curve(element, values.itemsize)
     return sums
+
+
+def _factor(place: int, factors: Sequence[int], seed: int) -> int:
+    block, within = divmod(place, block_sums.BLOCK)
+    return factors[within] * (_mix(seed + block) | 1)
+
+
+def _curve(element: int, width: int) -> int:
+    return element * (element + 1) // 2 + 1 if width <= 2 else _mix(element + 0x9E3779B97F4A7C15)
 
 
 def _mix(x: int) -> int:

@@ -41,6 +41,7 @@ from engine_ext.kernels import triton as device
 from engine_ext.kernels.triton import (
     block_sums,
     compact,
+    gap_expand,
     gap_symbols,
     gather_scatter,
     self_test,
@@ -404,6 +405,7 @@ def test_the_trial_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
         (gap_symbols, "write", "compare of"),
         (gather_scatter, "visit", "exchange of"),
         (block_sums, "dense", "digest"),
+        (gap_expand, "stage", "staging of"),
     ],
 )
 def test_the_trial_sees_what_is_wrong(
@@ -456,10 +458,9 @@ def test_applied_from_reserved_memory(reserved: int, monkeypatch: pytest.MonkeyP
     """Also if some or all of it is in pinned memory; and after the next sync nothing is held."""
     pinned: list[torch.Tensor] = []
 
-    def pin(bits: torch.Tensor) -> torch.Tensor:
-        pinned.append(bits)
-        copy = torch.empty(bits.shape, dtype=bits.dtype, pin_memory=DEVICE.type != "cpu")
-        return copy.copy_(bits)
+    def pin(size: int, dtype: torch.dtype) -> torch.Tensor:
+        pinned.append(torch.empty(size, dtype=dtype, pin_memory=DEVICE.type != "cpu"))
+        return pinned[-1]
 
     monkeypatch.setattr(device_memory, "_pinned", pin)
     base = base_checkpoint(FusedQkv)

@@ -7,6 +7,7 @@ before Triton is imported; it needs no accelerator. Where there is one, the same
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from engine_ext.kernels import triton
 from engine_ext.kernels.triton import (
     block_sums,
     compact,
+    gap_expand,
     gap_symbols,
     gather_scatter,
     runs_change_kernels,
@@ -31,22 +33,30 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 PLACES = ["interpreter", *(["cuda"] if torch.cuda.is_available() else [])]
+SANITIZER = shutil.which("compute-sanitizer")
+if torch.cuda.is_available() and SANITIZER:
+    PLACES.append("sanitizer")
 BITS = ("*u8", "*i16", "*i32", "*i64")
 
 
+@pytest.mark.parametrize("cases", ["kernels_alone", "streams_alone"])
 @pytest.mark.parametrize("place", PLACES)
-def test_the_kernels_do_what_the_operators_do(place: str) -> None:
+def test_the_kernels_do_what_the_host_does(place: str, cases: str) -> None:
     interpreted = place == "interpreter"
     environment = {**os.environ, "TRITON_INTERPRET": "1" if interpreted else "0"}
     environment["DELTA_TEST_DEVICE"] = "cpu" if interpreted else "cuda:0"
     options = "-q", "-p", "no:cacheprovider", "-W", "ignore"
+    checked: list[str] = []
+    if place == "sanitizer":  # an access outside of a tensor must be one outside of any memory
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+        checked = [str(SANITIZER), "--error-exitcode", "9"]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/unit/kernels/kernels_alone.py"],
+        [*checked, sys.executable, "-m", "pytest", *options, f"tests/unit/kernels/{cases}.py"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=1200 if checked else 480,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -56,7 +66,12 @@ def test_the_kernels_do_what_the_operators_do(place: str) -> None:
 def variants() -> list[Any]:
     """Each kernel for one kind of tensors here, and for all kinds in the full run."""
     block, whole = {"BLOCK": 1024}, {"BLOCK": compact.BLOCK}
-    quick: list[Any] = []
+    expanded = dict.fromkeys(("programs", "items", "before", "rows", "dims"), "*i64")
+    expanded["symbols"] = "*u8"
+    quick: list[Any] = [
+        (gap_expand.sum_symbols, {**expanded, "sums": "*i64"}, block),
+        (gap_expand.count_elements, {**expanded, "counts": "*i64"}, block),
+    ]
     rest: list[Any] = []
     counted = {"table": "*i64", "places": "*i64", "counts": "*i32"}
     rest.append((gap_symbols.count_symbols, counted, {"SKIP": 255, **block}))
@@ -65,8 +80,15 @@ def variants() -> list[Any]:
         for places in ("*i32", "*i64"):
             visited = {"table": "*i64", "old": bits, "differs": "*i32"}
             visited |= dict.fromkeys(("keep", "compare", "write"), "i32")
-            case = gather_scatter.visit_elements, visited, {"WIDE": places == "*i64", **block}
-            (own if places == "*i32" else rest).append(case)
+            wide = {"WIDE": places == "*i64", **block}
+            staged = {**expanded, "starts": "*i64", "table": "*i64", "sums": "*i64"}
+            staged |= {"values": bits, "old": bits, "offsets": "i64", "new": "i64", "adds": "i32"}
+            width = {"WIDTH": 1 << BITS.index(bits)}
+            cases: list[Any] = [
+                (gather_scatter.visit_elements, visited, wide),
+                (gap_expand.stage_elements, staged, {**wide, **width}),
+            ]
+            (own if places == "*i32" else rest).extend(cases)
         pairs = {"pairs": "*i64", "numbers": "*i64", "like": bits, "counts": "*i32"}
         listed = {"pairs": "*i64", "numbers": "*i64", "ends": "*i32", "base": "i32"}
         listed |= {"listed": "i32", "places": "*i64", "was": bits, "now": bits}

@@ -48,9 +48,9 @@ def test_what_does_not_fit_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch
     """Pinned, where kernels can read it; on the device where only operators run."""
     pinned: list[int] = []
 
-    def pin(bits: torch.Tensor) -> torch.Tensor:
-        pinned.append(bits.numel())
-        return bits.clone()
+    def pin(size: int, dtype: torch.dtype) -> torch.Tensor:
+        pinned.append(size)
+        return torch.empty(size, dtype=dtype)
 
     monkeypatch.setattr(device_memory, "_pinned", pin)
     for kernels in (True, False):

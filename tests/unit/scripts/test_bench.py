@@ -22,6 +22,7 @@ IN_PROCESS: Final = {
     "apply": ["--without-engine", "--layers", "1", *THREADS, *RUNS],
     "codec": ["--elements", "2000000", "--threads", "1", "--real-steps", "0", *REPEATS],
     "device_digest": ["--device", "cpu", "--elements", "10000", *RUNS],
+    "device_staging": ["--device", "cpu", "--elements", "100000", *RUNS],
     "log_size": ["--elements", "200000", "--json"],
     "pipeline": [
         "--elements",

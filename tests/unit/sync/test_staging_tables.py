@@ -32,7 +32,7 @@ from engine_ext.format import (
     encode_part,
 )
 from engine_ext.kernels import AHEAD
-from engine_ext.placement import DeviceElements, HostElements, WholeBox
+from engine_ext.placement import DeviceElements, DeviceRows, HostElements, WholeBox
 from engine_ext.sync import host_table
 from engine_ext.sync.staged import StagedParam, StagedPart, Write
 from tests.support.served_models import (
@@ -100,16 +100,21 @@ def elements_of(writes: Sequence[Write]) -> Elements:
     """What writes change, each element once."""
     found: Elements = {}
     for write in writes:
-        offsets, old, new = _arrays(write)
-        for offset, before, after in zip(offsets.tolist(), old.tolist(), new.tolist(), strict=True):
+        places, old, new = _arrays(write)
+        for place, before, after in zip(places, old.tolist(), new.tolist(), strict=True):
             if before != after:
-                assert (write.live, offset) not in found
-                found[write.live, offset] = before, after
+                assert place not in found
+                found[place] = before, after
     return found
 
 
-def _arrays(write: Write) -> tuple[Any, Any, Any]:
+def _arrays(write: Write) -> tuple[list[tuple[str, int]], Any, Any]:
+    """The live tensor and the offset of each element, its old and its new bits."""
     elements = write.elements
+    if isinstance(elements, DeviceRows):
+        names = np.repeat(np.array(elements.names), elements.counts).tolist()
+        places = [*zip(names, elements.offsets.tolist(), strict=True)]
+        return places, _unsigned(write.old), _unsigned(write.new)
     if isinstance(elements, WholeBox):
         segment = elements.segment
         flat = torch.arange(segment.live.flat().numel())
@@ -118,11 +123,12 @@ def _arrays(write: Write) -> tuple[Any, Any, Any]:
         assert isinstance(elements, HostElements | DeviceElements)
         offsets = torch.as_tensor(elements.offsets)
     old = elements.read() if write.old is None else write.old
-    return offsets.reshape(-1).numpy(), _unsigned(old), _unsigned(write.new)
+    places = [(write.live, offset) for offset in offsets.reshape(-1).tolist()]
+    return places, _unsigned(old), _unsigned(write.new)
 
 
 def _unsigned(values: Any) -> Any:
-    array = values.numpy() if isinstance(values, torch.Tensor) else values
+    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else values
     return array.reshape(-1).view(f"u{array.itemsize}")
 
 
