@@ -180,7 +180,7 @@ class StreamTable:
             tensor = tensors.get(entry.name)
             if tensor is None or not entry.nnz or entry.is_dense or entry.new_checksum is not None:
                 continue
-            # What does not fit, or cannot be updated any more, is refused with the others.
+            # The host path refuses a tensor that does not fit, or cannot be updated any more.
             placed = tensor.placed
             symbols, rest = divmod(part.streams[number].size, entry.pos_width)
             fits = (entry.shape, entry.dtype) == (placed.spec.shape, tensor.dtype)

@@ -61,7 +61,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _WrittenT = TypeVar("_WrittenT", bound=Written)
 _POLL_S = 0.02
-_REPEAT_S = 1.0  # until what follows a commit is repeated; then twice as long, ...
+REPEAT_S = 1.0  # until what follows a commit is repeated; then twice as long, ...
 _LONGEST_REPEAT_S = 30.0
 
 
@@ -238,7 +238,7 @@ class EngineCommitter:
         """Repeat what follows a commit until it succeeds: not every sender repeats its sync."""
 
         async def repeat() -> None:
-            wait_s = _REPEAT_S
+            wait_s = REPEAT_S
             while True:
                 await asyncio.sleep(wait_s)
                 try:

@@ -2,8 +2,8 @@
 
 A stream is read three times, a block of symbols at a time: the first pass sums how far each block
 goes, the second one counts which elements are on this rank, and the third one writes where these
-are in live memory, their old and new bits, and the terms of the change's digest. Between the passes
-lie sums over the blocks before. One launch serves all tensors of a batch, whatever their sizes.
+are in live memory, their old and new bits, and the terms of the change's digest. Between the
+passes the blocks before each block are summed up. One launch serves all tensors of a batch, whatever their sizes.
 
 Nothing is specialised on sizes or alignments, as in `gather_scatter`. Flat indices are int64.
 """
@@ -23,19 +23,19 @@ from engine_ext.kernels.triton.block_sums import _curve, _mix
 BLOCK: Final = 1024  # symbols of a program
 
 ROW_COLUMNS: Final = 8
-"""Of a row, a box of live memory: the live tensor's address; the box's first flat index, and one
+"""A row is a box of live memory: the live tensor's address; the box's first flat index, and one
 more than its last; the offset of its first element; its first dimension's number and how many it
 has; the seeds of the digest in both lanes."""
 DIM_COLUMNS: Final = 3
-"""Of a dimension, outermost first: size, stride in flat indices, stride in live memory."""
+"""A dimension, outermost first: size, stride in flat indices, stride in live memory."""
 ITEM_COLUMNS: Final = 12
-"""Of an item, some symbols of a tensor and a row of it: the row; where the lowest bytes of its
+"""An item is some symbols of a tensor and a row of it: the row; where the lowest bytes of its
 symbols begin; where the next ones do, or -1 if there are none; one more than the index before; the
 tensor's size; where its values begin, and how many there are; its first and last program; the
 distance of two symbols' bytes; where their two upper bytes are, or -1 if there are none; the symbol
 that does not end a gap, or -1."""
 PROGRAM_COLUMNS: Final = 3
-"""Of a program: its item, the symbols of the item before it, and how many it has."""
+"""A program: its item, the symbols of the item before it, and how many it has."""
 
 _COLUMNS: Final = tl.constexpr(ITEM_COLUMNS)
 _DIGEST_BLOCK: Final = tl.constexpr(DIGEST_BLOCK)

@@ -397,7 +397,7 @@ def test_staged_in_reserved_memory(reserved: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("numel", [1 << 31, (1 << 31) + 1, 3 << 33])
 def test_numbers_beyond_int32(numel: int) -> None:
-    """Of a box that begins far behind the first index, in memory as large: nothing overflows."""
+    """Nothing overflows in a box that begins far behind the first index, in memory as large."""
     start, size, far = numel - 1000, 1000, np.arange(0, 1000, 37)
     live = torch.arange(size, dtype=torch.int16).to(DEVICE)
     rows = np.array([[live.data_ptr(), start, numel, 0, 0, 1, 5, 6]], np.int64)

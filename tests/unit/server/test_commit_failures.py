@@ -201,7 +201,7 @@ def test_unpublished_version_is_published_without_a_repeat(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A delta log has no sender that repeats its sync."""
-    monkeypatch.setattr(commit, "_REPEAT_S", 0.01)
+    monkeypatch.setattr(commit, "REPEAT_S", 0.01)
     rig.engine.fails["set_weight_version"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
     assert rig.engine.paused

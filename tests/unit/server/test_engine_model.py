@@ -13,20 +13,20 @@ import copy
 import random
 from collections import Counter
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     initialize,
     invariant,
     rule,
-    run_state_machine_as_test,
 )
 
 from engine_ext.format.digest import Digest, tensor_digest
 from tests.support.endpoint_rig import STATUS
 from tests.support.engine_oracle import LOG, TIMEOUT, Bits, Fault, Part, Sender
+from tests.support.histories import run_histories
 from tests.support.modelled_engine import ERRORS, ModelledEngine, Rebuilt
 
 RUNS: list[Sender | None] = [("a", 1), ("a", 2), ("b", 1), None, None]
@@ -442,28 +442,11 @@ def digest_of(found: Bits) -> str:
 
 
 def run_machine(
-    machine: type[EngineModel], examples: int, steps: int, *, repeats: bool = True
+    machine: type[EngineModel], examples: int, steps: int, *, fixed: int | None = SEED
 ) -> Counter[str]:
-    """Run histories of a machine, the same ones every time if it `repeats`.
-
-    Returns:
-        How often each status, error and fault was seen.
-    """
-    counted: Any = type(machine.__name__, (machine,), {"occurred": Counter[str]()})
-    if repeats:
-        counted = seed(SEED)(counted)
-    run_state_machine_as_test(
-        counted,
-        settings=settings(
-            deadline=None,
-            database=None,
-            derandomize=repeats,
-            max_examples=examples,
-            stateful_step_count=steps,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    return counted.occurred
+    """Run histories in which nothing is repeated in the background; see `run_histories`."""
+    with mock.patch("delta_server.commit.REPEAT_S", 3600):
+        return run_histories(machine, examples, steps, fixed=fixed)
 
 
 def test_engine_holds_what_model_says() -> None:
@@ -489,4 +472,4 @@ def test_every_fault_happens_to_engine_that_rebuilds() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("machine", [EngineModel, RebuiltModel])
 def test_model_holds_over_long_histories(machine: type[EngineModel]) -> None:
-    run_machine(machine, examples=400, steps=50, repeats=False)
+    run_machine(machine, examples=400, steps=50, fixed=None)

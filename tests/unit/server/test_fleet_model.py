@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     rule,
-    run_state_machine_as_test,
 )
 
 from tests.support.delta_bodies import VERSION, fresh_weights, full_part
 from tests.support.fleet_rig import LONG, FleetRig
+from tests.support.histories import run_histories
 
 ENGINES = 3
 WHICH = st.integers(0, ENGINES - 1)
@@ -337,34 +336,15 @@ class FleetModel(RuleBasedStateMachine):
         self.engines_that_live_have_ended_alike()
 
 
-def run_machine(examples: int, steps: int, *, repeats: bool = True) -> Counter[str]:
-    """Run histories, the same ones every time if it `repeats`; return what was seen how often."""
-    counted: Any = type("Counted", (FleetModel,), {"occurred": Counter[str]()})
-    if repeats:
-        counted = seed(1)(counted)
-    run_state_machine_as_test(
-        counted,
-        settings=settings(
-            deadline=None,
-            database=None,
-            derandomize=repeats,
-            max_examples=examples,
-            stateful_step_count=steps,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    return counted.occurred
-
-
 def test_engines_that_commit_as_one_agree() -> None:
-    occurred = run_machine(examples=12, steps=6)
+    occurred = run_histories(FleetModel, examples=12, steps=6, fixed=1)
     assert {"ended: True", "ended: False"} <= {*occurred}, occurred
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a history that fails is made short
 def test_engines_agree_whatever_crashes() -> None:
-    occurred = run_machine(examples=100, steps=12)
+    occurred = run_histories(FleetModel, examples=100, steps=12, fixed=1)
     wanted = {
         "ended: True", "ended: False", "settled: True", "settled: False", "part: SyncInProgress",
         "prepare: GroupAborted", "record: GroupAborted", "commit: already_applied",
@@ -376,4 +356,4 @@ def test_engines_agree_whatever_crashes() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_engines_agree_over_long_histories() -> None:
-    run_machine(examples=1000, steps=20, repeats=False)
+    run_histories(FleetModel, examples=1000, steps=20, fixed=None)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from engine_ext.conformance.toy_models import CastBefore, PlainCopy, Replicated, ToyModel, Windows
 from engine_ext.errors import BaseMismatch
 from engine_ext.format.digest import tensor_digest
+from engine_ext.kernels import table_of
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.casts import checkpoint_bits, live_bits
 from engine_ext.placement.locator import Locator
@@ -23,7 +24,6 @@ from engine_ext.placement.ownership import box_of, resolve
 from engine_ext.placement.plan import make_plan
 from engine_ext.placement.segments import Placed, Repack, Segment, Status, TensorSpec
 from engine_ext.ranks import SingleRank
-from engine_ext.sync import writes
 from engine_ext.sync.thread_pool import ThreadPool
 from tests.support.served_models import (
     PROPERTY,
@@ -126,7 +126,7 @@ def test_what_the_sample_misses_the_write_finds(
     target = {name: changed(tensor, 7, 1.0) for name, tensor in base.items()}
     deltas = [delta_between(name, base[name], target[name]) for name in base]
     flat = served.model.weight.data.view(torch.int16).reshape(-1)
-    tables = writes.table_of if together else lambda elements: None
+    tables = table_of if together else lambda elements: None
     with (
         small_pieces(5),
         mock.patch("engine_ext.sync.writes.table_of", tables),
