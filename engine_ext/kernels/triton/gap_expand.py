@@ -3,7 +3,8 @@
 A stream is read three times, a block of symbols at a time: the first pass sums how far each block
 goes, the second one counts which elements are on this rank, and the third one writes where these
 are in live memory, their old and new bits, and the terms of the change's digest. Between the
-passes the blocks before each block are summed up. One launch serves all tensors of a batch, whatever their sizes.
+passes the blocks before each block are summed up. One launch serves all tensors of a batch,
+whatever their sizes.
 
 Nothing is specialised on sizes or alignments, as in `gather_scatter`. Flat indices are int64.
 """
