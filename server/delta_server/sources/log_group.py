@@ -176,22 +176,52 @@ class FollowGroup:
             return False
         target, key = found
         if self._shared.known.group.prepared != key:
+            if not await self._withdraw(version, beat):
+                self._waits_for = ["the next look: what is prepared might be complete"]
+                return self._is_behind(version)
             await self._prepare(target, key, refused)
             own, others = await self._members(beat)  # the others might have looked before it
             if own is None or next_target(own, others, listing) != found:
                 self._waits_for = ["the next look: the members prepare different versions"]
                 return False
-        late = [one for one in others if not has_prepared(one, target, key)]
+        members = [own, *others]
+        late = [one for one in members if not has_prepared(one, target, key)]
         self._waits_for = [f"{one.name}: {_why_late(one)}" for one in late]
         if late:
             return False
-        names = sorted(one.name for one in (own, *others))
+        names = sorted(one.name for one in members)
         await asyncio.to_thread(self._marks.write, key, names)
         logger.info("delta log: version %d is complete for the group %s", target, self.name)
         return True
 
-    async def _prepare(self, target: int, key: str, refused: set[int]) -> None:
+    async def _withdraw(
+        self, version: int, beat: Callable[[], Awaitable[Heartbeat | None]]
+    ) -> bool:
+        """Let the others know that what is prepared will be dropped; return whether it can be.
+
+        It stays if the heartbeat cannot be written, as the others count on it, or if a version has
+        become complete before.
+        """
+        was = self._shared.known.group.prepared
+        if was is None:
+            return True
+        withdrawn = False
         await self._shared.record_prepared(None)
+        try:
+            if await beat() is not None:
+                await asyncio.to_thread(self._marks.read)
+                withdrawn = not self._is_behind(version)
+        finally:
+            if not withdrawn:
+                await self._shared.record_prepared(was)
+        return withdrawn
+
+    def _is_behind(self, version: int) -> bool:
+        """Return whether a version is complete that the engine lacks and can take."""
+        complete = self._marks.newest(self._replay.awaited(self._replay.listing))
+        return complete is not None and complete > version
+
+    async def _prepare(self, target: int, key: str, refused: set[int]) -> None:
         try:
             await self._replay.hold(target, refused)
         except ENGINE_ERRORS:  # another version would meet it, too

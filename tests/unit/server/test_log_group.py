@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,16 @@ import pytest
 
 from delta_server import recent
 from delta_server.sources import log_follower, log_group
-from engine_ext.log import DeltaLog, Heartbeat, open_log, read_heartbeats
+from delta_server.sources.log import LogReplay
+from engine_ext.errors import NotUpdatable
+from engine_ext.log import (
+    DeltaLog,
+    GroupMarks,
+    Heartbeat,
+    open_log,
+    read_heartbeats,
+    write_heartbeat,
+)
 from engine_ext.log.groups import complete_versions
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, full_part, same
 from tests.support.endpoint_rig import STATUS, Rig
@@ -162,6 +171,67 @@ def test_a_member_that_cannot_take_it_keeps_all(
     monkeypatch.setattr(log_group, "_TRY_AGAIN_S", 0.0)
     assert look(last)["version"] == VERSION + 1
     assert look(first)["version"] == VERSION + 1
+
+
+@pytest.fixture
+def given_up(log: DeltaLog, pair: list[Rig]) -> list[Rig]:
+    """One engine has prepared a version that the other one cannot take; there is a newer one."""
+    first, last = pair
+    write_steps(log, 1)
+    look(first)
+    last.engine.fails["hold"] = NotUpdatable("of another model")
+    assert last.post(CATCH_UP).status_code == 422
+    write(log, full_part(fresh_weights(), VERSION + 2), number=VERSION + 2)
+    return pair
+
+
+def test_the_others_know_before_a_version_is_dropped(
+    log: DeltaLog, given_up: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or they would complete it, by a heartbeat that says that it is prepared."""
+    first, last = given_up
+    name, hold, seen = name_of(first), LogReplay.hold, []
+
+    async def held(replay: LogReplay, target: int, cannot: Collection[int]) -> None:
+        seen.append((target, beats(log)[name].prepared))
+        await hold(replay, target, cannot)
+
+    monkeypatch.setattr(LogReplay, "hold", held)
+    assert beats(log)[name].prepared is not None
+    look(first)
+    assert seen == [(VERSION + 2, None)]
+    assert look(last)["version"] == look(first)["version"] == VERSION + 2
+
+
+def test_what_is_complete_meanwhile_is_not_dropped(
+    log: DeltaLog, given_up: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = given_up
+    name, key = name_of(first), beats(log)[name_of(first)].prepared
+    assert key is not None
+
+    def written(log: DeltaLog, heartbeat: Heartbeat) -> None:
+        if heartbeat.name == name and heartbeat.prepared is None:
+            GroupMarks(log, "rollout").write(key, [])
+        write_heartbeat(log, heartbeat)
+
+    monkeypatch.setattr(log_follower, "write_heartbeat", written)
+    assert look(first)["applied"][:1] == [VERSION + 1]
+
+
+def test_what_is_prepared_stays_without_a_heartbeat(
+    log: DeltaLog, given_up: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = given_up
+
+    def fail(log: DeltaLog, heartbeat: Heartbeat) -> None:
+        if heartbeat.prepared is None:
+            raise OSError(28, "no space")
+        write_heartbeat(log, heartbeat)
+
+    monkeypatch.setattr(log_follower, "write_heartbeat", fail)
+    look(first)
+    assert group_of(first)["prepared"] == VERSION + 1
 
 
 def test_a_pinned_member_keeps_all(log: DeltaLog, pair: list[Rig]) -> None:
