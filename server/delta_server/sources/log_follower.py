@@ -217,6 +217,8 @@ class LogFollower:
                     actual=current,
                 )
             await self._shared.pin(version)
+            if self.group is not None:
+                await self.group.pinned(self._beat_meanwhile)
         self._wake.set()
         status = "released" if version is None else "pinned"
         return {"status": status, "pinned": version, "version": current}

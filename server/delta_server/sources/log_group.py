@@ -29,6 +29,7 @@ from engine_ext.log import (
     CannotFold,
     GroupMarks,
     Heartbeat,
+    content_key,
     has_prepared,
     live_heartbeats,
     next_target,
@@ -233,13 +234,33 @@ class FollowGroup:
             self._folds = False  # the group takes one version after another
             return
         await self._shared.record_prepared(key)
+        await self._forget_prepared()  # another process has pinned the engine meanwhile
 
     async def _forget_prepared(self) -> None:
-        """Forget what was prepared, if the engine has it or the ranks do not hold it any more."""
-        if self._shared.known.group.prepared is None:
+        """Forget what was prepared, if the ranks do not hold it any more.
+
+        They drop it if the log no longer has it for this engine: it is refused, or past a pin.
+        """
+        key = self._shared.known.group.prepared
+        if key is None:
             return
-        if not await self._replay.held.is_there():
+        version, listing = version_of_key(key), self._replay.awaited(self._replay.listing)
+        is_listed = version is not None and content_key(listing, version) == key
+        if is_listed and await self._replay.held.is_there():
+            return
+        await self._shared.record_prepared(None)
+        if not is_listed:
+            async with self._replay.idle():
+                await self._replay.held.drop()
+
+    async def pinned(self, beat: Callable[[], Awaitable[Heartbeat | None]]) -> None:
+        """Drop what is prepared past the pin, while the log is not replayed: it keeps all back."""
+        known = self._shared.known
+        prepared = None if known.group.prepared is None else version_of_key(known.group.prepared)
+        if known.pin is not None and prepared is not None and prepared > known.pin:
             await self._shared.record_prepared(None)
+            await beat()
+            await self._replay.held.drop()
 
     async def _members(
         self, beat: Callable[[], Awaitable[Heartbeat | None]]

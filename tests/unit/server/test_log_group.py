@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from delta_server import recent
+from delta_server.follow_state import FollowState
 from delta_server.sources import log_follower, log_group
 from delta_server.sources.log import LogReplay
 from engine_ext.errors import NotUpdatable
@@ -248,6 +249,43 @@ def test_a_pinned_member_keeps_all(log: DeltaLog, pair: list[Rig]) -> None:
     assert look(last)["version"] == VERSION + 1
 
 
+def test_a_pin_drops_what_is_prepared(log: DeltaLog, pair: list[Rig]) -> None:
+    first, last = pair
+    write_steps(log, 1)
+    look(last)
+    assert last.post("/delta_pin", params={"version": VERSION + 1}).status_code == 200
+    assert beats(log)[name_of(last)].prepared is not None
+    assert last.post("/delta_pin", params={"version": VERSION}).status_code == 200
+    assert beats(log)[name_of(last)].prepared is None
+    assert last.spooled() == []
+    waits = [f"{name_of(last)}: at version {VERSION}, pinned"]
+    assert look(first)["waits_for"] == waits
+    assert look(last)["version"] == look(first)["version"] == VERSION
+    assert reason(first) is reason(last) is None
+    assert last.post("/delta_pin").status_code == 200
+    assert look(last)["version"] == look(first)["version"] == VERSION + 1
+
+
+def test_a_pin_during_a_look_drops_what_it_prepares(
+    log: DeltaLog, pair: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process is asked, once the ranks hold the version."""
+    first, last = pair
+    write_steps(log, 1)
+    hold = LogReplay.hold
+    other = FollowState(last.engine, 0)
+
+    async def held(replay: LogReplay, target: int, cannot: Collection[int]) -> None:
+        await hold(replay, target, cannot)
+        await other.pin(VERSION)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LogReplay, "hold", held)
+        look(last)
+    assert (group_of(last)["prepared"], last.spooled()) == (None, [])
+    assert look(first)["version"] == VERSION
+
+
 @pytest.mark.parametrize("log", ["folder"], indirect=True)
 def test_a_dead_member_is_waited_for_by_its_lease(log: DeltaLog, pair: list[Rig]) -> None:
     first, last = pair
@@ -293,9 +331,10 @@ def test_one_that_is_behind_is_not_ready(log: DeltaLog, pair: list[Rig]) -> None
     look(first)
     look(last)
     assert reason(first) is None  # it has not read the mark; it will within a second
-    first.engine.fails["commit"] = ConnectionError("lost")
-    first.post(CATCH_UP)
-    assert reason(first) in ("uncertain", "behind_group")
+    assert first.post("/delta_pin", params={"version": VERSION}).status_code == 200
+    assert look(first)["version"] == VERSION
+    assert reason(first) == "behind_group"
+    assert reason(last) is None
 
 
 def test_one_cut_off_from_the_log_is_not_ready(
