@@ -24,7 +24,7 @@ import msgspec
 from delta_server.follow_state import FollowState, GroupState
 from delta_server.request_options import Options
 from delta_server.sources.log import ENGINE_ERRORS, LogReplay
-from engine_ext.errors import DeltaError
+from engine_ext.errors import DeltaError, LogDamaged
 from engine_ext.log import (
     CannotFold,
     GroupMarks,
@@ -265,10 +265,18 @@ class FollowGroup:
     async def _members(
         self, beat: Callable[[], Awaitable[Heartbeat | None]]
     ) -> tuple[Heartbeat | None, list[Heartbeat]]:
-        """Write the engine's heartbeat; return it and those of the other members."""
-        own = await beat()
-        beats = await asyncio.to_thread(live_heartbeats, self._replay.log)
-        name = self._shared.name
+        """Write the engine's heartbeat; return it and those of the other members.
+
+        Raises:
+            LogDamaged: it is not certain who they are.
+        """
+        own, name = await beat(), self._shared.name
+        if own is None:
+            return None, []
+        try:
+            beats = await asyncio.to_thread(live_heartbeats, self._replay.log, strict=True)
+        except OSError as error:
+            raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
         return own, [one for one in beats if one.group == self.name and one.name != name]
 
     def _behind(self, version: int, others: list[Heartbeat]) -> list[str]:

@@ -19,6 +19,7 @@ from engine_ext.log import (
     DeltaLog,
     GroupMarks,
     Heartbeat,
+    heartbeats,
     open_log,
     read_heartbeats,
     write_heartbeat,
@@ -295,6 +296,27 @@ def test_a_dead_member_is_waited_for_by_its_lease(log: DeltaLog, pair: list[Rig]
     ago = time.time() - 20 * LONG
     os.utime(path, (ago, ago))
     assert look(first)["version"] == VERSION + 1
+
+
+def test_no_member_is_taken_for_dead_by_a_fast_clock(
+    log: DeltaLog, pair: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log takes heartbeats, but not the file that shows what time it is there."""
+    first, _ = pair
+    write_steps(log, 1)
+    put, now = type(log.store).put, time.time()
+
+    def fail(store: Any, name: str, data: bytes, *, durable: bool = False) -> None:
+        if "/.now-" in name:
+            raise OSError(28, "no space")
+        put(store, name, data, durable=durable)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(log.store), "put", fail)
+        patch.setattr(heartbeats.time, "time", lambda: now + 20 * LONG)
+        assert first.post(CATCH_UP).json()["error"]["type"] == "LogDamaged"
+    assert complete_versions(log, log.listing()) == {}
+    assert look(first)["version"] == VERSION
 
 
 def test_one_that_starts_takes_what_is_complete(
