@@ -75,13 +75,16 @@ class GroupMarks:
     def write(self, key: str, members: Sequence[str]) -> None:
         """Mark a version as complete; marks of much older ones are deleted.
 
+        Those of newer ones are of a log that was emptied and written again.
+
         Raises:
             OSError: the log cannot be written. The mark might be there.
         """
         content = msgspec.json.encode(Complete(at=round(time.time(), 3), members=[*members]))
         self._log.store.put(self._path(key), content, durable=True)
         self.keys |= {key}
-        old = sorted(self.keys, key=lambda one: version_of_key(one) or 0)[:-_KEPT]
+        older = [one for one in self.keys if _number(one) < _number(key)]
+        old = sorted(older, key=_number)[: 1 - _KEPT]
         with contextlib.suppress(OSError):
             self._log.store.delete([self._path(one) for one in old])
 
@@ -166,6 +169,10 @@ def _read(log: DeltaLog) -> dict[str, list[str]]:
             if (match := _FILE.fullmatch(name)) is not None:
                 found.setdefault(match[1], []).append(match[2])
     return found
+
+
+def _number(key: str) -> int:
+    return version_of_key(key) or 0
 
 
 def version_of_key(key: str) -> int | None:

@@ -99,3 +99,18 @@ def test_marks_of_a_group_are_its_own(log: DeltaLog) -> None:
     assert len(again.keys) == 4  # older ones mean nothing any more
     assert again.newest(listing.up_to(5)) == 5
     assert complete_versions(log, listing) == {"one": 6}
+
+
+def test_a_mark_stays_below_those_of_an_earlier_log(log: DeltaLog) -> None:
+    marks = GroupMarks(log, "one")
+    for version in range(100, 104):
+        marks.write(f"weight_v{version:06d}-{version:032x}", ["a"])
+    for version in range(1, 7):
+        write(log, version, part(version, version - 1))
+        found = content_key(log.listing(), version)
+        assert found is not None
+        marks.write(found, ["a"])
+        again = GroupMarks(log, "one")
+        again.read()
+        assert again.newest(log.listing()) == version
+    assert len(again.keys) == 8  # four of each log
