@@ -111,7 +111,8 @@ def content_key(listing: Listing, version: int) -> str | None:
     """Return what names a version of a log and its content; None if it is not listed.
 
     That is the digest that it leads to, whatever the route, or else a hash of its own parts. A
-    version without either is known by the names and the length of its files.
+    version without either is known by the names and the length of its files, and when it was
+    written.
     """
     entries = [entry for entry in listing.entries if entry.version == version]
     said = [one.publication for one in entries if one.publication is not None]
@@ -121,8 +122,8 @@ def content_key(listing: Listing, version: int) -> str | None:
             return None
         first = entries[0]  # a folded delta has a longer name, and comes after the version's own
         hashes = sorted(one.xxh3_128 for one in first.files.values() if one is not None)
-        are_known = len(hashes) == len(first.files)
-        known = hashes if are_known else [sorted(first.files), first.nbytes]
+        are_known = bool(hashes) and len(hashes) == len(first.files)
+        known = hashes if are_known else [sorted(first.files), first.nbytes, first.written_at]
     content = xxhash.xxh3_128_hexdigest(msgspec.json.encode(known))
     return f"{folder_name(version)}-{content}"
 

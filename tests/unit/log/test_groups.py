@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,16 @@ def test_the_digest_names_the_content_on_every_route() -> None:
     also = entry(9, 5, content=99)  # neither declares a digest
     assert content_key(Listing([entry(9)]), 9) == content_key(Listing([entry(9), also]), 9)
     assert content_key(Listing([direct]), 8) is None
+
+
+@pytest.mark.parametrize("facts", [{"foreign": True, "files": {}}, {"files": {"part": None}}])
+def test_a_version_without_hashes_is_known_by_its_time(facts: dict[str, Any]) -> None:
+    """Another trainer has written it again, with other content of the same length."""
+    one, other = (replace(entry(9), **facts, written_at=at) for at in (1.5, 2.5))
+    assert content_key(Listing([one]), 9) != content_key(Listing([other]), 9)
+    assert content_key(Listing([one]), 9) == content_key(Listing([replace(one)]), 9)
+    hashed = replace(entry(9), written_at=2.5)  # as in a copy of the log
+    assert content_key(Listing([hashed]), 9) == key(9)
 
 
 def test_marks_of_a_group_are_its_own(log: DeltaLog) -> None:
