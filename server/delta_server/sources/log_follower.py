@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 import time
@@ -241,7 +242,9 @@ class LogFollower:
             look = self._look(version, wire, asleep)
             metrics.BEHIND_LOG.set(look.behind)
             await self._beat(version, look, self._shared.known.failures + (wire is not None))
-            group = None if self.group is None else self.group.state()
+            group = None
+            if self.group is not None:
+                group = functools.partial(self.group.state, is_read=error is None)
             self._in_a_row = (await self._shared.record(look, group)).in_a_row
 
     async def _beat_meanwhile(self) -> Heartbeat | None:

@@ -98,10 +98,11 @@ class FollowGroup:
 
     def put_into(self, heartbeat: Heartbeat) -> Heartbeat:
         """Return the engine's heartbeat with what the group must know of it."""
+        known = self._shared.known.group
         return msgspec.structs.replace(
             heartbeat,
-            group=self.name if self._is_member else None,
-            prepared=self._shared.known.group.prepared,
+            group=self.name if self._is_member or known.is_member else None,
+            prepared=known.prepared,
             reach=self._reach,
             cannot=self._cannot(),
         )
@@ -110,14 +111,23 @@ class FollowGroup:
         """Note that the heartbeat is written: the others wait for the engine."""
         self._until = self._read_at + self._expires_s
 
-    def state(self) -> GroupState:
-        """Return what all HTTP processes must know."""
-        known = self._shared.known.group
+    def state(self, known: GroupState, *, is_read: bool) -> GroupState:
+        """Return what all HTTP processes must know.
+
+        Args:
+            known: to them now.
+            is_read: whether this process has read the log now; if not, others might know more.
+        """
+        complete = self._marks.newest(self._replay.listing)
+        if not is_read:
+            found = [one for one in (complete, known.complete) if one is not None]
+            complete = max(found, default=None)
         return GroupState(
-            complete=self._marks.newest(self._replay.listing),
+            complete=complete,
             prepared=known.prepared,
             waits_for=self._waits_for,
             until=max(self._until, known.until),
+            is_member=self._is_member or known.is_member,
         )
 
     async def look(

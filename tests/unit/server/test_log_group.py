@@ -14,7 +14,7 @@ from delta_server import recent
 from delta_server.follow_state import FollowState
 from delta_server.sources import log_follower, log_group
 from delta_server.sources.log import LogReplay
-from engine_ext.errors import NotUpdatable
+from engine_ext.errors import LogDamaged, NotUpdatable
 from engine_ext.log import (
     DeltaLog,
     GroupMarks,
@@ -35,6 +35,7 @@ from tests.unit.server.delta_logs import (
     write,
     write_steps,
 )
+from tests.unit.server.other_process import Process
 
 LONG = 1000.0  # seconds: no engine looks without a request
 READY = "/delta_ready"
@@ -371,6 +372,35 @@ def test_one_cut_off_from_the_log_is_not_ready(
     assert reason(rig) == "behind_group"
     look(rig)
     assert reason(rig) is None
+
+
+def test_a_member_stays_one_in_every_process(
+    log: DeltaLog, pair: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has never looked at the log is asked, and cannot read it."""
+    first, last = pair
+    write_steps(log, 1)
+    for rig in (first, last, first):
+        look(rig)
+    write(log, delta_part(STEPS[1], VERSION + 2, base_version=VERSION + 1), number=VERSION + 2)
+    look(first)
+    first.engine.shared = True
+    other, before = Process(first), group_of(first)
+    key = beats(log)[name_of(first)].prepared
+
+    def fail(marks: GroupMarks) -> None:
+        raise LogDamaged("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupMarks, "read", fail)
+        answer = first.run(first.request("POST", CATCH_UP, app=other.app))
+        assert answer.json()["error"]["type"] == "LogDamaged"
+    other.service.intake.close()
+    heartbeat = beats(log)[name_of(first)]
+    assert (heartbeat.group, heartbeat.prepared) == ("rollout", key)
+    found = group_of(first)
+    assert (found["complete"], found["prepared"]) == (before["complete"], before["prepared"])
+    assert found["complete"] == VERSION + 1
 
 
 def test_a_refused_version_is_not_taken(log: DeltaLog, pair: list[Rig]) -> None:
