@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -44,7 +45,7 @@ prepare(Complete)
 
 
 class GroupMarks:
-    """The marks of one group in a log. Not thread-safe.
+    """The marks of one group in a log. Thread-safe.
 
     Attributes:
         holder: what names the group where a prepared version is held.
@@ -55,6 +56,7 @@ class GroupMarks:
         self._log, self._group = log, group
         self.holder = f"log:{group}"
         self.keys: frozenset[str] = frozenset()
+        self._lock = threading.Lock()  # an older reading does not replace a later one
 
     def read(self) -> None:
         """Read which versions are complete.
@@ -62,10 +64,11 @@ class GroupMarks:
         Raises:
             LogDamaged: the log cannot be read.
         """
-        try:
-            self.keys = frozenset(_read(self._log).get(self._group, ()))
-        except OSError as error:
-            raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
+        with self._lock:
+            try:
+                self.keys = frozenset(_read(self._log).get(self._group, ()))
+            except OSError as error:
+                raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
 
     def newest(self, listing: Listing) -> int | None:
         """Return the newest version of a listing that is complete; None without one."""
@@ -81,8 +84,9 @@ class GroupMarks:
             OSError: the log cannot be written. The mark might be there.
         """
         content = msgspec.json.encode(Complete(at=round(time.time(), 3), members=[*members]))
-        self._log.store.put(self._path(key), content, durable=True)
-        self.keys |= {key}
+        with self._lock:
+            self._log.store.put(self._path(key), content, durable=True)
+            self.keys |= {key}
         older = [one for one in self.keys if _number(one) < _number(key)]
         old = sorted(older, key=_number)[: 1 - _KEPT]
         with contextlib.suppress(OSError):

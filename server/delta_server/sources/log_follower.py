@@ -258,10 +258,17 @@ class LogFollower:
         error, asleep = (
             (None, False) if known.look is None else (known.look.error, known.look.asleep)
         )
+        written: Heartbeat | None = None
+        with contextlib.suppress(Exception):  # the look finds out
+            if self.group is not None:
+                await self.group.read_meanwhile()
         with contextlib.suppress(Exception):  # ranks that do not answer: the look finds out
             version = await self._replay.version()
-            return await self._beat(version, self._look(version, error, asleep), known.failures)
-        return None
+            look = self._look(version, error, asleep)
+            written = await self._beat(version, look, known.failures)
+            if self.group is not None:
+                await self._shared.record_group(self.group.state_meanwhile)
+        return written
 
     def _look(self, version: int, error: dict[str, Any] | None, asleep: bool) -> LogLook:
         return LogLook(
@@ -295,13 +302,14 @@ class LogFollower:
             at=look.at,
             expires_s=self._expires_s(),
         )
+        times = (0.0, 0.0)
         if self.group is not None:
-            heartbeat = self.group.put_into(heartbeat)
+            heartbeat, times = self.group.put_into(heartbeat), self.group.times
         try:
             await asyncio.to_thread(write_heartbeat, self._replay.log, heartbeat)
             self._cannot_write = False
             if self.group is not None:
-                self.group.note_beat()
+                self.group.note_beat(heartbeat, *times)
             return heartbeat
         except Exception as failure:
             if not self._cannot_write:

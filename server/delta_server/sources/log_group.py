@@ -41,6 +41,7 @@ from engine_ext.ranks.status import GroupStatus
 logger = logging.getLogger(__name__)
 
 _TRY_AGAIN_S: Final = 30.0  # a version that could not be prepared
+_MARKED_IN_S: Final = 1.0  # by who has read the heartbeat before
 
 
 class FollowGroup:
@@ -62,8 +63,10 @@ class FollowGroup:
         self._failed: dict[int, float] = {}  # when a version could not be prepared
         self._folds = True  # several versions become one, if there are several
         self._waits_for: list[str] = []
-        self._read_at = 0.0  # before the marks were read last
+        self._read_at = 0.0  # before a look has read the marks last
+        self._seen_at = 0.0  # before they were read without anything prepared, as the log says
         self._until = 0.0
+        self._said: str | None = None  # what is prepared by the last heartbeat
         self._looking = asyncio.Lock()
 
     def describe(self) -> GroupStatus:
@@ -107,28 +110,61 @@ class FollowGroup:
             cannot=self._cannot(),
         )
 
-    def note_beat(self) -> None:
-        """Note that the heartbeat is written: the others wait for the engine."""
-        self._until = self._read_at + self._expires_s
+    async def read_meanwhile(self) -> None:
+        """Read the marks before a heartbeat during a look.
+
+        While nothing is prepared, no version becomes complete that is not there now: the group
+        waits for the engine.
+
+        Raises:
+            LogDamaged: the log cannot be read.
+        """
+        at, known = time.monotonic(), self._shared.known.group
+        await asyncio.to_thread(self._marks.read)
+        if known.prepared is None and self._said is None and at < max(self._until, known.until):
+            self._seen_at = at
+
+    def note_beat(self, heartbeat: Heartbeat, seen_at: float, read_at: float) -> None:
+        """Note that the heartbeat is written: the others wait for the engine.
+
+        Args:
+            seen_at, read_at: `times` before that.
+        """
+        self._said = heartbeat.prepared
+        if time.monotonic() < max(self._until, self._shared.known.group.until):  # without a gap
+            read_at = max(read_at, seen_at)
+        self._until = max(self._until, read_at + self._expires_s)
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """When the marks were read last for `note_beat`."""
+        return self._seen_at, self._read_at
+
+    def state_meanwhile(self, known: GroupState) -> GroupState:
+        """Return what all HTTP processes must know during a look.
+
+        Args:
+            known: to them now.
+        """
+        newest = self._marks.newest(self._replay.listing)
+        found = [one for one in (newest, known.complete) if one is not None]
+        return msgspec.structs.replace(
+            known,
+            complete=max(found, default=None),
+            until=max(self._until, known.until),
+            is_member=self._is_member or known.is_member,
+        )
 
     def state(self, known: GroupState, *, is_read: bool) -> GroupState:
-        """Return what all HTTP processes must know.
+        """Return what all HTTP processes must know after a look.
 
         Args:
             known: to them now.
             is_read: whether this process has read the log now; if not, others might know more.
         """
-        complete = self._marks.newest(self._replay.listing)
-        if not is_read:
-            found = [one for one in (complete, known.complete) if one is not None]
-            complete = max(found, default=None)
-        return GroupState(
-            complete=complete,
-            prepared=known.prepared,
-            waits_for=self._waits_for,
-            until=max(self._until, known.until),
-            is_member=self._is_member or known.is_member,
-        )
+        state = self.state_meanwhile(known)
+        complete = self._marks.newest(self._replay.listing) if is_read else state.complete
+        return msgspec.structs.replace(state, complete=complete, waits_for=self._waits_for)
 
     async def look(
         self, options: Options, beat: Callable[[], Awaitable[Heartbeat | None]]
@@ -158,7 +194,7 @@ class FollowGroup:
             read_at = time.monotonic()
             self._reach = None
             found = await self._replay.run(options, fold=True)
-            self._read_at, version = read_at, found["version"]
+            self._read_at, version = max(self._read_at, read_at), found["version"]
             applied += found["applied"]
             if found["applied"]:
                 self._failed, self._folds = {}, True
@@ -211,7 +247,7 @@ class FollowGroup:
         """Let the others know that what is prepared will be dropped; return whether it can be.
 
         It stays if the heartbeat cannot be written, as the others count on it, or if a version has
-        become complete before.
+        become complete before. A mark that is written later shows at the next heartbeat.
         """
         was = self._shared.known.group.prepared
         if was is None:
@@ -220,6 +256,7 @@ class FollowGroup:
         await self._shared.record_prepared(None)
         try:
             if await beat() is not None:
+                await asyncio.sleep(_MARKED_IN_S)
                 await asyncio.to_thread(self._marks.read)
                 withdrawn = not self._is_behind(version)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Collection
@@ -19,6 +20,7 @@ from engine_ext.log import (
     DeltaLog,
     GroupMarks,
     Heartbeat,
+    content_key,
     heartbeats,
     open_log,
     read_heartbeats,
@@ -31,6 +33,7 @@ from tests.unit.server.delta_logs import (
     CATCH_UP,
     NEWEST,
     STEPS,
+    looked,
     until,
     write,
     write_steps,
@@ -44,6 +47,7 @@ READY = "/delta_ready"
 @pytest.fixture(autouse=True)
 def always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent, "_ASKED_EVERY_S", 0.0)
+    monkeypatch.setattr(log_group, "_MARKED_IN_S", 0.0)
 
 
 @pytest.fixture(params=["folder", pytest.param("store", marks=pytest.mark.slow)])
@@ -371,6 +375,45 @@ def test_one_cut_off_from_the_log_is_not_ready(
     time.sleep(0.6)
     assert reason(rig) == "behind_group"
     look(rig)
+    assert reason(rig) is None
+
+
+def test_a_long_look_is_ready_until_it_is_behind(
+    log: DeltaLog, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group waits for the engine, as its heartbeat counts; the marks are read on the way."""
+    monkeypatch.setattr(log_follower, "_BEATS_TO_EXPIRE", 0)
+    monkeypatch.setattr(log_follower, "_SHORTEST_EXPIRY_S", 1.6)
+    hold, begins, ends = LogReplay.hold, asyncio.Event(), asyncio.Event()
+
+    async def held(replay: LogReplay, target: int, cannot: Collection[int]) -> None:
+        begins.set()
+        await ends.wait()
+        await hold(replay, target, cannot)
+
+    monkeypatch.setattr(LogReplay, "hold", held)
+    rig = started(follow_interval=0.05)
+    until(rig, version=VERSION)
+    looked(rig)
+    write_steps(log, 1)
+    rig.run(begins.wait())
+
+    async def reasons(seconds: float) -> set[str | None]:
+        found, end = set(), time.monotonic() + seconds
+        while time.monotonic() < end:
+            found.add((await rig.request("GET", READY)).json()["reason"])
+            await asyncio.sleep(0.01)
+        return found
+
+    assert rig.run(reasons(2.4)) == {None}
+    key = content_key(log.listing(), VERSION + 1)
+    assert key is not None
+    GroupMarks(log, "rollout").write(key, [])
+    rig.run(reasons(0.8))
+    assert rig.run(reasons(0.1)) == {"behind_group"}
+    ends.set()
+    until(rig, version=VERSION + 1)
+    looked(rig)
     assert reason(rig) is None
 
 
