@@ -14,6 +14,7 @@ without it. One that starts has no part in the group before it has the version t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -184,6 +185,8 @@ class FollowGroup:
             except Exception as error:
                 why = error.message if isinstance(error, DeltaError) else str(error)
                 self._waits_for = [f"this engine: {why}"]
+                with contextlib.suppress(Exception):  # the ranks do not answer
+                    await self._forget_dropped()
                 raise
 
     async def _look(
@@ -286,19 +289,25 @@ class FollowGroup:
     async def _forget_prepared(self) -> None:
         """Forget what was prepared, if the ranks do not hold it any more.
 
-        They drop it if the log no longer has it for this engine: it is refused, or past a pin.
+        They drop it if the log, just read, does not have it for this engine: it is refused, or past
+        a pin.
         """
         key = self._shared.known.group.prepared
         if key is None:
             return
         version, listing = version_of_key(key), self._replay.awaited(self._replay.listing)
-        is_listed = version is not None and content_key(listing, version) == key
-        if is_listed and await self._replay.held.is_there():
-            return
-        await self._shared.record_prepared(None)
-        if not is_listed:
+        if version is None or content_key(listing, version) != key:
+            await self._shared.record_prepared(None)
             async with self._replay.idle():
                 await self._replay.held.drop()
+        else:
+            await self._forget_dropped()
+
+    async def _forget_dropped(self) -> None:
+        """Forget what was prepared, if the ranks do not hold it any more."""
+        prepared = self._shared.known.group.prepared
+        if prepared is not None and not await self._replay.held.is_there():
+            await self._shared.record_prepared(None)
 
     async def pinned(self, beat: Callable[[], Awaitable[Heartbeat | None]]) -> None:
         """Drop what is prepared past the pin, while the log is not replayed: it keeps all back."""

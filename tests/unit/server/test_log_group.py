@@ -292,6 +292,26 @@ def test_a_pin_during_a_look_drops_what_it_prepares(
     assert look(first)["version"] == VERSION
 
 
+def test_a_look_that_fails_forgets_what_it_has_dropped(
+    log: DeltaLog, pair: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log has become that of another history, for example."""
+    first, last = pair
+    write_steps(log, 1)
+    look(first)
+
+    async def run(replay: LogReplay, options: Any, *, fold: bool = False) -> dict[str, Any]:
+        await replay.held.drop()
+        raise LogDamaged("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LogReplay, "run", run)
+        assert first.post(CATCH_UP).status_code == 409
+    assert beats(log)[name_of(first)].prepared is None
+    assert look(last)["waits_for"] != []
+    assert look(last)["version"] == VERSION
+
+
 @pytest.mark.parametrize("log", ["folder"], indirect=True)
 def test_a_dead_member_is_waited_for_by_its_lease(log: DeltaLog, pair: list[Rig]) -> None:
     first, last = pair
