@@ -28,7 +28,7 @@ from engine_ext.format import (
     skip_symbol,
     split_positions,
 )
-from engine_ext.kernels.staging_stream import StagingStream
+from engine_ext.kernels import StagingStream
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.placement import DeviceBatch, DeviceMemory, DeviceRows, Placed, Plan, Status, Target
 from engine_ext.sync.staged import StagedParam, Write

@@ -32,8 +32,8 @@ from engine_ext.format import (
     read_unpacked,
 )
 from engine_ext.format.gap_streams import index_dtype
+from engine_ext.kernels import StagingStream
 from engine_ext.kernels import triton as device
-from engine_ext.kernels.staging_stream import StagingStream
 from engine_ext.kernels.triton import gap_expand, gather_scatter
 from engine_ext.placement import DeviceMemory, DeviceRows, device_batch, device_memory, targets
 from engine_ext.sync import stream_table
