@@ -28,6 +28,7 @@ from engine_ext.kernels.simd import (
     register_intrinsics,
     trailing_zeros,
 )
+from engine_ext.kernels.staging_stream import StagingStream
 from engine_ext.kernels.threads import same_device
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Bits",
     "ElementTable",
     "Offsets",
+    "StagingStream",
     "array",
     "bits_of",
     "compile_loop",

@@ -57,7 +57,9 @@ class StagingStream:
         return kept
 
     def wait(self) -> None:
-        """Wait for all downloads that were begun."""
+        """Wait for all work and downloads that were begun, of other threads too."""
+        if self._on_gpu:
+            _streams(self.device)[0].synchronize()
         while self._copied:
             self._copied.pop().synchronize()
 

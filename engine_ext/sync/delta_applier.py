@@ -222,9 +222,9 @@ class DeltaApplier:
             check_tied(staged, self.plan.tied, self.plan.dropped)
             if full:
                 checks.check_covers(staged, self.plan.held)
-            else:
-                checks.check_undo_log(staged, self._undo_bytes)
             whole.is_checked = True
+        if not full:  # modules that were rebuilt since can have added to it
+            checks.check_undo_log(staged, self._undo_bytes)
         self._advanced(staged)
 
     def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:

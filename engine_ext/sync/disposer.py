@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,20 +20,28 @@ class Disposer:
     """Frees staged params and undo logs in a thread, a few at a time.
 
     To free tens of thousands of them takes as long as to write them, and the interpreter's lock.
+    While an earlier sync's are freed, a later one's are freed with their last reference, so that
+    memory does not pile up.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="delta-free", initializer=same_device()
         )
+        # The thread starts here: after a commit, nothing that can fail is left.
+        self._last = self._thread.submit(_empty, [])
+        self._last.result()
 
     def dispose(self, staged: Sequence[StagedPart], logs: Sequence[UndoLog]) -> None:
         """Take a sync's parts and undo logs that nothing uses any more; they are empty then."""
+        if not self._last.done():
+            return
         lists: list[list[Any]] = [log.writes for log in logs]
-        for part in staged:
-            lists += [part.params, part.together, *part_totals(part).writes.lists()]
+        for part in staged:  # what holds most memory first
+            lists += [part.together, *part_totals(part).writes.lists(), part.params]
         if sum(map(len, lists)) > _AT_ONCE:
-            self._thread.submit(_empty, lists)
+            with contextlib.suppress(RuntimeError):  # the interpreter ends
+                self._last = self._thread.submit(_empty, lists)
 
 
 def _empty(lists: list[list[Any]]) -> None:

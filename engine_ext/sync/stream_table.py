@@ -9,6 +9,7 @@ The old values are copied to pinned memory while the next batch is staged; an un
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -27,10 +28,12 @@ from engine_ext.format import (
     skip_symbol,
     split_positions,
 )
-from engine_ext.kernels.staging_stream import StagingStream
+from engine_ext.kernels import StagingStream
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.placement import DeviceBatch, DeviceMemory, DeviceRows, Placed, Plan, Status, Target
 from engine_ext.sync.staged import StagedParam, Write
+
+logger = logging.getLogger(__name__)
 
 # Symbols of a batch. It takes 5 bytes of the device for each changed bf16 element meanwhile.
 _BATCH_SYMBOLS: Final = 1 << 22
@@ -147,7 +150,7 @@ class StreamTable:
         """Stage the params of a part that have rows here; several threads can do so at once.
 
         All of them or none: if a stream is not as the manifest says, staging by the host has the
-        error.
+        error; if memory does not suffice, pinned or on the device, the host's way needs less.
         """
         numbers = self._numbers(part)
         entries = part.manifest.params
@@ -165,6 +168,10 @@ class StreamTable:
                     if batch is None:
                         return NO_STREAMS
                     writes += self._deliver(batch, params, memory)
+                del batch  # before the next one takes memory
+        except RuntimeError:
+            logger.warning("delta updates: a part is staged by the host", exc_info=True)
+            return NO_STREAMS
         finally:
             for stream in streams.values():
                 stream.wait()

@@ -28,14 +28,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engine_ext.conformance.verified_file import verified_file
 from engine_ext.format import (
     Digest,
+    Limits,
     ParamDelta,
     UnpackedPart,
     encode_part,
     expand_part,
+    read_container,
     read_unpacked,
+    verify_container,
 )
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.model import StorageIndex
@@ -119,8 +121,9 @@ def _part(model: _Model, density: float, encoding: str) -> UnpackedPart:
         differences = encoding == "gap8_ulp"
         deltas.append(ParamDelta(name, "bfloat16", shape, indices, values, differences=differences))
     body = encode_part(deltas, encoding=encoding, current_version=1, digest_part="0" * 32)
-    identity, file = verified_file(body)
-    part = read_unpacked(file, identity)
+    contents = verify_container(read_container(body, Limits())[0], body)
+    pieces = [] if contents.replaces else [body]
+    part = read_unpacked(b"".join([*pieces, *contents.pieces]), contents.identity)
     assert part is not None
     return part
 

@@ -368,7 +368,8 @@ class FleetCommits:
         asked = (self.ask(peer, group, self._coordinator.adapter) for peer in peers)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         found = [one for one in answers if isinstance(one, PeerAnswer)]
-        silent = [p for p, one in zip(peers, answers, strict=True) if isinstance(one, Exception)]
+        asked_of = zip(peers, answers, strict=True)
+        silent = [peer for peer, one in asked_of if not isinstance(one, PeerAnswer)]
         if any(one.committed for one in found):
             return "commit"
         if any(one.decision == "abort" for one in found):

@@ -100,7 +100,7 @@ def prometheus(
 
 @pytest.fixture(scope="module")
 def status(engine: EngineProcess, prometheus: Prometheus) -> dict[str, Any]:
-    """The engine's answers after many deltas, a refusal and a full sync, all scraped."""
+    """The engine's answers after many deltas, two refusals and a full sync, all scraped."""
     prometheus.wait_for("delta_updates_version")
     tensors = tiny_models.load_tensors(engine.model)
     generator = torch.Generator().manual_seed(3)
@@ -113,10 +113,12 @@ def status(engine: EngineProcess, prometheus: Prometheus) -> dict[str, Any]:
             assert sender.sync(tensors.items()).status == "committed"
             if step == DELTAS // 2:
                 sender.sync_full(tensors.items())
-            if step == DELTAS - 3:
+            if step in (1, DELTAS - 3):
                 octets = {"Content-Type": "application/octet-stream"}
                 refused = engine.post("/update_weights_delta", content=b"{}", headers=octets)
                 assert refused.status_code == 400
+                # An increase is seen from the second one on.
+                prometheus.wait_for("delta_updates_syncs_total{outcome='refused'}")
     answer: dict[str, Any] = engine.get("/delta_status", params={"history": "true"}).json()
     prometheus.wait_for(f"delta_updates_version == {answer['version']['number']}")
     return answer
@@ -166,7 +168,7 @@ def test_the_page_shows_the_engine(
     expect(page.locator("#state")).to_have_text("certain")
     expect(page.locator("#facts dd").first).to_have_text(str(status["version"]["number"]))
     expect(page.locator("#syncs tbody tr")).to_have_count(len(status["history"]))
-    expect(page.locator("#syncs .warn")).to_have_text("refused")
+    expect(page.locator("#syncs .warn")).to_have_text(["refused"] * 2)
     committed = DELTAS + 1
     expect(page.locator("#pause-plot rect")).to_have_count(committed)
     expect(page.get_by_role("alert")).to_be_hidden()

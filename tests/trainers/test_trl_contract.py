@@ -277,7 +277,7 @@ class Answers:
         self.spans: list[Any] = []
 
     def post(self, url: str, json: dict[str, Any]) -> dict[str, Any]:
-        assert url.endswith("/v1/completions")
+        assert url.endswith("/completions")
         self.spans = [[[0, i], [4, i + 1]] if i % 2 else [[0, i]] for i in range(json["n"])]
         choices = [
             {
@@ -288,7 +288,7 @@ class Answers:
             }
             for i, spans in enumerate(self.spans)
         ]
-        return {"choices": choices * len(json["prompt"])}
+        return {"prompt_token_ids": [1, 2], "choices": choices * len(json.get("prompt", "a"))}
 
 
 def test_reward_functions_get_the_spans(
@@ -313,6 +313,8 @@ def test_reward_functions_get_the_spans(
     trainer.train()
     assert seen == [answers.spans] * 2
     assert trainer.vllm_generation.weight_spans == answers.spans
+    client = trainer.vllm_generation.vllm_client
+    assert len(client.chat([[{"role": "user", "content": "a"}]], n=2)["completion_ids"]) == 2
 
 
 def test_grpo_in_server_mode_sends_trained_buffers(tmp_path: Path, engine: Engine) -> None:

@@ -122,11 +122,11 @@ def test_a_companion_flag_alone_is_refused(flag: str) -> None:
         parse(flag)
 
 
-def test_fifteen_flags_and_the_tuning_are_shown(tmp_path: Path) -> None:
+def test_sixteen_flags_and_the_tuning_are_shown(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     shown = set(re.findall(r"--[a-z-]+", parser.format_help())) - {"--help"}
-    assert len(shown - {"--delta-tuning"}) == 15
+    assert len(shown - {"--delta-tuning"}) == 16
     text = re.sub(r"\s+", "", parser.format_help())  # keys are wrapped at hyphens
     assert [key for key in settings.TUNING if key not in text] == []
 

@@ -32,6 +32,7 @@ from engine_ext.format import (
     read_unpacked,
 )
 from engine_ext.format.gap_streams import index_dtype
+from engine_ext.kernels import StagingStream
 from engine_ext.kernels import triton as device
 from engine_ext.kernels.triton import gap_expand, gather_scatter
 from engine_ext.placement import DeviceMemory, DeviceRows, device_batch, device_memory, targets
@@ -323,6 +324,27 @@ def test_a_wrong_stream_is_refused_as_by_the_host(batch: int) -> None:
             assert raised.value.operands["tensor"] == "ab"[number % 2]
         assert all(param.rows for param in served.applier.stage_unpacked(part).params)
     assert memory(served.model) == before
+
+
+def test_the_host_stages_what_finds_no_memory() -> None:
+    base = base_checkpoint(Two)
+    target = {name: changed(base[name], n, 0.5) for n, name in enumerate(base)}
+    served, body = serve(Two, base, apply="scatter"), body_between(base, target, "gap8_exp")
+    expected = by_name(served.applier.stage(decode_part(body)))
+    begin, begun = StagingStream.begin_download, list[int]()
+
+    def failing(stream: StagingStream, kept: torch.Tensor) -> torch.Tensor:
+        begun.append(kept.numel())
+        if len(begun) > 1:
+            raise RuntimeError("CUDA error: out of memory")
+        return begin(stream, kept)
+
+    with (
+        mock.patch.object(stream_table, "_BATCH_SYMBOLS", 4),
+        mock.patch.object(StagingStream, "begin_download", failing),
+    ):
+        staged = on_device(served).applier.stage_unpacked(unpacked(body))
+    assert (len(begun), rows_of(staged), by_name(staged)) == (2, 0, expected)
 
 
 def test_a_tensor_that_cannot_be_updated_any_more_is_refused() -> None:

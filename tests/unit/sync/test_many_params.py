@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,13 +126,28 @@ def test_a_commit_looks_at_no_param_again(
 ) -> None:
     one = trained.stage(1, trained.base, trained.target)
     looked: list[str] = []
-    for name in ("check_no_overlap", "check_undo_log"):
-        monkeypatch.setattr(checks, name, lambda *_, name=name: looked.append(name))
+    monkeypatch.setattr(checks, "check_no_overlap", lambda *_: looked.append("check_no_overlap"))
     monkeypatch.setattr(delta_applier, "check_tied", lambda *_: looked.append("check_tied"))
     monkeypatch.setattr(writes, "table_of", lambda *_: looked.append("table_of"))
     monkeypatch.setattr(Write, "put", lambda *_: looked.append("put"))
     errors_of(trained.engine.commit(one), none=True)
     assert looked == []
+    assert trained.held() == [memory(load(Experts, trained.target))] * 2
+
+
+def test_commit_succeeds_if_no_thread_can_free(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = ThreadPoolExecutor.submit
+
+    def failing(pool: ThreadPoolExecutor, work: Any, *arguments: Any) -> Any:
+        if work.__module__ == "engine_ext.sync.disposer":
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+        return submit(pool, work, *arguments)
+
+    one = trained.stage(1, trained.base, trained.target)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", failing)
+    errors_of(trained.engine.commit(one), none=True)
     assert trained.held() == [memory(load(Experts, trained.target))] * 2
 
 

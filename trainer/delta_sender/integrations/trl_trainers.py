@@ -209,22 +209,28 @@ def _client(stock: Any, connect: Callable[[str], DeltaWeightTransfer]) -> type:
         stock_client = stock
 
         weight_spans: list[Any] | None = None  # of the completions that were generated last
+        _found: dict[int, tuple[Any, Any]] | None = None  # while completions are generated
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
-            self._found: dict[int, tuple[Any, Any]] = {}
-            output = super().generate(*args, **kwargs)
-            found, self._found = self._found, {}
+            found: dict[int, tuple[Any, Any]] = {}
+            self._found = found
+            try:
+                output = super().generate(*args, **kwargs)
+            finally:
+                self._found = None
             ids = output["completion_ids"]
             self.weight_spans = [found.get(id(one), (one, None))[1] for one in ids]
             return {**output, "weight_spans": self.weight_spans}
 
         def _post(self, url: str, **kwargs: Any) -> Any:
             answer = super()._post(url, **kwargs)
+            if (found := self._found) is None:  # a chat has no place for spans
+                return answer
             choices = answer.get("choices") or []
             # By the very lists that the completions are; several threads can be at it.
             for choice, spans in zip(choices, rollouts.spans({"choices": choices}), strict=True):
                 if (ids := choice.get("token_ids")) is not None:
-                    self._found[id(ids)] = ids, spans
+                    found[id(ids)] = ids, spans
             return answer
 
         def init_communicator(self, device: object = 0) -> None:

@@ -112,7 +112,8 @@ class LogDestination(Destination):
     def close(self) -> None:
         """Drop what is not complete, and let another sender write."""
         if self._draft is not None:
-            self._draft.drop()
+            with contextlib.suppress(OSError):
+                self._end_draft(self._draft)
         if self._writer is not None:
             self._writer.close()
 

@@ -20,6 +20,7 @@ from delta_sender.encode.sync_round import Attempt, SyncRound
 from delta_sender.options import SenderOptions
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
+from delta_sender.publish.fleet import FleetRound
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.post_queue import PostQueue
 from delta_sender.publish.session import Committed, Session, base_version
@@ -131,6 +132,16 @@ class ShardedSession(Session):
     def _is_in_fleet(self) -> bool:
         """Whether the engine commits together with others; the leader has the `_fleet`."""
         return self._options.commit == "all_or_none"
+
+    def sync(self, sync_round: SyncRound, fleet: FleetRound | None = None) -> Committed:
+        """See `Session.sync`. The other ranks do not wait for one on which something else fails."""
+        try:
+            return super().sync(sync_round, fleet)
+        except SyncError:
+            raise
+        except BaseException:
+            self.ranks.leave("a rank has failed")
+            raise
 
     def _settle(self) -> None:
         if self._is_in_fleet:
