@@ -130,10 +130,14 @@ def read_heartbeats(log: DeltaLog, *, strict: bool = False) -> list[tuple[Heartb
                     found[name] = beat, max(0.0, now - files.written_at(name))
             except FileNotFoundError:
                 lost.add(name)
-        if not lost or (files := store.list(FOLDER).get(FOLDER)) is None:
+        if not lost:
             break
+        if (again := store.list(FOLDER).get(FOLDER)) is None:
+            lost = set()
+            break
+        files = again
         lost &= {*files.names}
-    if lost and files is not None and strict:
+    if strict and lost:
         raise OSError(errno.ESTALE, f"{FOLDER}/{min(lost)} is listed, but not found")
     return [found[name] for name in sorted(found)]
 

@@ -21,7 +21,6 @@ from engine_ext.log import (
     GroupMarks,
     Heartbeat,
     content_key,
-    heartbeats,
     open_log,
     read_heartbeats,
     write_heartbeat,
@@ -338,7 +337,7 @@ def test_no_member_is_taken_for_dead_by_a_fast_clock(
 
     with monkeypatch.context() as patch:
         patch.setattr(type(log.store), "put", fail)
-        patch.setattr(heartbeats.time, "time", lambda: now + 20 * LONG)
+        patch.setattr(time, "time", lambda: now + 20 * LONG)
         assert first.post(CATCH_UP).json()["error"]["type"] == "LogDamaged"
     assert complete_versions(log, log.listing()) == {}
     assert look(first)["version"] == VERSION
@@ -398,6 +397,7 @@ def test_one_cut_off_from_the_log_is_not_ready(
     assert reason(rig) is None
 
 
+@pytest.mark.parametrize("log", ["folder"], indirect=True)
 def test_a_long_look_is_ready_until_it_is_behind(
     log: DeltaLog, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
