@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -44,7 +45,7 @@ prepare(Complete)
 
 
 class GroupMarks:
-    """The marks of one group in a log. Not thread-safe.
+    """The marks of one group in a log. Thread-safe.
 
     Attributes:
         holder: what names the group where a prepared version is held.
@@ -55,6 +56,7 @@ class GroupMarks:
         self._log, self._group = log, group
         self.holder = f"log:{group}"
         self.keys: frozenset[str] = frozenset()
+        self._lock = threading.Lock()  # an older reading does not replace a later one
 
     def read(self) -> None:
         """Read which versions are complete.
@@ -62,10 +64,11 @@ class GroupMarks:
         Raises:
             LogDamaged: the log cannot be read.
         """
-        try:
-            self.keys = frozenset(_read(self._log).get(self._group, ()))
-        except OSError as error:
-            raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
+        with self._lock:
+            try:
+                self.keys = frozenset(_read(self._log).get(self._group, ()))
+            except OSError as error:
+                raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
 
     def newest(self, listing: Listing) -> int | None:
         """Return the newest version of a listing that is complete; None without one."""
@@ -75,13 +78,17 @@ class GroupMarks:
     def write(self, key: str, members: Sequence[str]) -> None:
         """Mark a version as complete; marks of much older ones are deleted.
 
+        Those of newer ones are of a log that was emptied and written again.
+
         Raises:
             OSError: the log cannot be written. The mark might be there.
         """
         content = msgspec.json.encode(Complete(at=round(time.time(), 3), members=[*members]))
-        self._log.store.put(self._path(key), content, durable=True)
-        self.keys |= {key}
-        old = sorted(self.keys, key=lambda one: version_of_key(one) or 0)[:-_KEPT]
+        with self._lock:
+            self._log.store.put(self._path(key), content, durable=True)
+            self.keys |= {key}
+        older = [one for one in self.keys if _number(one) < _number(key)]
+        old = sorted(older, key=_number)[: 1 - _KEPT]
         with contextlib.suppress(OSError):
             self._log.store.delete([self._path(one) for one in old])
 
@@ -108,7 +115,8 @@ def content_key(listing: Listing, version: int) -> str | None:
     """Return what names a version of a log and its content; None if it is not listed.
 
     That is the digest that it leads to, whatever the route, or else a hash of its own parts. A
-    version without either is known by the names and the length of its files.
+    version without either is known by the names and the length of its files, and when it was
+    written.
     """
     entries = [entry for entry in listing.entries if entry.version == version]
     said = [one.publication for one in entries if one.publication is not None]
@@ -118,8 +126,8 @@ def content_key(listing: Listing, version: int) -> str | None:
             return None
         first = entries[0]  # a folded delta has a longer name, and comes after the version's own
         hashes = sorted(one.xxh3_128 for one in first.files.values() if one is not None)
-        are_known = len(hashes) == len(first.files)
-        known = hashes if are_known else [sorted(first.files), first.nbytes]
+        are_known = bool(hashes) and len(hashes) == len(first.files)
+        known = hashes if are_known else [sorted(first.files), first.nbytes, first.written_at]
     content = xxhash.xxh3_128_hexdigest(msgspec.json.encode(known))
     return f"{folder_name(version)}-{content}"
 
@@ -166,6 +174,10 @@ def _read(log: DeltaLog) -> dict[str, list[str]]:
             if (match := _FILE.fullmatch(name)) is not None:
                 found.setdefault(match[1], []).append(match[2])
     return found
+
+
+def _number(key: str) -> int:
+    return version_of_key(key) or 0
 
 
 def version_of_key(key: str) -> int | None:

@@ -11,6 +11,7 @@ is measured by the clock of the log's file system or store alone: clocks of host
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 import uuid
 from typing import Final, Literal
@@ -19,11 +20,13 @@ import msgspec
 
 from engine_ext.errors import LogDamaged
 from engine_ext.log.delta_log import DeltaLog
+from engine_ext.log.store import Files
 from engine_ext.structs import prepare
 
 FOLDER: Final = "followers"
 _SUFFIX: Final = ".json"
 _MAX_BYTES: Final = 64 << 10
+_READINGS: Final = 5  # of a heartbeat that is listed, but not found
 
 FollowerState = Literal[
     "following", "waiting", "held", "pinned", "asleep", "failing", "diverged"
@@ -87,47 +90,74 @@ def remove_heartbeat(log: DeltaLog, name: str) -> None:
         log.store.delete([_path(name)])
 
 
-def read_heartbeats(log: DeltaLog) -> list[tuple[Heartbeat, float]]:
+def read_heartbeats(log: DeltaLog, *, strict: bool = False) -> list[tuple[Heartbeat, float]]:
     """Return the heartbeats in a log and their ages in seconds, by name.
 
     Files that are no heartbeats are left out. If the log cannot be written, ages are by this host's
     clock.
+
+    Args:
+        strict: raise OSError if ages are not certain, or a heartbeat that is there is not found.
 
     Raises:
         LogDamaged: a heartbeat is there and cannot be read.
         OSError: the log cannot be read.
     """
     store = log.store
-    if FOLDER not in store.list(FOLDER):
+    if not strict and FOLDER not in store.list(FOLDER):
         return []
     probe = f".now-{uuid.uuid4().hex}"
-    with contextlib.suppress(OSError):
+    with contextlib.nullcontext() if strict else contextlib.suppress(OSError):
         store.put(f"{FOLDER}/{probe}", b"")
     files = store.list(FOLDER).get(FOLDER)
-    if files is None:  # the last one was removed
-        return []
-    now = files.written_at(probe) if probe in files.names else time.time()
+    is_probed = files is not None and probe in files.names
+    now = files.written_at(probe) if files is not None and is_probed else time.time()
     with contextlib.suppress(OSError):
         store.delete([f"{FOLDER}/{probe}"])
-    found = []
-    for name in sorted(name for name in files.names if name.endswith(_SUFFIX)):
-        # Such a file was removed since, or is no heartbeat. One that cannot be read might be of an
-        # engine that needs what prune deletes.
-        with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
+    if strict and not is_probed:
+        raise OSError(errno.EIO, "the log does not list what was written")
+    if files is None:  # the last one was removed
+        return []
+    found: dict[str, tuple[Heartbeat, float]] = {}
+    lost = {name for name in files.names if name.endswith(_SUFFIX)}
+    for _ in range(_READINGS):
+        # A file that is not found was removed since, or replaced by another host meanwhile.
+        names, lost = lost, set()
+        for name in sorted(names):
             try:
-                if files.size(name) > _MAX_BYTES:
-                    continue
-                text = store.read(f"{FOLDER}/{name}", _MAX_BYTES)
-                age = max(0.0, now - files.written_at(name))
-            except LogDamaged as error:
-                raise LogDamaged(f"{FOLDER}: {error.message}") from error
-            found.append((msgspec.json.decode(text, type=Heartbeat), age))
-    return found
+                beat = _read(log, files, name)
+                if beat is not None:
+                    found[name] = beat, max(0.0, now - files.written_at(name))
+            except FileNotFoundError:
+                lost.add(name)
+        if not lost:
+            break
+        if (again := store.list(FOLDER).get(FOLDER)) is None:
+            lost = set()
+            break
+        files = again
+        lost &= {*files.names}
+    if strict and lost:
+        raise OSError(errno.ESTALE, f"{FOLDER}/{min(lost)} is listed, but not found")
+    return [found[name] for name in sorted(found)]
 
 
-def live_heartbeats(log: DeltaLog) -> list[Heartbeat]:
-    """Return the heartbeats that still count; raises what `read_heartbeats` raises."""
-    return [beat for beat, age in read_heartbeats(log) if age <= beat.expires_s]
+def _read(log: DeltaLog, files: Files, name: str) -> Heartbeat | None:
+    """Return the heartbeat in a file; None if it has none."""
+    # One that cannot be read might be of an engine that needs what prune deletes.
+    try:
+        if files.size(name) > _MAX_BYTES:
+            return None
+        return msgspec.json.decode(log.store.read(f"{FOLDER}/{name}", _MAX_BYTES), type=Heartbeat)
+    except msgspec.MsgspecError:
+        return None
+    except LogDamaged as error:
+        raise LogDamaged(f"{FOLDER}: {error.message}") from error
+
+
+def live_heartbeats(log: DeltaLog, *, strict: bool = False) -> list[Heartbeat]:
+    """Return the heartbeats that still count; see `read_heartbeats` for what it raises."""
+    return [beat for beat, age in read_heartbeats(log, strict=strict) if age <= beat.expires_s]
 
 
 def follower_lags(log: DeltaLog) -> list[Lag]:

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -39,6 +40,7 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     prepared: str | None = None  # what the ranks hold for it; see `engine_ext.log.content_key`
     waits_for: list[str] = []  # the members that keep it from the next version, and why
     until: float = 0.0  # to then the group waits for this member, on `time.monotonic`
+    is_member: bool = False  # it has had what was complete, so that none is without it
 
 
 class Following(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,8 +102,14 @@ class FollowState:
         """Ask the ranks."""
         return await self._item.read()
 
-    async def record(self, look: LogLook, group: GroupState | None = None) -> Following:
-        """Report to the ranks how a look at the log has ended."""
+    async def record(
+        self, look: LogLook, group: Callable[[GroupState], GroupState] | None = None
+    ) -> Following:
+        """Report to the ranks how a look at the log has ended.
+
+        Args:
+            group: returns the new state of the member, from that which the ranks have.
+        """
         failed = look.error is not None
 
         def change(known: Following) -> Following:
@@ -110,7 +118,7 @@ class FollowState:
                 look=look,
                 failures=known.failures + failed,
                 in_a_row=known.in_a_row + 1 if failed else 0,
-                group=group or known.group,
+                group=known.group if group is None else group(known.group),
             )
 
         return await self._item.update(change)
@@ -121,8 +129,13 @@ class FollowState:
 
     async def record_prepared(self, key: str | None) -> Following:
         """Record what the ranks hold for the group."""
-        group = msgspec.structs.replace(self.known.group, prepared=key)
-        return await self._update(group=group)
+        return await self.record_group(lambda known: msgspec.structs.replace(known, prepared=key))
+
+    async def record_group(self, change: Callable[[GroupState], GroupState]) -> Following:
+        """Record what `change` returns of the member's state, whatever other processes record."""
+        return await self._item.update(
+            lambda known: msgspec.structs.replace(self._named(known), group=change(known.group))
+        )
 
     async def pin(self, version: int | None) -> Following:
         """Hold the engine at a version, or let it continue."""

@@ -388,6 +388,8 @@ class LogReplay:
                 stays staged.
         """
         async with self.idle():
+            if self._following is not None:
+                await self._following.read()  # no process pins the engine from here on
             await self.held.drop()
             version, known, digest = await self._state()
             steps = self._route_to(target, version, cannot) if known else []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 import time
@@ -217,6 +218,8 @@ class LogFollower:
                     actual=current,
                 )
             await self._shared.pin(version)
+            if self.group is not None:
+                await self.group.pinned(self._beat_meanwhile)
         self._wake.set()
         status = "released" if version is None else "pinned"
         return {"status": status, "pinned": version, "version": current}
@@ -239,7 +242,9 @@ class LogFollower:
             look = self._look(version, wire, asleep)
             metrics.BEHIND_LOG.set(look.behind)
             await self._beat(version, look, self._shared.known.failures + (wire is not None))
-            group = None if self.group is None else self.group.state()
+            group = None
+            if self.group is not None:
+                group = functools.partial(self.group.state, is_read=error is None)
             self._in_a_row = (await self._shared.record(look, group)).in_a_row
 
     async def _beat_meanwhile(self) -> Heartbeat | None:
@@ -253,10 +258,17 @@ class LogFollower:
         error, asleep = (
             (None, False) if known.look is None else (known.look.error, known.look.asleep)
         )
+        written: Heartbeat | None = None
+        with contextlib.suppress(Exception):  # the look finds out
+            if self.group is not None:
+                await self.group.read_meanwhile()
         with contextlib.suppress(Exception):  # ranks that do not answer: the look finds out
             version = await self._replay.version()
-            return await self._beat(version, self._look(version, error, asleep), known.failures)
-        return None
+            look = self._look(version, error, asleep)
+            written = await self._beat(version, look, known.failures)
+            if self.group is not None:
+                await self._shared.record_group(self.group.state_meanwhile)
+        return written
 
     def _look(self, version: int, error: dict[str, Any] | None, asleep: bool) -> LogLook:
         return LogLook(
@@ -290,13 +302,14 @@ class LogFollower:
             at=look.at,
             expires_s=self._expires_s(),
         )
+        times = (0.0, 0.0)
         if self.group is not None:
-            heartbeat = self.group.put_into(heartbeat)
+            heartbeat, times = self.group.put_into(heartbeat), self.group.times
         try:
             await asyncio.to_thread(write_heartbeat, self._replay.log, heartbeat)
             self._cannot_write = False
             if self.group is not None:
-                self.group.note_beat()
+                self.group.note_beat(heartbeat, *times)
             return heartbeat
         except Exception as failure:
             if not self._cannot_write:

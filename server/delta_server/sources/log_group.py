@@ -14,6 +14,7 @@ without it. One that starts has no part in the group before it has the version t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -24,11 +25,12 @@ import msgspec
 from delta_server.follow_state import FollowState, GroupState
 from delta_server.request_options import Options
 from delta_server.sources.log import ENGINE_ERRORS, LogReplay
-from engine_ext.errors import DeltaError
+from engine_ext.errors import DeltaError, LogDamaged
 from engine_ext.log import (
     CannotFold,
     GroupMarks,
     Heartbeat,
+    content_key,
     has_prepared,
     live_heartbeats,
     next_target,
@@ -40,6 +42,7 @@ from engine_ext.ranks.status import GroupStatus
 logger = logging.getLogger(__name__)
 
 _TRY_AGAIN_S: Final = 30.0  # a version that could not be prepared
+_MARKED_IN_S: Final = 1.0  # by who has read the heartbeat before
 
 
 class FollowGroup:
@@ -61,8 +64,10 @@ class FollowGroup:
         self._failed: dict[int, float] = {}  # when a version could not be prepared
         self._folds = True  # several versions become one, if there are several
         self._waits_for: list[str] = []
-        self._read_at = 0.0  # before the marks were read last
+        self._read_at = 0.0  # before a look has read the marks last
+        self._seen_at = 0.0  # before they were read without anything prepared, as the log says
         self._until = 0.0
+        self._said: str | None = None  # what is prepared by the last heartbeat
         self._looking = asyncio.Lock()
 
     def describe(self) -> GroupStatus:
@@ -97,27 +102,70 @@ class FollowGroup:
 
     def put_into(self, heartbeat: Heartbeat) -> Heartbeat:
         """Return the engine's heartbeat with what the group must know of it."""
+        known = self._shared.known.group
         return msgspec.structs.replace(
             heartbeat,
-            group=self.name if self._is_member else None,
-            prepared=self._shared.known.group.prepared,
+            group=self.name if self._is_member or known.is_member else None,
+            prepared=known.prepared,
             reach=self._reach,
             cannot=self._cannot(),
         )
 
-    def note_beat(self) -> None:
-        """Note that the heartbeat is written: the others wait for the engine."""
-        self._until = self._read_at + self._expires_s
+    async def read_meanwhile(self) -> None:
+        """Read the marks before a heartbeat during a look.
 
-    def state(self) -> GroupState:
-        """Return what all HTTP processes must know."""
-        known = self._shared.known.group
-        return GroupState(
-            complete=self._marks.newest(self._replay.listing),
-            prepared=known.prepared,
-            waits_for=self._waits_for,
+        While nothing is prepared, no version becomes complete that is not there now: the group
+        waits for the engine.
+
+        Raises:
+            LogDamaged: the log cannot be read.
+        """
+        at, known = time.monotonic(), self._shared.known.group
+        await asyncio.to_thread(self._marks.read)
+        if known.prepared is None and self._said is None and at < max(self._until, known.until):
+            self._seen_at = at
+
+    def note_beat(self, heartbeat: Heartbeat, seen_at: float, read_at: float) -> None:
+        """Note that the heartbeat is written: the others wait for the engine.
+
+        Args:
+            seen_at, read_at: `times` before that.
+        """
+        self._said = heartbeat.prepared
+        if time.monotonic() < max(self._until, self._shared.known.group.until):  # without a gap
+            read_at = max(read_at, seen_at)
+        self._until = max(self._until, read_at + self._expires_s)
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """When the marks were read last for `note_beat`."""
+        return self._seen_at, self._read_at
+
+    def state_meanwhile(self, known: GroupState) -> GroupState:
+        """Return what all HTTP processes must know during a look.
+
+        Args:
+            known: to them now.
+        """
+        newest = self._marks.newest(self._replay.listing)
+        found = [one for one in (newest, known.complete) if one is not None]
+        return msgspec.structs.replace(
+            known,
+            complete=max(found, default=None),
             until=max(self._until, known.until),
+            is_member=self._is_member or known.is_member,
         )
+
+    def state(self, known: GroupState, *, is_read: bool) -> GroupState:
+        """Return what all HTTP processes must know after a look.
+
+        Args:
+            known: to them now.
+            is_read: whether this process has read the log now; if not, others might know more.
+        """
+        state = self.state_meanwhile(known)
+        complete = self._marks.newest(self._replay.listing) if is_read else state.complete
+        return msgspec.structs.replace(state, complete=complete, waits_for=self._waits_for)
 
     async def look(
         self, options: Options, beat: Callable[[], Awaitable[Heartbeat | None]]
@@ -137,6 +185,8 @@ class FollowGroup:
             except Exception as error:
                 why = error.message if isinstance(error, DeltaError) else str(error)
                 self._waits_for = [f"this engine: {why}"]
+                with contextlib.suppress(Exception):  # the ranks do not answer
+                    await self._forget_dropped()
                 raise
 
     async def _look(
@@ -147,7 +197,7 @@ class FollowGroup:
             read_at = time.monotonic()
             self._reach = None
             found = await self._replay.run(options, fold=True)
-            self._read_at, version = read_at, found["version"]
+            self._read_at, version = max(self._read_at, read_at), found["version"]
             applied += found["applied"]
             if found["applied"]:
                 self._failed, self._folds = {}, True
@@ -176,22 +226,53 @@ class FollowGroup:
             return False
         target, key = found
         if self._shared.known.group.prepared != key:
+            if not await self._withdraw(version, beat):
+                self._waits_for = ["the next look: what is prepared might be complete"]
+                return self._is_behind(version)
             await self._prepare(target, key, refused)
             own, others = await self._members(beat)  # the others might have looked before it
             if own is None or next_target(own, others, listing) != found:
                 self._waits_for = ["the next look: the members prepare different versions"]
                 return False
-        late = [one for one in others if not has_prepared(one, target, key)]
+        members = [own, *others]
+        late = [one for one in members if not has_prepared(one, target, key)]
         self._waits_for = [f"{one.name}: {_why_late(one)}" for one in late]
         if late:
             return False
-        names = sorted(one.name for one in (own, *others))
+        names = sorted(one.name for one in members)
         await asyncio.to_thread(self._marks.write, key, names)
         logger.info("delta log: version %d is complete for the group %s", target, self.name)
         return True
 
-    async def _prepare(self, target: int, key: str, refused: set[int]) -> None:
+    async def _withdraw(
+        self, version: int, beat: Callable[[], Awaitable[Heartbeat | None]]
+    ) -> bool:
+        """Let the others know that what is prepared will be dropped; return whether it can be.
+
+        It stays if the heartbeat cannot be written, as the others count on it, or if a version has
+        become complete before. A mark that is written later shows at the next heartbeat.
+        """
+        was = self._shared.known.group.prepared
+        if was is None:
+            return True
+        withdrawn = False
         await self._shared.record_prepared(None)
+        try:
+            if await beat() is not None:
+                await asyncio.sleep(_MARKED_IN_S)
+                await asyncio.to_thread(self._marks.read)
+                withdrawn = not self._is_behind(version)
+        finally:
+            if not withdrawn:
+                await self._shared.record_prepared(was)
+        return withdrawn
+
+    def _is_behind(self, version: int) -> bool:
+        """Return whether a version is complete that the engine lacks and can take."""
+        complete = self._marks.newest(self._replay.awaited(self._replay.listing))
+        return complete is not None and complete > version
+
+    async def _prepare(self, target: int, key: str, refused: set[int]) -> None:
         try:
             await self._replay.hold(target, refused)
         except ENGINE_ERRORS:  # another version would meet it, too
@@ -203,21 +284,55 @@ class FollowGroup:
             self._folds = False  # the group takes one version after another
             return
         await self._shared.record_prepared(key)
+        await self._forget_prepared()  # another process has pinned the engine meanwhile
 
     async def _forget_prepared(self) -> None:
-        """Forget what was prepared, if the engine has it or the ranks do not hold it any more."""
-        if self._shared.known.group.prepared is None:
+        """Forget what was prepared, if the ranks do not hold it any more.
+
+        They drop it if the log, just read, does not have it for this engine: it is refused, or past
+        a pin.
+        """
+        key = self._shared.known.group.prepared
+        if key is None:
             return
-        if not await self._replay.held.is_there():
+        version, listing = version_of_key(key), self._replay.awaited(self._replay.listing)
+        if version is None or content_key(listing, version) != key:
             await self._shared.record_prepared(None)
+            async with self._replay.idle():
+                await self._replay.held.drop()
+        else:
+            await self._forget_dropped()
+
+    async def _forget_dropped(self) -> None:
+        """Forget what was prepared, if the ranks do not hold it any more."""
+        prepared = self._shared.known.group.prepared
+        if prepared is not None and not await self._replay.held.is_there():
+            await self._shared.record_prepared(None)
+
+    async def pinned(self, beat: Callable[[], Awaitable[Heartbeat | None]]) -> None:
+        """Drop what is prepared past the pin, while the log is not replayed: it keeps all back."""
+        known = self._shared.known
+        prepared = None if known.group.prepared is None else version_of_key(known.group.prepared)
+        if known.pin is not None and prepared is not None and prepared > known.pin:
+            await self._shared.record_prepared(None)
+            await beat()
+            await self._replay.held.drop()
 
     async def _members(
         self, beat: Callable[[], Awaitable[Heartbeat | None]]
     ) -> tuple[Heartbeat | None, list[Heartbeat]]:
-        """Write the engine's heartbeat; return it and those of the other members."""
-        own = await beat()
-        beats = await asyncio.to_thread(live_heartbeats, self._replay.log)
-        name = self._shared.name
+        """Write the engine's heartbeat; return it and those of the other members.
+
+        Raises:
+            LogDamaged: it is not certain who they are.
+        """
+        own, name = await beat(), self._shared.name
+        if own is None:
+            return None, []
+        try:
+            beats = await asyncio.to_thread(live_heartbeats, self._replay.log, strict=True)
+        except OSError as error:
+            raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
         return own, [one for one in beats if one.group == self.name and one.name != name]
 
     def _behind(self, version: int, others: list[Heartbeat]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,16 @@ def test_the_digest_names_the_content_on_every_route() -> None:
     assert content_key(Listing([direct]), 8) is None
 
 
+@pytest.mark.parametrize("facts", [{"foreign": True, "files": {}}, {"files": {"part": None}}])
+def test_a_version_without_hashes_is_known_by_its_time(facts: dict[str, Any]) -> None:
+    """Another trainer has written it again, with other content of the same length."""
+    one, other = (replace(entry(9), **facts, written_at=at) for at in (1.5, 2.5))
+    assert content_key(Listing([one]), 9) != content_key(Listing([other]), 9)
+    assert content_key(Listing([one]), 9) == content_key(Listing([replace(one)]), 9)
+    hashed = replace(entry(9), written_at=2.5)  # as in a copy of the log
+    assert content_key(Listing([hashed]), 9) == key(9)
+
+
 def test_marks_of_a_group_are_its_own(log: DeltaLog) -> None:
     for version in range(1, 8):
         write(log, version, part(version, version - 1))
@@ -99,3 +110,19 @@ def test_marks_of_a_group_are_its_own(log: DeltaLog) -> None:
     assert len(again.keys) == 4  # older ones mean nothing any more
     assert again.newest(listing.up_to(5)) == 5
     assert complete_versions(log, listing) == {"one": 6}
+
+
+def test_a_mark_stays_below_those_of_an_earlier_log(log: DeltaLog) -> None:
+    marks = GroupMarks(log, "one")
+    for version in range(100, 104):
+        marks.write(f"weight_v{version:06d}-{version:032x}", ["a"])
+    for version in range(1, 7):
+        write(log, version, part(version, version - 1))
+        found = content_key(log.listing(), version)
+        assert found is not None
+        marks.write(found, ["a"])
+        again = GroupMarks(log, "one")
+        again.read()
+        assert again.newest(log.listing()) == version
+    marks.read()
+    assert len(marks.keys) == 8  # four of each log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from pathlib import Path
@@ -399,6 +400,54 @@ def test_what_is_no_heartbeat_is_left_out(log: DeltaLog, place: Place) -> None:
         place.put(f"{FOLDER}/{name}", text)
     place.put(f"{FOLDER}/large.json", good + bytes(1 << 17))
     assert [one.name for one, _ in read_heartbeats(log)] == ["host-1-a"]
+
+
+def test_uncertain_ages_are_no_answer(log: DeltaLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of a host that is fast, every heartbeat is old."""
+    write_heartbeat(log, heartbeat())
+    put = log.store.put
+
+    def fail(name: str, data: bytes, *, durable: bool = False) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(log.store, "put", fail)
+    assert len(read_heartbeats(log)) == 1
+    with pytest.raises(OSError, match="no space"):
+        read_heartbeats(log, strict=True)
+    monkeypatch.setattr(log.store, "put", lambda name, data: None)  # it is not listed
+    with pytest.raises(OSError, match="does not list"):
+        live_heartbeats(log, strict=True)
+    monkeypatch.setattr(log.store, "put", put)
+    assert len(live_heartbeats(log, strict=True)) == 1
+
+
+def test_a_heartbeat_replaced_meanwhile_is_read_again(
+    log: DeltaLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file that another host has replaced is not found."""
+    for name in ("host-1-a", "host-2-b"):
+        write_heartbeat(log, heartbeat(name))
+    read, lost, gone = log.store.read, [1], [False]
+
+    def reading(name: str, most: int) -> bytes:
+        if "host-1" in name and lost[0] > 0:
+            lost[0] -= 1
+            if gone[0]:
+                remove_heartbeat(log, "host-1-a")
+            raise FileNotFoundError(errno.ESTALE, "stale")
+        return read(name, most)
+
+    monkeypatch.setattr(log.store, "read", reading)
+    for strict in (False, True):
+        lost[0] = 1
+        found = live_heartbeats(log, strict=strict)
+        assert [one.name for one in found] == ["host-1-a", "host-2-b"]
+    lost[0] = 100
+    assert [one.name for one in live_heartbeats(log)] == ["host-2-b"]
+    with pytest.raises(OSError, match="is listed, but not found"):
+        live_heartbeats(log, strict=True)
+    gone[0] = True
+    assert [one.name for one in live_heartbeats(log, strict=True)] == ["host-2-b"]
 
 
 def test_lag_counts_what_a_follower_lacks(log: DeltaLog) -> None:

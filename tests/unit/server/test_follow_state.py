@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from delta_server import board
 from delta_server.follow_state import FollowState, LogLook
@@ -65,3 +66,18 @@ def test_looks_of_all_processes_count(rig: Rig) -> None:
         assert (known.failures, known.in_a_row, known.pin) == (count, count, 5)
     known = rig.run(other.record(look()))
     assert (known.failures, known.in_a_row) == (3, 0)
+
+
+def test_a_look_keeps_what_another_process_has_prepared(rig: Rig) -> None:
+    """It ends with what this process has known before."""
+    one, other = FollowState(rig.engine, 0), FollowState(rig.engine, 0)
+    rig.run(one.read())
+    rig.run(other.record_prepared("of the other"))
+    known = rig.run(one.record(look(), lambda known: replace(known, complete=9)))
+    assert (known.group.prepared, known.group.complete) == ("of the other", 9)
+    rig.run(one.pin(5))
+    known = rig.run(other.record_prepared(None))
+    assert (known.group.prepared, known.group.complete, known.pin) == (None, 9, 5)
+    rig.run(other.record_group(lambda known: replace(known, complete=10)))
+    known = rig.run(one.record_prepared("of this one"))
+    assert (known.group.prepared, known.group.complete) == ("of this one", 10)

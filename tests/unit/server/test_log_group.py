@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from delta_server import recent
+from delta_server.follow_state import FollowState
 from delta_server.sources import log_follower, log_group
-from engine_ext.log import DeltaLog, Heartbeat, open_log, read_heartbeats
+from delta_server.sources.log import LogReplay
+from engine_ext.errors import LogDamaged, NotUpdatable
+from engine_ext.log import (
+    DeltaLog,
+    GroupMarks,
+    Heartbeat,
+    content_key,
+    open_log,
+    read_heartbeats,
+    write_heartbeat,
+)
 from engine_ext.log.groups import complete_versions
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, full_part, same
 from tests.support.endpoint_rig import STATUS, Rig
@@ -20,10 +32,12 @@ from tests.unit.server.delta_logs import (
     CATCH_UP,
     NEWEST,
     STEPS,
+    looked,
     until,
     write,
     write_steps,
 )
+from tests.unit.server.other_process import Process
 
 LONG = 1000.0  # seconds: no engine looks without a request
 READY = "/delta_ready"
@@ -32,6 +46,7 @@ READY = "/delta_ready"
 @pytest.fixture(autouse=True)
 def always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent, "_ASKED_EVERY_S", 0.0)
+    monkeypatch.setattr(log_group, "_MARKED_IN_S", 0.0)
 
 
 @pytest.fixture(params=["folder", pytest.param("store", marks=pytest.mark.slow)])
@@ -164,6 +179,67 @@ def test_a_member_that_cannot_take_it_keeps_all(
     assert look(first)["version"] == VERSION + 1
 
 
+@pytest.fixture
+def given_up(log: DeltaLog, pair: list[Rig]) -> list[Rig]:
+    """One engine has prepared a version that the other one cannot take; there is a newer one."""
+    first, last = pair
+    write_steps(log, 1)
+    look(first)
+    last.engine.fails["hold"] = NotUpdatable("of another model")
+    assert last.post(CATCH_UP).status_code == 422
+    write(log, full_part(fresh_weights(), VERSION + 2), number=VERSION + 2)
+    return pair
+
+
+def test_the_others_know_before_a_version_is_dropped(
+    log: DeltaLog, given_up: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or they would complete it, by a heartbeat that says that it is prepared."""
+    first, last = given_up
+    name, hold, seen = name_of(first), LogReplay.hold, []
+
+    async def held(replay: LogReplay, target: int, cannot: Collection[int]) -> None:
+        seen.append((target, beats(log)[name].prepared))
+        await hold(replay, target, cannot)
+
+    monkeypatch.setattr(LogReplay, "hold", held)
+    assert beats(log)[name].prepared is not None
+    look(first)
+    assert seen == [(VERSION + 2, None)]
+    assert look(last)["version"] == look(first)["version"] == VERSION + 2
+
+
+def test_what_is_complete_meanwhile_is_not_dropped(
+    log: DeltaLog, given_up: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = given_up
+    name, key = name_of(first), beats(log)[name_of(first)].prepared
+    assert key is not None
+
+    def written(log: DeltaLog, heartbeat: Heartbeat) -> None:
+        if heartbeat.name == name and heartbeat.prepared is None:
+            GroupMarks(log, "rollout").write(key, [])
+        write_heartbeat(log, heartbeat)
+
+    monkeypatch.setattr(log_follower, "write_heartbeat", written)
+    assert look(first)["applied"][:1] == [VERSION + 1]
+
+
+def test_what_is_prepared_stays_without_a_heartbeat(
+    log: DeltaLog, given_up: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = given_up
+
+    def fail(log: DeltaLog, heartbeat: Heartbeat) -> None:
+        if heartbeat.prepared is None:
+            raise OSError(28, "no space")
+        write_heartbeat(log, heartbeat)
+
+    monkeypatch.setattr(log_follower, "write_heartbeat", fail)
+    look(first)
+    assert group_of(first)["prepared"] == VERSION + 1
+
+
 def test_a_pinned_member_keeps_all(log: DeltaLog, pair: list[Rig]) -> None:
     first, last = pair
     assert last.post("/delta_pin", params={"version": VERSION}).status_code == 200
@@ -178,6 +254,63 @@ def test_a_pinned_member_keeps_all(log: DeltaLog, pair: list[Rig]) -> None:
     assert look(last)["version"] == VERSION + 1
 
 
+def test_a_pin_drops_what_is_prepared(log: DeltaLog, pair: list[Rig]) -> None:
+    first, last = pair
+    write_steps(log, 1)
+    look(last)
+    assert last.post("/delta_pin", params={"version": VERSION + 1}).status_code == 200
+    assert beats(log)[name_of(last)].prepared is not None
+    assert last.post("/delta_pin", params={"version": VERSION}).status_code == 200
+    assert beats(log)[name_of(last)].prepared is None
+    assert last.spooled() == []
+    waits = [f"{name_of(last)}: at version {VERSION}, pinned"]
+    assert look(first)["waits_for"] == waits
+    assert look(last)["version"] == look(first)["version"] == VERSION
+    assert reason(first) is reason(last) is None
+    assert last.post("/delta_pin").status_code == 200
+    assert look(last)["version"] == look(first)["version"] == VERSION + 1
+
+
+def test_a_pin_during_a_look_drops_what_it_prepares(
+    log: DeltaLog, pair: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process is asked, once the ranks hold the version."""
+    first, last = pair
+    write_steps(log, 1)
+    hold = LogReplay.hold
+    other = FollowState(last.engine, 0)
+
+    async def held(replay: LogReplay, target: int, cannot: Collection[int]) -> None:
+        await hold(replay, target, cannot)
+        await other.pin(VERSION)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LogReplay, "hold", held)
+        look(last)
+    assert (group_of(last)["prepared"], last.spooled()) == (None, [])
+    assert look(first)["version"] == VERSION
+
+
+def test_a_look_that_fails_forgets_what_it_has_dropped(
+    log: DeltaLog, pair: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log has become that of another history, for example."""
+    first, last = pair
+    write_steps(log, 1)
+    look(first)
+
+    async def run(replay: LogReplay, options: Any, *, fold: bool = False) -> dict[str, Any]:
+        await replay.held.drop()
+        raise LogDamaged("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LogReplay, "run", run)
+        assert first.post(CATCH_UP).status_code == 409
+    assert beats(log)[name_of(first)].prepared is None
+    assert look(last)["waits_for"] != []
+    assert look(last)["version"] == VERSION
+
+
 @pytest.mark.parametrize("log", ["folder"], indirect=True)
 def test_a_dead_member_is_waited_for_by_its_lease(log: DeltaLog, pair: list[Rig]) -> None:
     first, last = pair
@@ -187,6 +320,27 @@ def test_a_dead_member_is_waited_for_by_its_lease(log: DeltaLog, pair: list[Rig]
     ago = time.time() - 20 * LONG
     os.utime(path, (ago, ago))
     assert look(first)["version"] == VERSION + 1
+
+
+def test_no_member_is_taken_for_dead_by_a_fast_clock(
+    log: DeltaLog, pair: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log takes heartbeats, but not the file that shows what time it is there."""
+    first, _ = pair
+    write_steps(log, 1)
+    put, now = type(log.store).put, time.time()
+
+    def fail(store: Any, name: str, data: bytes, *, durable: bool = False) -> None:
+        if "/.now-" in name:
+            raise OSError(28, "no space")
+        put(store, name, data, durable=durable)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(log.store), "put", fail)
+        patch.setattr(time, "time", lambda: now + 20 * LONG)
+        assert first.post(CATCH_UP).json()["error"]["type"] == "LogDamaged"
+    assert complete_versions(log, log.listing()) == {}
+    assert look(first)["version"] == VERSION
 
 
 def test_one_that_starts_takes_what_is_complete(
@@ -223,9 +377,10 @@ def test_one_that_is_behind_is_not_ready(log: DeltaLog, pair: list[Rig]) -> None
     look(first)
     look(last)
     assert reason(first) is None  # it has not read the mark; it will within a second
-    first.engine.fails["commit"] = ConnectionError("lost")
-    first.post(CATCH_UP)
-    assert reason(first) in ("uncertain", "behind_group")
+    assert first.post("/delta_pin", params={"version": VERSION}).status_code == 200
+    assert look(first)["version"] == VERSION
+    assert reason(first) == "behind_group"
+    assert reason(last) is None
 
 
 def test_one_cut_off_from_the_log_is_not_ready(
@@ -240,6 +395,75 @@ def test_one_cut_off_from_the_log_is_not_ready(
     assert reason(rig) == "behind_group"
     look(rig)
     assert reason(rig) is None
+
+
+@pytest.mark.parametrize("log", ["folder"], indirect=True)
+def test_a_long_look_is_ready_until_it_is_behind(
+    log: DeltaLog, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group waits for the engine, as its heartbeat counts; the marks are read on the way."""
+    monkeypatch.setattr(log_follower, "_BEATS_TO_EXPIRE", 0)
+    monkeypatch.setattr(log_follower, "_SHORTEST_EXPIRY_S", 1.6)
+    hold, begins, ends = LogReplay.hold, asyncio.Event(), asyncio.Event()
+
+    async def held(replay: LogReplay, target: int, cannot: Collection[int]) -> None:
+        begins.set()
+        await ends.wait()
+        await hold(replay, target, cannot)
+
+    monkeypatch.setattr(LogReplay, "hold", held)
+    rig = started(follow_interval=0.05)
+    until(rig, version=VERSION)
+    looked(rig)
+    write_steps(log, 1)
+    rig.run(begins.wait())
+
+    async def reasons(seconds: float) -> set[str | None]:
+        found, end = set(), time.monotonic() + seconds
+        while time.monotonic() < end:
+            found.add((await rig.request("GET", READY)).json()["reason"])
+            await asyncio.sleep(0.01)
+        return found
+
+    assert rig.run(reasons(2.4)) == {None}
+    key = content_key(log.listing(), VERSION + 1)
+    assert key is not None
+    GroupMarks(log, "rollout").write(key, [])
+    rig.run(reasons(0.8))
+    assert rig.run(reasons(0.1)) == {"behind_group"}
+    ends.set()
+    until(rig, version=VERSION + 1)
+    looked(rig)
+    assert reason(rig) is None
+
+
+def test_a_member_stays_one_in_every_process(
+    log: DeltaLog, pair: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has never looked at the log is asked, and cannot read it."""
+    first, last = pair
+    write_steps(log, 1)
+    for rig in (first, last, first):
+        look(rig)
+    write(log, delta_part(STEPS[1], VERSION + 2, base_version=VERSION + 1), number=VERSION + 2)
+    look(first)
+    first.engine.shared = True
+    other, before = Process(first), group_of(first)
+    key = beats(log)[name_of(first)].prepared
+
+    def fail(marks: GroupMarks) -> None:
+        raise LogDamaged("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupMarks, "read", fail)
+        answer = first.run(first.request("POST", CATCH_UP, app=other.app))
+        assert answer.json()["error"]["type"] == "LogDamaged"
+    other.service.intake.close()
+    heartbeat = beats(log)[name_of(first)]
+    assert (heartbeat.group, heartbeat.prepared) == ("rollout", key)
+    found = group_of(first)
+    assert (found["complete"], found["prepared"]) == (before["complete"], before["prepared"])
+    assert found["complete"] == VERSION + 1
 
 
 def test_a_refused_version_is_not_taken(log: DeltaLog, pair: list[Rig]) -> None:
