@@ -74,7 +74,7 @@ from engine_ext.format.signature import (
 )
 from engine_ext.format.streams_on_device import ChangedElements, device_streams
 from engine_ext.format.ulp_differences import differences_of
-from engine_ext.format.verified_part import read_unpacked, read_verified, verify_container
+from engine_ext.format.verified_part import read_unpacked, verify_container
 from engine_ext.format.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame, inflate
 
 __all__ = [
@@ -134,7 +134,6 @@ __all__ = [
     "read_container",
     "read_streams",
     "read_unpacked",
-    "read_verified",
     "sign",
     "signing_key",
     "skip_symbol",

@@ -25,7 +25,7 @@ from engine_ext.dtypes import bits_dtype
 from engine_ext.format.container import Header
 from engine_ext.format.identity import part_identity
 from engine_ext.format.manifest import PACKED_ENCODINGS, Manifest
-from engine_ext.format.part import DecodedPart, UnpackedPart, expand_part, unpack_part
+from engine_ext.format.part import UnpackedPart, unpack_part
 from engine_ext.structs import prepare
 
 if TYPE_CHECKING:
@@ -97,12 +97,6 @@ def verify_container(header: Header, container: Buffer) -> VerifiedContents:
     return VerifiedContents(
         identity, True, [*(p.data for p in own), *(s.data for s in streams), _footer(layout)]
     )
-
-
-def read_verified(file: Buffer, identity: str) -> DecodedPart | None:
-    """Return the part in a verified file, expanded; see `read_unpacked` and `expand_part`."""
-    unpacked = read_unpacked(file, identity)
-    return None if unpacked is None else expand_part(unpacked)
 
 
 def read_unpacked(file: Buffer, identity: str) -> UnpackedPart | None:

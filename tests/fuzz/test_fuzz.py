@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engine_ext.conformance.verified_file import verified_file
 from engine_ext.errors import DeltaError
-from engine_ext.format import DecodedPart, FrameReader, Limits, PartGate, decode_part, read_verified
+from engine_ext.format import DecodedPart, FrameReader, Limits, PartGate, decode_part
 from engine_ext.format import part as wire_part
 from engine_ext.format.manifest import parse_manifest
 from engine_ext.ranks.operations import AbortSync
@@ -27,6 +27,7 @@ from tests.fuzz.time_boxed import SECONDS, check_for
 from tests.support.delta_bodies import SHAPES, Weights, after, delta_part, same
 from tests.support.endpoint_rig import DELTA, FROM_DISK, Rig
 from tests.support.independent_encoder import assert_same, assert_well_formed, header_of, unwrap
+from tests.support.verified_part import read_verified
 
 LIMITS = Limits(max_part_bytes=1 << 18, max_header_bytes=1 << 20)
 # A value becomes at most 8 bytes of an index, and JSON becomes objects.

@@ -21,7 +21,6 @@ from engine_ext.format import (
     decode_part,
     encode_part,
     parse_manifest,
-    read_verified,
 )
 from tests.support.independent_encoder import (
     EMBED,
@@ -35,6 +34,7 @@ from tests.support.independent_encoder import (
     unwrap,
 )
 from tests.support.mutations import byte_mutants, mutants
+from tests.support.verified_part import read_verified
 
 DENSE = ParamDelta("bias", "bfloat16", (3,), None, bits16(0x7FC1, 0, 0x8000))
 FUZZED = ("deltas", "gap8_exp", "gap8_ulp")

@@ -38,13 +38,13 @@ from engine_ext.format import (
     decode_part,
     manifest_checksum,
     read_container,
-    read_verified,
     sign,
     write_container,
     xxh3_checksum,
 )
 from tests.support.delta_bodies import STEP, delta_part, part_of, pieces, sparse, zstd_declaring
 from tests.support.independent_encoder import sendable
+from tests.support.verified_part import read_verified
 
 LIMITS = Limits(max_part_bytes=4096)
 PLAIN = delta_part(STEP, encoding="deltas")

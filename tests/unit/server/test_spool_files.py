@@ -23,11 +23,12 @@ from delta_server.intake import Intake, VerifiedPart
 from delta_server.upload_limits import MinimumRate
 from engine_ext.conformance.verified_file import verified_file
 from engine_ext.errors import DeltaError, SpoolFull
-from engine_ext.format import Limits, ParamDelta, Verifier, encode_part, read_verified, sign
+from engine_ext.format import Limits, ParamDelta, Verifier, encode_part, sign
 from engine_ext.sync.background_staging import map_part
 from tests.support.delta_bodies import STEP, VERSION, after, delta_part, fresh_weights, pieces, same
 from tests.support.descriptors import open_descriptors
 from tests.support.endpoint_rig import Rig
+from tests.support.verified_part import read_verified
 
 RATE = MinimumRate(5, 1)
 KEY = "a key of both"

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from engine_ext.conformance.verified_file import verified_file
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable
-from engine_ext.format import Limits, ParamDelta, decode_part, encode_part, read_verified
+from engine_ext.format import Limits, ParamDelta, decode_part, encode_part
 from engine_ext.version_folders import check_change, find_change
 from tests.support.folder_writer import checksum, payload
 from tests.support.served_models import PROPERTY
+from tests.support.verified_part import read_verified
 
 FORMATS = ("xxh3-128", "blake3", "adler32")
 ENCODINGS = ("xor", "overwrite")
