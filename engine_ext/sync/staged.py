@@ -260,15 +260,11 @@ class UndoLog:
         changes: how much the sync changed the digest of each checkpoint tensor.
         live_names: the live tensors that it wrote to.
         rebuilt: what rebuilding its modules gave before it; see `PostLoad.committed`.
-        nbytes: host memory that the log takes; added up if it is not given.
+        nbytes: host memory that the log takes.
     """
 
     writes: list[tuple[LiveElements, Any]]
     changes: dict[str, Digest]
     live_names: frozenset[str] = frozenset()
     rebuilt: Mapping[str, Mapping[str, str] | None] = field(default_factory=dict)
-    nbytes: int = -1
-
-    def __post_init__(self) -> None:
-        if self.nbytes < 0:
-            self.nbytes = sum(int(old.nbytes) + one.nbytes for one, old in self.writes)
+    nbytes: int = 0
