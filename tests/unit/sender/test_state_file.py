@@ -164,6 +164,19 @@ def test_from_other_weights_it_sends_all(file: Path) -> None:
     assert engine.holds(checkpoint)
 
 
+def test_other_weights_outside_the_digest_are_sent(file: Path) -> None:
+    """The file's digest covers every tensor, and the engine's does not."""
+    model = model_of(tensors=3)
+    engine = Engine.of(model, undigested={"layers.1.weight"})
+    base = copied(model)
+    synced(engine, model, file, 1)
+    for name in engine.digested:
+        base[name].copy_(model[name])
+    with sender_of(engine, base, file) as sender:
+        sender.sync(base.items())
+    assert engine.holds(base)
+
+
 @pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize("went_on", [False, True])
 def test_killed_while_the_last_part_was_posted(file: Path, committed: bool, went_on: bool) -> None:
