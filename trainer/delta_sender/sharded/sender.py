@@ -80,7 +80,8 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     Raises:
         RankError: The shards do not make up the tensors, copies of one on several ranks differ, or
             a rank has failed; on all ranks.
-        ValueError: An option has an unknown value, or several engines do not commit as one.
+        ValueError: An option has an unknown value, a url is given twice, there are fewer engines
+            than `quorum`, or several do not commit as one.
     """
 
     def __init__(
@@ -119,8 +120,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         self._options = SenderOptions.among(locals())
         urls = [url] if isinstance(url, str) else list(url)
         check_urls(urls)
-        if not urls or len({one.rstrip("/") for one in urls}) < len(urls):
-            raise ValueError("give every engine's url, each once")
+        self._options.check_engines(urls)
         if len(urls) > 1 and commit == "each":
             raise ValueError("several engines take commit='all_or_none'")
         shards = list(shards)
