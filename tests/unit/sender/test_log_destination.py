@@ -185,9 +185,10 @@ def test_version_that_cannot_be_refused_hides_no_error(
 
     with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path) as sender:
         train(model)
-        with monkeypatch.context() as patch, pytest.raises(SyncError, match="SpoolFull"):
+        with monkeypatch.context() as patch:
             patch.setattr(FolderStore, "refuse", full)
-            sender.sync(model.items())
+            with pytest.raises(SyncError, match="SpoolFull"):
+                sender.sync(model.items())
         assert (chain(tmp_path), engine.version) == ([(0, 1)], 0)
         train(model, 1)
         assert not sender.sync(model.items()).full
@@ -207,9 +208,10 @@ def test_close_again_leaves_a_later_version_alone(
 
     first = DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path)
     train(model)
-    with monkeypatch.context() as patch, pytest.raises(SyncError, match="No space left"):
+    with monkeypatch.context() as patch:
         patch.setattr(Draft, "finish", full)
-        first.sync(model.items())
+        with pytest.raises(SyncError, match="No space left"):
+            first.sync(model.items())
     first.close()
     with DeltaSender(A, base.items(), client=engine.client(), delta_log=tmp_path) as second:
         second.sync(model.items())

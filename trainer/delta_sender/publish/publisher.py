@@ -136,9 +136,7 @@ class Publisher:
                 self.sessions.append(session)
             if log is not None:
                 engines = [session.destination for session in self.sessions]
-                self._log_destination = LogDestination(
-                    log, engines, options.hmac_key, settles=True
-                )
+                self._log_destination = LogDestination(log, engines, options.hmac_key, settles=True)
                 opened.callback(self._log_destination.close)
                 self._log = self._log_session()
             opened.pop_all()

@@ -161,8 +161,16 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
             warm_up(self._snapshot.dtypes.values(), options.encoding)
         except Exception as error:
             failure = error
-        facts = {"encoding": options.encoding, "version": options.base_version}
-        self._ranks.agree({**facts, "number of engines": len(urls)}, failure)
+        # What decides which messages ranks exchange.
+        facts = {
+            "encoding": options.encoding,
+            "digest": options.digest,
+            "full": options.full,
+            "commit": options.commit,
+            "version": options.base_version,
+            "number of engines": len(urls),
+        }
+        self._ranks.agree(facts, failure)
         sessions = {}
         for url, client in clients.items():
             ranks = self._ranks  # one engine needs no others: nothing is done at the same time
@@ -182,7 +190,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
 
     @property
     def epoch(self) -> int:
-        """Which opening of the run this sender is: 1."""
+        """Which opening of the run this sender is, from 1."""
         return self._session.run.epoch
 
     @property
@@ -210,8 +218,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         self.release()
         for session in self._sessions.values():
             session.destination.close()
-            session.ranks.leave("the sender is closed")
-        self._ranks.leave("the sender is closed")
+        self._leave("the sender is closed")
 
     def release(self) -> None:
         """Stop sending, drop what is staged in the engine, and let other runs claim it.
@@ -226,6 +233,11 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         if claimed and not self._is_released:
             release_all(claimed, self._session.run, [])
         self._is_released = True
+
+    def _leave(self, why: str) -> None:
+        for session in self._sessions.values():
+            session.ranks.leave(why)
+        self._ranks.leave(why)
 
     def sync(self, shards: Shards, *, step: int | None = None) -> ShardedReport:
         """Send what changed since the last sync, from all ranks.
@@ -278,7 +290,10 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
             }
             sync_round = self._read(shards, facts, started, full=full)
             return self._finish(sync_round)
-        except Exception:
+        except SyncError:  # the same on every rank
+            raise
+        except Exception:  # on this one alone: the others must not wait for it
+            self._leave("a rank has failed")
             raise
         except BaseException:  # an interruption leaves the ranks at different steps
             self._ranks.leave("interrupted")
@@ -336,9 +351,6 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
             self._snapshot.advance(sync_round.changes)
         except SyncError:
             session.state.note_failed(sync_round.changes)
-            raise
-        except Exception:  # not agreed on: the ranks are at different steps
-            self._ranks.leave("a rank has failed")
             raise
         finally:
             sync_round.leave()

@@ -267,11 +267,10 @@ class ShardedSession(Session):
             with queue.encoding():
                 self._put_all(queue, builder, source, buckets, first)
             queue.finish()
-        except RankError:
+        except BaseException as raised:
             queue.abandon()
-            raise
-        except Exception as raised:
-            queue.abandon()
+            if isinstance(raised, RankError) or not isinstance(raised, Exception):
+                raise
             reason = queue.reason(raised)
             failure = reason if isinstance(reason, Exception) else raised
         sent = source.sent
