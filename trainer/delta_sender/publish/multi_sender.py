@@ -189,7 +189,7 @@ class MultiSender(Sender):
 
         Raises:
             GroupAborted: With ``commit="all_or_none"``: no engine commits, as not all, or not as
-                many as `quorum`, could prepare.
+                many as `quorum`, could prepare, or the delta log could not be written.
             PartialSyncError: Some engines did not commit. Those in its `reports` did. With
                 ``commit="all_or_none"``: an engine was lost after all had prepared; or none has
                 answered in `commit_window`, so that `reports` is empty and all are `lagging`.

@@ -108,7 +108,7 @@ class ShardedFleet:
         for thread in threads.values():
             thread.join()
         for session in self._sessions.values():
-            session.engine.client.gives_up = False
+            session.destination.client.gives_up = False
         self._check_ranks([thread.outcome for thread in threads.values()], failure)
         return self._finish(sync_round, threads, fleet, failure)
 
@@ -152,8 +152,8 @@ class ShardedFleet:
         """
         sync_round.fail(SyncError("the others have ended this sync", 409, dict(ABORTED)))
         for session in self._sessions.values():
-            has_prepared = fleet is not None and fleet.has_prepared(session.engine)
-            session.engine.client.gives_up = not has_prepared
+            has_prepared = fleet is not None and fleet.has_prepared(session.destination)
+            session.destination.client.gives_up = not has_prepared
 
     def _check_ranks(self, outcomes: list[Any], failure: SyncError | None = None) -> None:
         """Check that all ranks are still in step, whatever has become of the engines.
