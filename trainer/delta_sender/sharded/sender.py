@@ -45,9 +45,9 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     tensor at a time.
 
     If a rank fails or disagrees with the others, all ranks raise the same `RankError`, and the
-    engine is unchanged; the next sync can succeed. If one dies, the others raise as soon as they
-    notice, at the latest after `rank_timeout` seconds, and the sender cannot be used any more; make
-    a new one.
+    engine is unchanged; the next sync can succeed. If one dies, or meets an error that the others
+    do not learn of (memory, a disk), they raise as soon as they notice, at the latest after
+    `rank_timeout` seconds, and the sender cannot be used any more; make a new one.
 
     With ``commit="all_or_none"`` there can be several engines, which commit as one; see
     `MultiSender`. Each rank encodes its share for each of them. Rank 0 decides, and its `evict` is
