@@ -106,6 +106,11 @@ class Entry:
         return self.base_version is None
 
     @property
+    def is_fold(self) -> bool:
+        """Whether it leads over other versions."""
+        return "_from_" in self.folder.name
+
+    @property
     def paths(self) -> list[Path]:
         """The paths of its parts, in order; of a folder with an index, its own."""
         if self.foreign:

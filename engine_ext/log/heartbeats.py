@@ -166,7 +166,7 @@ def follower_lags(log: DeltaLog) -> list[Lag]:
     Raises:
         LogDamaged, OSError: the log cannot be read.
     """
-    plain = [entry for entry in log.listing().entries if "_from_" not in entry.folder.name]
+    plain = [entry for entry in log.listing().entries if not entry.is_fold]
     found = []
     for heartbeat, age in read_heartbeats(log):
         waiting = [entry for entry in plain if entry.version > heartbeat.version]
