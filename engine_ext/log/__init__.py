@@ -50,6 +50,7 @@ from engine_ext.log.groups import (
     next_target,
     version_of_key,
 )
+from engine_ext.log.heartbeats import FOLDER as FOLLOWERS
 from engine_ext.log.heartbeats import (
     FollowerState,
     Heartbeat,
@@ -101,6 +102,7 @@ _LATER: Final = {
 
 __all__ = [
     "DONE",
+    "FOLLOWERS",
     "MAX_DONE_BYTES",
     "CannotFold",
     "DeltaLog",

@@ -221,16 +221,14 @@ def test_a_number_used_again_after_pruning_is_a_fork(log: DeltaLog) -> None:
     assert any(one.startswith(problem) for one in audited(log, 2).problems)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"publication": None}, {"base_version": 1}, {"base_version": 2}]
-)
+@pytest.mark.parametrize("wrong", [{"publication": None}, {"base_version": 1}, {"base_version": 2}])
 def test_impossible_record_of_a_pruned_version(place: Place, wrong: dict[str, Any]) -> None:
     log = place.open()
     write(log, 1)
     [entry] = log.listing().entries
     done = msgspec.structs.replace(present(done_of(entry)), **wrong)
     place.put("audit/v000001-v000001-0123abcd.jsonl", msgspec.json.encode(done) + b"\n")
-    with pytest.raises(LogDamaged, match="v000001-v000001-0123abcd.jsonl cannot be read"):
+    with pytest.raises(LogDamaged, match=r"0123abcd\.jsonl cannot be read"):
         read_log_trail(log, None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,16 @@ def test_a_flipped_bit_is_seen(tmp_path: Path, position: int) -> None:
         read_version(entry_of(tmp_path, folder))
 
 
+def test_a_part_that_is_no_file_is_damage(tmp_path: Path) -> None:
+    folder = write(tmp_path, 1, [sparse("a", {1: 2})])
+    [path] = folder.glob("*.safetensors")
+    path.unlink()
+    os.mkfifo(path)
+    (folder / DONE).write_text("")
+    with pytest.raises(LogDamaged, match="not a regular file"):
+        verify_version(entry_of(tmp_path, folder))
+
+
 @pytest.mark.parametrize(
     "metadata",
     [{"num_parts": 3}, {"num_parts": None}, {"sync_id": None, "num_parts": 1, "part": 5}],
@@ -289,6 +300,11 @@ def test_signatures_are_checked_where_there_is_a_key(
     with pytest.raises(LogDamaged, match="signed"):
         read_version(entry_of(tmp_path, folder))
     beside = path.with_name(path.name + SIGNATURE_SUFFIX)
+    beside.write_text(sign("key", path.read_bytes()))
+    for signature in (b"\xff\xfe" * 32, b"0" * (1 << 20)):
+        beside.write_bytes(signature)
+        with pytest.raises(LogDamaged, match="does not have this signature"):
+            verify_version(entry_of(tmp_path, folder))
     beside.write_text(sign("key", path.read_bytes()))
     one = folded(tmp_path, 0)
     [part] = one.glob("*.safetensors")

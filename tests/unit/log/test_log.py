@@ -400,6 +400,30 @@ def test_what_is_no_heartbeat_is_left_out(log: DeltaLog, place: Place) -> None:
         place.put(f"{FOLDER}/{name}", text)
     place.put(f"{FOLDER}/large.json", good + bytes(1 << 17))
     assert [one.name for one, _ in read_heartbeats(log)] == ["host-1-a"]
+    assert [one.name for one in live_heartbeats(log)] == ["host-1-a"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b'{"name": "host-2-b", "state": "of a later release"}', bytes(1 << 17)],
+    ids=["no heartbeat", "another release", "large"],
+)
+def test_who_must_know_all_followers_learns_of_damage(
+    log: DeltaLog, place: Place, content: bytes
+) -> None:
+    write_heartbeat(log, heartbeat())
+    place.put(f"{FOLDER}/host-2-b.json", content)
+    with pytest.raises(LogDamaged, match=r"followers/host-2-b.json .*remove it if"):
+        live_heartbeats(log, strict=True)
+    place.remove(f"{FOLDER}/host-2-b.json")
+    assert len(live_heartbeats(log, strict=True)) == 1
+
+
+def test_a_long_error_does_not_hide_a_follower(log: DeltaLog) -> None:
+    write_heartbeat(log, heartbeat(error="LogDamaged: " + "weight_v000001, " * 10_000))
+    [found] = live_heartbeats(log, strict=True)
+    assert (found.error or "").startswith("LogDamaged: weight_v000001, weight_v000001")
+    assert len(found.error or "") == 2000
 
 
 def test_uncertain_ages_are_no_answer(log: DeltaLog, monkeypatch: pytest.MonkeyPatch) -> None:
