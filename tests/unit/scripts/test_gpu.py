@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from scripts.gpu import __main__ as program
 from scripts.gpu import results, timing
 from scripts.gpu import rows as rows_module
 from scripts.gpu.rows import ROWS, Row
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineError
 
 ROOT = Path(__file__).parents[3]
 SYNCS = {f"sync{n}": {"pause_ms": 10.0 + n, "commit_ms": 1.0} for n in (1, 2, 3)}
@@ -115,6 +118,42 @@ def test_a_row_that_fails_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["logs"]["live"].endswith("the kernel is missing")
     assert (len(found["logs"]["live"]), found["logs"]["fresh"]) == (4000, "")
     assert rows_module.run("b", tmp_path / "b")["error"] == "time ran out"
+
+
+class Starting:
+    """The engine to update is interrupted while it starts; the other one takes its time."""
+
+    came_up = False
+
+    def __init__(self, *arguments: Any, delta: bool, **options: Any) -> None:
+        self._delta, self._stopped = delta, threading.Event()
+
+    def __enter__(self) -> Starting:
+        if self._delta:
+            raise KeyboardInterrupt
+        if self._stopped.wait(5):
+            raise EngineError("stopped")
+        Starting.came_up = True
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        self._stopped.set()
+
+
+def test_an_interrupted_row_stops_what_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(folder: Path) -> Path:
+        return tiny_models.build("qwen3", folder)
+
+    monkeypatch.setattr(rows_module, "ROWS", {"a": Row(write)})
+    monkeypatch.setattr(rows_module, "GpuVllm", Starting)
+    found = rows_module.run("a", tmp_path / "a")
+    assert found["error"] == "time ran out"
+    assert not Starting.came_up
 
 
 class Process:
