@@ -18,7 +18,7 @@ from engine_ext.answers import answer_in_words, failure_in_words
 from engine_ext.cli import audit
 from engine_ext.commands import INTERRUPTED, CommandParser
 from engine_ext.errors import LogDamaged, PartUnavailable
-from engine_ext.log import CannotFold, DeltaLog, Entry, Listing, route
+from engine_ext.log import FOLLOWERS, CannotFold, DeltaLog, Entry, Listing, route
 
 OK, DAMAGED, USAGE = 0, 1, 2
 
@@ -353,7 +353,7 @@ def _prune(options: argparse.Namespace) -> int:
     # older ones serve engines that start.
     limits += engines.values()
     # Engines that follow can be held at any of the versions after theirs.
-    is_followed = bool(options.log.store.list(delta_log.FOLLOWERS))
+    is_followed = bool(options.log.store.list(FOLLOWERS))
     followers = delta_log.live_heartbeats(options.log, strict=is_followed and not options.dry_run)
     limits += [follower.version for follower in followers]
     candidates = [entry for entry in listing.entries if entry.version < min(limits)]

@@ -126,9 +126,7 @@ def test_signature_of_a_part_is_read_once(
     assert len([name for name in read if name.endswith(SIGNATURE_SUFFIX)]) == 2
 
 
-def test_signature_that_is_no_text_is_handed_on(
-    log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signature_that_is_no_text_is_handed_on(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who gets it refuses the part."""
     monkeypatch.setenv(HMAC_KEY_ENVIRONMENT, "key")
     body = delta_part(STEPS[0], VERSION + 1)
