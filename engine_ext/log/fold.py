@@ -46,17 +46,6 @@ _MOST_SIGNATURE = 1 << 12  # bytes
 BUCKET_BYTES = 64 << 20  # of a folded part, before compression
 
 
-def read_version(entry: Entry) -> list[DecodedPart]:
-    """Read, verify and decode all parts of a version, as a receiver would, signatures included.
-
-    Raises:
-        LogDamaged: something is missing, or differs from what the sender wrote.
-    """
-    parts = list(_read_parts(entry, _decoded))
-    _check_together(entry, [part.manifest for part in parts])
-    return parts
-
-
 def read_manifests(entry: Entry) -> list[Manifest]:
     """Read and verify all parts of a version, one at a time, and decode their manifests alone.
 

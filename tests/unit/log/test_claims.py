@@ -16,10 +16,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from engine_ext.log import DeltaLog, LogWriter, ObjectFacts, Objects, ObjectStore, read_version
+from engine_ext.log import DeltaLog, LogWriter, ObjectFacts, Objects, ObjectStore
 from engine_ext.log.catalog import Done, FileFacts
 from tests.support.served_models import PROPERTY
-from tests.unit.log.places import part
+from tests.unit.log.places import decoded, part
 
 PARTS = 2
 
@@ -96,7 +96,7 @@ def owners(memory: MemoryStore, folder: Path) -> dict[int, str]:
     found = {}
     for entry in listing.entries:
         with log.fetched(entry):
-            [sync_id] = {one.manifest.sync_id for one in read_version(entry)}
+            [sync_id] = {one.manifest.sync_id for one in decoded(entry)}
         assert sync_id is not None
         found[entry.version] = sync_id.rpartition("-")[0]
     return found
@@ -155,6 +155,7 @@ def test_refusal_by_a_sender_that_is_out_marks_nothing(folder: Path) -> None:
             first.refuse(1)
         LogWriter(store_of(memory))
         assert owners(memory, folder) == {1: "first", 2: "second"}
+
 
 class Schedule:
     """Lets one of several threads run at a time, in a given order and then in turn."""
