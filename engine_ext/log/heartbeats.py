@@ -149,7 +149,7 @@ def _read(log: DeltaLog, files: Files, name: str) -> Heartbeat | None:
         if files.size(name) > _MAX_BYTES:
             return None
         return msgspec.json.decode(log.store.read(f"{FOLDER}/{name}", _MAX_BYTES), type=Heartbeat)
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):
         return None
     except LogDamaged as error:
         raise LogDamaged(f"{FOLDER}: {error.message}") from error

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.audit import Chain, Link, prove, read_log_trail
+from engine_ext.errors import LogDamaged
 from engine_ext.log import DeltaLog, Done, is_signed, keep_publications
 from engine_ext.log.catalog import DONE, folder_name
 from tests.support.served_models import PROPERTY
@@ -61,6 +62,14 @@ def test_pruned_versions_keep_their_records(log: DeltaLog) -> None:
     chain = audited(log)
     assert chain.problems == []
     assert [link.source.endswith("(pruned)") for link in chain.links] == [True, True, False]
+
+
+@pytest.mark.parametrize("line", [b"{", b'{"version": 1, "files": {"\xff": null}}'])
+def test_damaged_record_of_pruned_versions_is_named(place: Place, line: bytes) -> None:
+    write(place.open(), 1)
+    place.put("audit/v000001-v000001-1.jsonl", line)
+    with pytest.raises(LogDamaged, match=r"audit/v000001-v000001-1.jsonl cannot be read"):
+        audited(place.open(), 1)
 
 
 def test_a_missing_version_is_a_gap(log: DeltaLog) -> None:

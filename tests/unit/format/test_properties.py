@@ -145,6 +145,14 @@ def decode_or_none(body: bytes) -> DecodedPart | None:
     return part
 
 
+@pytest.mark.parametrize("encoding", FUZZED)
+def test_damaged_verified_file_is_no_part(encoding: str) -> None:
+    identity, file = verified_file(HASHED[encoding])
+    damaged = file.replace(b"bfloat16", b"bfloat1\xff")
+    assert damaged != file
+    assert read_verified(damaged, identity) is None
+
+
 @PROPERTY
 @given(st.data(), st.sampled_from(FUZZED))
 def test_a_mutant_that_is_hashed_is_refused_or_the_same(data: st.DataObject, encoding: str) -> None:

@@ -76,7 +76,7 @@ class StateFile:
             self.state = msgspec.json.decode(path.read_bytes(), type=State)
         except FileNotFoundError:
             pass
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not a sender's state: {error}; without it the sender opens a new run"
             ) from error
