@@ -197,7 +197,7 @@ def _parts(value: object, name: str, opaque: tuple[str, ...]) -> list[tuple[str,
 
 
 def _slots(cls: type) -> list[str]:
-    """Return the attributes that a class and its bases have slots for; private names are mangled."""
+    """Return the slots of a class and of its bases; private names are mangled."""
     slotted = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
     return [
         name
