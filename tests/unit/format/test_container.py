@@ -201,7 +201,7 @@ BROKEN_HEADERS: list[tuple[str, Any, type[DeltaError], str]] = [
         changed(__values__={"shape": [8192], "data_offsets": [20, 20 + 16384]})
         | {"__positions__": {"dtype": "U8", "shape": [20], "data_offsets": [0, 20]}},
         TooLarge,
-        "the limit is 8192",
+        "the limit is 8192; send smaller parts",
     ),
 ]
 

@@ -196,6 +196,21 @@ def test_a_refused_body_leaves_the_engine_unchanged(rig: Rig, refusal: Refusal) 
     rig.assert_untouched()
 
 
+@pytest.mark.parametrize(
+    "body",
+    [one.body for one in REFUSALS if one.operands.get("limit") == MAX_BODY_BYTES]
+    + [zstd_declaring(1 << 40, GOOD)],
+    ids=["body", "decompressed", "frame declares"],
+)
+def test_size_limit_says_how_to_stay_below_it(rig: Rig, body: bytes) -> None:
+    error = rig.send(body).json()["error"]
+    assert (error["type"], error["limit"]) == ("TooLarge", MAX_BODY_BYTES)
+    assert error["message"].endswith(
+        f"the limit is {MAX_BODY_BYTES}; send smaller parts (bucket_bytes=), or raise the engine's "
+        "--delta-tuning max-body-bytes"
+    )
+
+
 BROKEN_PACKED = [
     *((id, packed(**broken), error) for id, broken, error, _ in BROKEN),
     *((f"differences: {id}", ulp(**broken), MalformedPart) for id, broken, _ in BROKEN_ULP),
