@@ -20,8 +20,8 @@ from engine_ext.format import (
     PartGate,
     decode_part,
     encode_part,
-    parse_manifest,
 )
+from engine_ext.format.manifest import parse_manifest
 from tests.support.independent_encoder import (
     EMBED,
     NORM,

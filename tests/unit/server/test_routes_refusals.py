@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable
-from engine_ext.format import xxh3_checksum
+from engine_ext.format.checksum import xxh3_checksum
 from tests.support.delta_bodies import (
     bare,
     delta_part,
