@@ -116,7 +116,7 @@ def resolve(placement: Placement, by_rank: Sequence[RankBoxes]) -> Holders:
 
 
 def _near(ordered: Sequence[SourceBox]) -> Iterator[tuple[SourceBox, SourceBox]]:
-    """Yield the pairs of boxes, in order of their starts, of which one starts within the other."""
+    """Yield the pairs whose second box starts before the first one ends; takes them in order."""
     for number, one in enumerate(ordered):
         for at in range(number + 1, len(ordered)):
             if ordered[at].start >= one.end:

@@ -46,7 +46,7 @@ def test_no_memory_is_given_twice(steps: list[tuple[int, torch.dtype, int]]) -> 
 
 
 def test_reserved_memory_is_not_counted_again() -> None:
-    """What an undo takes is compared with a limit of its own."""
+    """The undo has a limit of its own."""
     flat = numbers(100, 0)
     for memory, counted in ((DeviceMemory(8192, [HERE]), 0), (DeviceMemory(), 40)):
         offsets, lease = memory.keep(torch.arange(10, dtype=torch.int32), HERE)

@@ -14,7 +14,7 @@ from engine_ext.placement.segments import Placed, Segment, TensorSpec
 
 
 def placed(*runs: tuple[int, int, int]) -> Placed:
-    """Return a tensor of which a rank holds runs: begin, elements, and stride of each."""
+    """Return a tensor that a rank holds in runs, each given by begin, elements and stride."""
     module = nn.Module()
     module.register_buffer("live", torch.zeros(sum(size for _, size, _ in runs)))
     [live] = StorageIndex(module).entries
