@@ -93,6 +93,10 @@ class Write(msgspec.Struct, eq=False, gc=False):
             return self.elements.seems_to_hold(self.old)
         return self.unchanged()
 
+    def holds(self) -> bool:
+        """Return whether live memory holds the new bits."""
+        return self.elements.holds(self.new)
+
     def put(self, compares: bool = False) -> None:
         """Write the new bits; read the old ones first if they are to be kept.
 

@@ -60,7 +60,7 @@ def sparse(
 def holds_new(served: Served, delta: ParamDelta) -> bool:
     """Return whether live memory holds the delta's new bits."""
     [part] = parts_of([delta])
-    return all(write.elements.holds(write.new) for write in served.applier.stage(part).writes)
+    return all(write.holds() for write in served.applier.stage(part).writes)
 
 
 @PROPERTY
