@@ -106,7 +106,8 @@ class DeltaApplier:
         self._memory = memory or DeviceMemory()
         devices = {entry.tensor.device for entry in index.entries}
         self._devices = [device for device in devices if device.type != "cpu"]
-        for dtype in {placed.spec.dtype for placed in plan.placement.values()}:
+        dtypes = {placed.spec.dtype for placed in plan.placement.values()}
+        for dtype in dtypes & NAME_OF_TORCH.keys():
             # Compiles the loops, which the first sync would otherwise wait for.
             none = np.empty(0, bits_dtype(NAME_OF_TORCH[dtype]))
             change_digest("", np.empty(0, np.int64), none, none)

@@ -47,7 +47,7 @@ class Receiver(SyncOperations):
         stage_timeout: seconds after its last part for which a staged sync keeps others out.
         read_workers: how many parts are staged at once.
         cores: this rank's share of the host's cores; None: all usable ones.
-        locate: see `engine_ext.remote_parts.PartLocator.locate`; None if all ranks are on the host
+        locate: see `engine_ext.remote_parts.locate_part`; None if all ranks are on the host
             of the spool.
         undo_bytes: host memory that the old values of one version can take, with those of its
             continuations.

@@ -88,7 +88,7 @@ class StateFile:
             self.state = msgspec.structs.replace(state, engines=engines)
         except FileNotFoundError:
             pass
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not a sender's state: {error}; without it the sender opens a new run"
             ) from error
