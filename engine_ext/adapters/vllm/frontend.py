@@ -16,6 +16,16 @@ from engine_ext.adapters.vllm.engine import VllmEngine
 from engine_ext.errors import DeltaError
 from engine_ext.ranks.operations import AbortSync
 
+# What a caller can ask the client for, but not during a commit: a wake-up resumes an engine that
+# has not slept. vLLM 0.31's client has no method for the last.
+_EXCLUDED_BY_COMMITS = (
+    "pause_generation",
+    "resume_generation",
+    "sleep",
+    "wake_up",
+    "release_kv_cache_memory",
+)
+
 
 class DeltaEndpoints:
     """An ``EndpointPlugin`` of vLLM."""
@@ -51,9 +61,10 @@ class DeltaEndpoints:
         engine = VllmEngine(engine_client)
         service = DeltaService(engine, chosen)
         await service.start()
-        for name in ("pause_generation", "resume_generation"):
-            original = getattr(engine_client, name)
-            setattr(engine_client, name, serialize_with_commits(service.committer, original))
+        for name in _EXCLUDED_BY_COMMITS:
+            original = getattr(engine_client, name, None)
+            if original is not None:
+                setattr(engine_client, name, serialize_with_commits(service.committer, original))
         if engine_client.vllm_config.lora_config is not None:
             _follow_unloading(state.openai_serving_models, engine)
         if transfer_frontend.is_chosen(engine_client.vllm_config.weight_transfer_config):
