@@ -7,14 +7,17 @@ as explicit, so the plugin is handed to vLLM's own wiring directly.
 from __future__ import annotations
 
 import functools
+import logging
 from argparse import Namespace
 from typing import Any
 
 from engine_ext import settings
 from engine_ext.adapters.vllm import token_versions, transfer_frontend
 from engine_ext.adapters.vllm.engine import VllmEngine
-from engine_ext.errors import DeltaError
+from engine_ext.errors import AdapterNotLoaded, DeltaError
 from engine_ext.ranks.operations import AbortSync
+
+logger = logging.getLogger(__name__)
 
 # What a caller can ask the client for, but not during a commit: a wake-up resumes an engine that
 # has not slept. vLLM 0.31's client has no method for the last.
@@ -81,7 +84,13 @@ def _follow_unloading(models: Any, engine: VllmEngine) -> None:
     async def unload_lora_adapter(request: Any) -> Any:
         answer = await original(request)
         if request.lora_name not in models.lora_requests:
-            await engine.call(AbortSync(adapter=request.lora_name, unloads=True))
+            unload = AbortSync(adapter=request.lora_name, unloads=True)
+            for error in await engine.call(unload):
+                # Engines that take no updates of adapters have nothing to forget.
+                if isinstance(error, DeltaError) and not isinstance(error, AdapterNotLoaded):
+                    logger.warning(
+                        "delta updates: a worker still has %s: %s", request.lora_name, error.message
+                    )
         return answer
 
     models.unload_lora_adapter = unload_lora_adapter

@@ -13,7 +13,7 @@ import pytest
 
 from engine_ext import settings
 from engine_ext.adapters.vllm.frontend import DeltaEndpoints
-from engine_ext.errors import DeltaError
+from engine_ext.errors import AdapterNotLoaded, DeltaError
 from engine_ext.ranks.operations import decode_request, encode_answer
 from tests.support.delta_bodies import delta_part
 from tests.support.endpoint_rig import DELTA, Rig, app_of
@@ -29,6 +29,7 @@ class Client:
     """vLLM's client; the engine core has no memory to release, so that every wake-up resumes."""
 
     errored = False
+    refuses: DeltaError | None = None  # what every worker answers from then on
 
     def __init__(self, rig: Rig) -> None:
         self._engine = rig.engine
@@ -46,6 +47,8 @@ class Client:
         self.get_weight_version = rig.engine.get_weight_version
 
     async def collective_rpc(self, method: str, *, args: Any) -> list[Any]:
+        if self.refuses is not None:
+            return [encode_answer(functools.partial(give, self.refuses))]
         answers = await self._engine.call(decode_request(*args))
         return [encode_answer(functools.partial(give, one)) for one in answers]
 
@@ -91,6 +94,38 @@ class Server:
 def server(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Server:
     monkeypatch.setenv(settings.ENVIRONMENT, msgspec.json.encode(rig.settings).decode())
     return Server(rig)
+
+
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [
+        (DeltaError("the ranks are gone"), ["a worker still has style: the ranks are gone"]),
+        (AdapterNotLoaded("this engine takes no updates of LoRA adapters", adapter="style"), []),
+    ],
+)
+def test_an_unload_that_a_worker_refuses_is_logged(
+    rig: Rig,
+    error: DeltaError,
+    logged: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM has unloaded the adapter by then."""
+    monkeypatch.setenv(settings.ENVIRONMENT, msgspec.json.encode(rig.settings).decode())
+    client, models = Client(rig), SimpleNamespace(lora_requests={"style": 1})
+    client.vllm_config.lora_config = SimpleNamespace()
+
+    async def unload_lora_adapter(request: Any) -> str:
+        models.lora_requests.pop(request.lora_name)
+        return "unloaded"
+
+    models.unload_lora_adapter = unload_lora_adapter
+    state = SimpleNamespace(openai_serving_models=models)
+    rig.run(DeltaEndpoints().init_state(client, state, SimpleNamespace()))
+    client.refuses = error
+    answer = rig.run(models.unload_lora_adapter(SimpleNamespace(lora_name="style")))
+    assert answer == "unloaded"
+    assert [m.removeprefix("delta updates: ") for m in caplog.messages] == logged
 
 
 @pytest.mark.parametrize("change", ["sleep", "wake_up", "release_kv_cache_memory"])
