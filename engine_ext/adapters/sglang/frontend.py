@@ -33,7 +33,8 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     """Add the endpoints to an app that is about to serve, and connect them with the engine.
 
     Raises:
-        DeltaError: some rank has no receiver; the server does not start.
+        DeltaError: some rank has no receiver, or the ranks are at different versions. The server
+            does not start.
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 

@@ -50,7 +50,7 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
     """Wrap a worker's methods so that it makes its receiver when it has loaded its model.
 
     The worker also gets the methods that the front end calls by name: `delta_updates`, and
-    `delta_buffer_checksums` for tests of the engine's state. Call it at the end of its constructor.
+    `delta_buffer_checksums` for tests of the engine's state. Call it in its constructor.
     """
     original_load = worker.load_model
     sleep_now, wake_up_now, discard_now = worker.sleep, worker.wake_up, worker.discard

@@ -66,7 +66,7 @@ class ModuleRebuild:
         path: str,
         state: UnprocessedModule,
         context: Context,
-        probe: Probe = lambda module: None,
+        probe: Probe,
     ) -> None:
         self.path = path
         self.module = state.module
