@@ -16,13 +16,11 @@ from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import check_steps
 from tests.live.quantised_cases import CASES
 
-FULL = pytest.mark.full
-QUICK = ("online-fp8-2-ranks",)
+# One case of them is in every run, compiled: see test_compiled.py.
+pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=FULL) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_every_weight_follows(
     name: str, start: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:
