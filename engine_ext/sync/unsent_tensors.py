@@ -43,17 +43,29 @@ class UnsentTensors:
             for segment in placed.segments
         }
         recomputed = {path for one in post_load.recomputed for path in one.paths}
+        tensors = [
+            (f"{module}.{attribute}".lstrip("."), tensor)
+            for module, _, attribute, tensor in reachable_tensors(post_load.model)
+            if tensor.layout == torch.strided and not tensor.is_meta
+        ]
+        # By memory: other modules can have what is recomputed or rebuilt, too.
+        computed = {
+            tensor.untyped_storage().data_ptr()
+            for path, tensor in tensors
+            if path in recomputed or post_load.contains(path)
+        }
 
-        def is_sent(path: str, tensor: torch.Tensor) -> bool:
-            around = {entry.name for entry in index.overlapping(tensor)}
-            return bool(around & written) or path in recomputed or bool(post_load.contains(path))
+        def is_sent(tensor: torch.Tensor) -> bool:
+            around = (entry.name for entry in index.overlapping(tensor))
+            return tensor.untyped_storage().data_ptr() in computed or any(
+                name in written for name in around
+            )
 
-        self._known: dict[str, tuple[weakref.ref[torch.Tensor], tuple[object, ...], str]] = {}
-        for module, _, attribute, tensor in reachable_tensors(post_load.model):
-            path = f"{module}.{attribute}".lstrip(".")
-            strided = tensor.layout == torch.strided
-            if strided and not is_constant(path, tensor) and not is_sent(path, tensor):
-                self._known[path] = weakref.ref(tensor), location(tensor), hash_memory(tensor)
+        self._known: dict[str, tuple[weakref.ref[torch.Tensor], tuple[object, ...], str]] = {
+            path: (weakref.ref(tensor), location(tensor), hash_memory(tensor))
+            for path, tensor in tensors
+            if not is_constant(path, tensor) and not is_sent(tensor)
+        }
         self._steady: frozenset[str] | None = None
 
     def expect_change(self) -> None:

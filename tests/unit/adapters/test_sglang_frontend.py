@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 
-from engine_ext.adapters.sglang import frontend, http_workers
+from engine_ext.adapters.sglang import frontend, http_workers, token_versions
 from tests.support.delta_bodies import delta_part
 from tests.support.endpoint_rig import DELTA, FROM_DISK, Rig
 
@@ -25,7 +25,7 @@ def manager(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(sys.modules, "sglang.srt.utils.auth", auth)
     monkeypatch.setattr(frontend, "SglangEngine", lambda manager: rig.engine)
     monkeypatch.setattr(http_workers, "has_several_workers", lambda manager: False)
-    monkeypatch.setattr(frontend.token_versions, "install", lambda manager: None)
+    monkeypatch.setattr(token_versions, "install", lambda manager: None)
 
     def asks(name: str) -> Any:
         async def ask() -> None:
@@ -43,7 +43,7 @@ def test_memory_is_not_released_or_resumed_during_a_commit(
     rig: Rig, manager: SimpleNamespace, change: str
 ) -> None:
     app, events = FastAPI(), rig.engine.events
-    app.add_route(FROM_DISK, lambda request: None, ["POST"])
+    app.add_route(FROM_DISK, lambda request: Response(), ["POST"])
     headers = {"Content-Type": "application/octet-stream"}
 
     async def scenario() -> httpx.Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,7 +82,7 @@ class Server:
     def __init__(self, rig: Rig) -> None:
         self.rig, self.client = rig, Client(rig)
         state: Any = SimpleNamespace()
-        rig.run(DeltaEndpoints().init_state(self.client, state, SimpleNamespace()))
+        rig.run(DeltaEndpoints().init_state(self.client, state, Namespace()))
         self.service = state.delta_service
         self.app = app_of(self.service)
 
@@ -121,7 +122,7 @@ def test_an_unload_that_a_worker_refuses_is_logged(
 
     models.unload_lora_adapter = unload_lora_adapter
     state = SimpleNamespace(openai_serving_models=models)
-    rig.run(DeltaEndpoints().init_state(client, state, SimpleNamespace()))
+    rig.run(DeltaEndpoints().init_state(client, state, Namespace()))
     client.refuses = error
     answer = rig.run(models.unload_lora_adapter(SimpleNamespace(lora_name="style")))
     assert answer == "unloaded"
