@@ -94,9 +94,9 @@ class Receiver(SyncOperations):
         self._staging.wait()
         self._scrubber.wait()
 
-    def set_asleep(self, asleep: bool) -> None:
-        """Record whether the weights' memory is released."""
-        self._sync_state.asleep = asleep
+    def set_asleep(self, asleep: bool, *, other: bool = False) -> None:
+        """Record whether the weights' memory is released, and `other` memory to generate with."""
+        self._sync_state.asleep, self._sync_state.released = asleep, asleep or other
 
     @property
     def uncertain(self) -> bool:
@@ -174,6 +174,7 @@ class Receiver(SyncOperations):
             resume_owed=use.resume_owed,
             paused=use.pause,
             asleep=self._sync_state.asleep,
+            released=self._sync_state.released,
             foreign=self._sync_state.changed_externally,
         )
 
