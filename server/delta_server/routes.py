@@ -32,7 +32,7 @@ from delta_server.request_options import (
     parse_version_request,
 )
 from delta_server.request_record import RequestRecord
-from delta_server.service import DeltaService
+from delta_server.service import DeltaService, no_log
 from delta_server.sources import deliver
 from delta_server.sources.files import deliver_files
 from delta_server.sources.pulls import commit_pulled, is_pulled, pull
@@ -41,7 +41,6 @@ from delta_server.upload_limits import receive_body
 from engine_ext.errors import (
     Conflict,
     DeltaError,
-    LogDamaged,
     MalformedPart,
     TooLarge,
     Unauthorized,
@@ -187,8 +186,8 @@ async def collective_rpc(request: Request) -> dict[str, Any]:
     async with service.reporter.follow(record):
         with service.inlet.upload_slots.one():
             disk_request = parse_rpc_request(await _json_body(request, service))
+            ranks = len(await rank_states(service.engine))  # not asked after a commit
             answer = await _apply_files(service, disk_request, request, record)
-            ranks = len(await rank_states(service.engine))
             return {"results": [answer] * ranks}
 
 
@@ -245,7 +244,7 @@ async def delta_catch_up(request: Request) -> dict[str, Any]:
     if service.adapter is not None:
         raise MalformedPart("a delta log has versions of the model's weights, not of adapters")
     if service.log_replay is None:
-        raise LogDamaged("the engine was started without --delta-log")
+        raise no_log()
     if service.follower is not None:
         return await asyncio.shield(service.follower.catch_up(options))
     return await asyncio.shield(service.log_replay.run(options))
@@ -296,7 +295,7 @@ async def delta_parts(request: Request) -> Response:
         service = _service(request)
         content, reads = request.path_params["content"], not _flag(request, "cached")
         if service.part_reads is None:
-            raise LogDamaged("the engine was started without --delta-log")
+            raise no_log()
         path = await service.part_reads.path(content, reads=reads)
     except StillReading:
         return Response(status_code=202)

@@ -227,8 +227,8 @@ class LogReplay:
     async def at_start(self) -> None:
         """Publish the engine's version and replay the log, before the engine serves.
 
-        A `DeltaError` of the replay is logged, not raised; before that, what a store has is read a
-        few times more, as it might have failed in passing.
+        A `DeltaError` of either is logged, not raised. What a store has is read a few times more
+        before that, as it might have failed in passing.
         """
         # An engine that has served nothing has no KV to drop, which takes SGLang half a second of a
         # core per version then. Other processes might be serving already.
@@ -463,21 +463,23 @@ class LogReplay:
 
         If not, the engine is as it was. Applied one after another, the versions show why.
         """
-        with tempfile.TemporaryDirectory(prefix="delta-fold-", dir=self._scratch) as scratch:
-            log = open_log(Path(os.path.realpath(scratch)))
-            try:
+        try:
+            with tempfile.TemporaryDirectory(
+                prefix="delta-fold-", dir=self._scratch, ignore_cleanup_errors=True
+            ) as scratch:
+                log = open_log(Path(await asyncio.to_thread(os.path.realpath, scratch)))
                 record = await self._history.record(entries[-1])
                 await asyncio.to_thread(fold_versions, log, entries, version, source=self.log)
                 [folded] = (await asyncio.to_thread(log.listing)).entries
                 records = {} if record is None else {entries[-1].folder.name: record}
                 await self._apply(folded, digest, options, log, records=records, holds=holds)
-            except ENGINE_ERRORS:
-                raise
-            except (CannotFold, DeltaError, OSError) as error:
-                why = error.message if isinstance(error, DeltaError) else str(error)
-                versions = f"{entries[0].version} to {entries[-1].version}"
-                logger.info("delta log: versions %s are applied one by one: %s", versions, why)
-                return False
+        except ENGINE_ERRORS:
+            raise
+        except (CannotFold, DeltaError, OSError) as error:
+            why = error.message if isinstance(error, DeltaError) else str(error)
+            versions = f"{entries[0].version} to {entries[-1].version}"
+            logger.info("delta log: versions %s are applied one by one: %s", versions, why)
+            return False
         applied.extend(entry.version for entry in entries)
         return True
 
@@ -534,8 +536,7 @@ class LogReplay:
                     raise _unproven(entry)
                 if None not in (declared.before, digest) and declared.before != digest:
                     raise _starts_elsewhere(entry, f"{declared.before}, the engine has {digest}")
-            real = [Path(os.path.realpath(path)) for path in entry.paths]
-            files = ResolvedFiles(real, [os.path.realpath(entry.folder.parent)])
+            files = await asyncio.to_thread(_resolved, entry)
             reason = "from the delta log"
             record = RequestRecord(origin="log", reason=reason, commits=not holds)
             kept = {entry.folder.name: read} if records is None else records
@@ -577,6 +578,11 @@ class LogReplay:
             except Exception:
                 # This process can acquire it again, and others can if this one is dead.
                 logger.exception("the lease of the delta log could not be released")
+
+
+def _resolved(entry: Entry) -> ResolvedFiles:
+    real = [Path(os.path.realpath(path)) for path in entry.paths]
+    return ResolvedFiles(real, [os.path.realpath(entry.folder.parent)])
 
 
 def _refused_here(unusable: Mapping[str, DeltaError], version: int) -> LogDiverged | None:

@@ -107,14 +107,16 @@ class StoreFiles:
         """
         if not is_store_url(request.model_path):
             folders = self._settings.folders
-            yield ResolvedFiles(resolve_files(request, folders), folders)
+            paths = await asyncio.to_thread(resolve_files, request, folders)
+            yield ResolvedFiles(paths, folders)
             return
         with self.scratch() as scratch:
             folder, url = await asyncio.to_thread(self._fetch, request, scratch.path)
             local = msgspec.structs.replace(request, model_path=str(folder))
             roots = [str(scratch.path)]
             source = StoreFolder(url, lambda beside: self._bring_beside(url, beside))
-            yield ResolvedFiles(resolve_files(local, roots), roots, source)
+            paths = await asyncio.to_thread(resolve_files, local, roots)
+            yield ResolvedFiles(paths, roots, source)
 
     def allowed(self, url: str) -> str:
         """Return a URL that requests can name, without a trailing slash.
