@@ -43,6 +43,7 @@ from engine_ext.log.catalog import (
 from engine_ext.log.delta_log import DeltaLog, open_log
 from engine_ext.log.folder_store import FolderStore
 from engine_ext.log.groups import (
+    HOLDER_PREFIX,
     GroupMarks,
     complete_versions,
     content_key,
@@ -101,6 +102,7 @@ _LATER: Final = {
 
 __all__ = [
     "DONE",
+    "HOLDER_PREFIX",
     "MAX_DONE_BYTES",
     "CannotFold",
     "DeltaLog",
