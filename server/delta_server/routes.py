@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from delta_server.auth import check_access
 from delta_server.dashboard import denied_response, from_browser, page_response
+from delta_server.digests import describe_digests
 from delta_server.engine import rank_states
 from delta_server.generation_guard import READY_PATH, GenerationGuard, ready
 from delta_server.guards import MAX_JSON_BYTES, ApplyFromDisk, error_response
@@ -211,7 +212,7 @@ async def delta_ready(request: Request) -> JSONResponse:
 @_answering
 async def delta_digest(request: Request) -> dict[str, Any]:
     """Return the digests of the model and its tensors; with ``scan=true`` from live memory."""
-    return await _service(request).digest(scan=_flag(request, "scan"))
+    return await describe_digests(_service(request).engine, _flag(request, "scan"))
 
 
 async def delta_dashboard(request: Request) -> Response:

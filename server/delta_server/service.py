@@ -20,7 +20,6 @@ from delta_server import metrics, pauses
 from delta_server.audit import Audit
 from delta_server.commit import EngineCommitter, total_digest
 from delta_server.coordinator import Coordinator
-from delta_server.digests import describe_digests
 from delta_server.engine import AdapterEngine, Engine, call_all_ranks, rank_statuses, server_status
 from delta_server.fleet import FleetCommits
 from delta_server.follow_state import FollowState
@@ -331,7 +330,3 @@ class DeltaService:
         replies = await call_all_ranks(self._engine, GetPlan())
         plans = [reply.tensors for reply in replies if reply.tensors is not None]
         return plans if len(plans) == len(replies) else None
-
-    async def digest(self, scan: bool) -> dict[str, Any]:
-        """Return the digests; see `delta_server.digests.describe_digests`."""
-        return await describe_digests(self._engine, scan)

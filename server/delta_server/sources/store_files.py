@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from engine_ext.errors import (
     SpoolFull,
     TooLarge,
 )
+from engine_ext.files import is_full
 from engine_ext.format import SIGNATURE_SUFFIX, Limits
 from engine_ext.log import (
     DONE,
@@ -44,7 +44,6 @@ from engine_ext.version_folders import INDEX
 
 _SUFFIX: Final = ".safetensors"
 _MAX_FILES: Final = Limits().max_parts
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +255,6 @@ def _reported() -> Iterator[None]:
     except FileNotFoundError as error:
         raise MalformedPart(f"cannot read {error.filename}: {error.strerror}") from error
     except OSError as error:
-        if error.errno in _NO_ROOM:
+        if is_full(error):
             raise SpoolFull("there is no room for the files of the request") from error
         raise PartUnavailable(f"{error.filename}: {error.strerror}") from error
