@@ -30,7 +30,7 @@ from engine_ext.structs import prepare
 
 FOLDER: Final = "groups"
 HOLDER_PREFIX: Final = "log:"
-"""Of a `GroupMarks.holder`."""
+"""How each `GroupMarks.holder` begins."""
 _SUFFIX: Final = ".json"
 _FILE: Final = re.compile(r"([A-Za-z0-9_-]{1,64})\.((weight_v[0-9]{1,19})-[0-9a-f]{32})\.json")
 _KEPT: Final = 4  # marks of a group

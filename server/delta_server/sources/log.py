@@ -223,8 +223,8 @@ class LogReplay:
     async def at_start(self) -> None:
         """Publish the engine's version and replay the log, before the engine serves.
 
-        A `DeltaError` of either is logged, not raised. What a store has is read a few times more
-        before that, as it might have failed in passing.
+        A `DeltaError` of either is logged, not raised. A store is read a few times more before
+        that, as it might have failed in passing.
         """
         # An engine that has served nothing has no KV to drop, which takes SGLang half a second of a
         # core per version then. Other processes might be serving already.
