@@ -130,7 +130,7 @@ def test_the_callers_change_publishes_the_version_first(rig: Rig, change: str) -
         "resume": rig.engine.resume,
     }
     commits = rig.service.committer
-    rig.run(commits.run_external_change(ask[change]))  # type: ignore[arg-type]
+    rig.run(commits.run_external_change(ask[change]))
     published, *_ = rig.engine.events
     assert published == ("set_weight_version", "8")
     assert rig.engine.paused == (change == "pause")

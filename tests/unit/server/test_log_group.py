@@ -21,6 +21,7 @@ from engine_ext.log import (
     GroupMarks,
     Heartbeat,
     content_key,
+    live_heartbeats,
     open_log,
     read_heartbeats,
     write_heartbeat,
@@ -325,7 +326,7 @@ def test_a_version_that_a_pin_gives_up_is_not_marked(
     look(first)
     last.engine.shared = True
     other = Process(last)
-    read, pins = log_group.live_heartbeats, []
+    pins: list[Any] = []
 
     async def running_loop() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
@@ -333,7 +334,7 @@ def test_a_version_that_a_pin_gives_up_is_not_marked(
     loop = last.run(running_loop())
 
     def found(log: DeltaLog, *, strict: bool = False) -> list[Heartbeat]:
-        beats = read(log, strict=strict)
+        beats = live_heartbeats(log, strict=strict)
         follower = present(other.service.follower)
         if strict and all(one.prepared is not None for one in beats) and not pins:
             pins.append(asyncio.run_coroutine_threadsafe(follower.pin(VERSION), loop))
