@@ -11,12 +11,13 @@ from engine_ext.files.checkpoint_files import (
     read_checkpoint,
     read_entries,
 )
-from engine_ext.files.durable_files import FileLock, sync_folder, write_file
+from engine_ext.files.durable_files import FileLock, is_full, sync_folder, write_file
 
 __all__ = [
     "INDEX",
     "FileLock",
     "checkpoint_entries",
+    "is_full",
     "read_checkpoint",
     "read_entries",
     "sync_folder",

@@ -29,6 +29,11 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def is_full(error: OSError) -> bool:
+    """Return whether a file system has no room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 class FileLock(contextlib.AbstractContextManager["FileLock"]):
     """Lock a file or folder against every other process, and every other lock of this process.
 

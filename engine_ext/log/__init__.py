@@ -43,6 +43,7 @@ from engine_ext.log.catalog import (
 from engine_ext.log.delta_log import DeltaLog, open_log
 from engine_ext.log.folder_store import FolderStore
 from engine_ext.log.groups import (
+    HOLDER_PREFIX,
     GroupMarks,
     complete_versions,
     content_key,
@@ -102,6 +103,7 @@ _LATER: Final = {
 __all__ = [
     "DONE",
     "FOLLOWERS",
+    "HOLDER_PREFIX",
     "MAX_DONE_BYTES",
     "CannotFold",
     "DeltaLog",

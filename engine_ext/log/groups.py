@@ -29,6 +29,8 @@ from engine_ext.log.heartbeats import Heartbeat
 from engine_ext.structs import prepare
 
 FOLDER: Final = "groups"
+HOLDER_PREFIX: Final = "log:"
+"""How each `GroupMarks.holder` begins."""
 _SUFFIX: Final = ".json"
 _FILE: Final = re.compile(r"([A-Za-z0-9_-]{1,64})\.((weight_v[0-9]{1,19})-[0-9a-f]{32})\.json")
 _KEPT: Final = 4  # marks of a group
@@ -54,7 +56,7 @@ class GroupMarks:
 
     def __init__(self, log: DeltaLog, group: str) -> None:
         self._log, self._group = log, group
-        self.holder = f"log:{group}"
+        self.holder = f"{HOLDER_PREFIX}{group}"
         self.keys: frozenset[str] = frozenset()
         self._lock = threading.Lock()  # an older reading does not replace a later one
 

@@ -16,7 +16,6 @@ it meanwhile. The folder can outlive the engine, and several engines can share i
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -30,7 +29,7 @@ from typing import BinaryIO, Final
 import xxhash
 
 from engine_ext.errors import ChecksumMismatch, SpoolFull
-from engine_ext.files import FileLock
+from engine_ext.files import FileLock, is_full
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,6 @@ _UNFINISHED: Final = ".fetching"
 _READ_BYTES: Final = 1 << 20
 _GRACE_S: Final = 60.0  # from when a rank was given a file until it has mapped it
 _AGAIN_S: Final = 0.5
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
 Fetch = Callable[[BinaryIO], None]
 
@@ -160,7 +158,7 @@ class PartCache:
             _mark_read(unfinished)
             unfinished.replace(path)
         except OSError as error:
-            raise self._full() if error.errno in _NO_ROOM else error from error
+            raise self._full() if is_full(error) else error from error
         finally:
             unfinished.unlink(missing_ok=True)
         return path

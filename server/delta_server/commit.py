@@ -193,12 +193,17 @@ class EngineCommitter:
                 else:  # it is not known whether they have written
                     self.served.doubt()
                 if not lease.was_paused or (lease.resume_owed and not self.uncertain):
-                    await self._publish_owed(lease)
-                    await self._resume(lease)
+                    try:
+                        await self._publish_owed(lease)
+                        await self._resume(lease)
+                    except Exception:  # the caller gets to know what the ranks have answered
+                        logger.exception("generation could not be resumed; that is repeated")
+                        self._publish_later(engine or self._engine)
                 raise
             self.uncertain = False
             if is_model:
                 self.served.move(written.version, written.digest)
+                self.awaits_full_sync = False
             elif self.served.version == UNKNOWN:  # an adapter's failed write has ended so
                 with contextlib.suppress(Exception):  # the next lease sees it
                     self.served.see((await rank_states(self._engine))[0].version)
@@ -305,6 +310,11 @@ class EngineCommitter:
 
         A pause that a failed commit has left behind is the caller's from then on. The change is
         completed even if the caller disconnects.
+
+        Raises:
+            CommittedNotResumed: a commit has left the engine paused without its version published,
+                and that failed again. Nothing is changed.
+            Exception: what `change` raises.
         """
         if self._caller_at_work:
             return await change()  # a resume that ends a pause, which waits for requests
@@ -317,6 +327,8 @@ class EngineCommitter:
                 lease = await stack.enter_async_context(self._lease(pauses=False))
             except Exception:
                 logger.exception("the ranks did not answer whether a commit is running")
+            if lease is not None:
+                await self._publish_before_change(lease)
             self._caller_at_work = True
             try:
                 result = await change()
@@ -500,6 +512,20 @@ class EngineCommitter:
         if lease.was_paused and lease.resume_owed and self.served.version != UNKNOWN:
             await self._engine.set_weight_version(str(self.served.version))
 
+    async def _publish_before_change(self, lease: _HeldLease) -> None:
+        """Publish what a commit owes before a caller pauses or resumes: the pause is theirs then.
+
+        Raises:
+            CommittedNotResumed: the version is not published, and its tokens would get the old one.
+        """
+        try:
+            await self._publish_owed(lease)
+        except Exception as error:
+            raise CommittedNotResumed(
+                f"version {self.served.version} is committed, but publishing it failed: "
+                f"{type(error).__name__}: {error}; generation stays paused until it is published"
+            ) from error
+
     async def _resume(self, lease: _HeldLease) -> None:
         """Resume generation; if that fails, the next commit or repeat does it."""
         lease.resume_owed = True
@@ -513,9 +539,10 @@ class EngineCommitter:
             # A sync that is still staged would keep out the full sync that ends this state.
             with contextlib.suppress(Exception):
                 await call_all_ranks(engine, AbortSync())
+            self._publish_later(engine)
             raise CommitFailed(
                 f"the ranks did not answer whether they committed: {type(error).__name__}: "
-                f"{error}; generation answers 503 until a repeat or a full sync is answered"
+                f"{error}; generation answers 503 until they do, or a full sync is answered"
             ) from error
         refusals = [answer for answer in answers if isinstance(answer, DeltaError)]
         replies = [answer for answer in answers if not isinstance(answer, DeltaError)]

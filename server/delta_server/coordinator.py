@@ -202,7 +202,7 @@ class Coordinator:
             SaltUnavailable: the options want a salt, which the engine cannot give.
             SyncInProgress: it is held for another group.
             DeltaError: each class fixes the state that the engine is in then. Nothing of the sync
-                stays staged.
+                stays staged after any of these, unless another group holds it.
         """
         request = HoldSync(version=part.version, sync_id=part.sync_id, prepared=prepared)
         try:

@@ -72,6 +72,7 @@ from engine_ext.errors import (
     as_delta_error,
 )
 from engine_ext.format import PartId, RunSender
+from engine_ext.log import HOLDER_PREFIX
 from engine_ext.ranks.operations import PreparedSync, StagedSync
 from engine_ext.settings import bearer_headers
 from engine_ext.structs import prepare
@@ -219,6 +220,8 @@ class FleetCommits:
         """Return what is staged with what is recorded of its group, if one decides on it."""
         if staged is None or staged.prepared is None:
             return staged
+        if staged.prepared.group.startswith(HOLDER_PREFIX):  # a delta log's, which has no record
+            return staged
         if self.watch is None or self.watch.done():  # the process that watches might be dead
             self._begin_watch()
         record = await self._recorded(staged.prepared.group)
@@ -276,7 +279,7 @@ class FleetCommits:
         if version is None:
             raise MalformedPart("the version that is to be prepared is missing")
         if await self._recorded(group) is not None:
-            raise GroupAborted(f"group {group} has decided, so that nothing is prepared for it")
+            raise GroupAborted(f"group {group} has decided, send the sync again under a new group")
         held = await self._coordinator.held()
         part = held.complete_sync(version, request.sync_id)
         if part is None:
@@ -402,16 +405,29 @@ class FleetCommits:
                     part_of(staged), options, request, group
                 )
             except CommittedNotResumed:
-                await self._write(group, committed)
+                await self._note(group, committed)
                 raise
+            except Conflict:
+                if not _has_committed(await self._coordinator.held(), record):
+                    raise
+                answer = await self._commit_again(record)  # another process was faster
         elif _has_committed(held, record):
-            published = await self._coordinator.publish()
-            answer = {"status": "already_applied", "version": record.version, **published}
+            answer = await self._commit_again(record)
         else:
             raise self._lost(group, record)
-
-        await self._write(group, committed)
+        await self._note(group, committed)
         return answer
+
+    async def _commit_again(self, record: Record) -> dict[str, Any]:
+        published = await self._coordinator.publish()
+        return {"status": "already_applied", "version": record.version, **published}
+
+    async def _note(self, group: str, committed: Callable[[Record | None], Record]) -> None:
+        """Write that the sync is committed; the answer says so also if that fails."""
+        try:
+            await self._write(group, committed)
+        except Exception:
+            logger.exception("the commit of group %s could not be noted", group)
 
     async def _hold(
         self, part: PartId, group: str, lease: float, options: Options | None = None

@@ -31,6 +31,7 @@ Reason = Literal[
 
 _LONGEST_WAIT_S: Final = 0.5  # for the ranks; a probe of Kubernetes waits for a second
 _LOG_READ_EVERY_S: Final = 10.0
+_NO_WEIGHTS: Final = "the engine was started without weights and awaits a full sync"
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,8 +107,8 @@ class Readiness:
         if any(one.asleep for one in states):
             return ready("asleep", "the engine has released its weights", "certain")
         if self._committer.awaits_full_sync:
-            why = "the engine was started without weights and awaits a full sync"
-            return ready("awaits_full_sync", why, "certain")
+            version = None
+            return ready("awaits_full_sync", _NO_WEIGHTS, "certain")
         if self._follower is not None and self._follower.waits_for_log:
             why = "the delta log was not read since the engine's start"
             return ready("waiting_for_log", why, "waiting_for_log")
@@ -132,6 +133,8 @@ class Readiness:
     async def problem_of_weights(self) -> str | None:
         """Return why the weights are of no version, as far as is known; None if they are of one."""
         states = await self._known()
+        if self._committer.awaits_full_sync:
+            return _NO_WEIGHTS
         if any(one.engine_state == "mismatched" for one in states):
             return "tensors hold other bits than the syncs have written"
         by = next((one.foreign for one in states if one.foreign), None)

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from delta_server.auth import check_access
 from delta_server.dashboard import denied_response, from_browser, page_response
+from delta_server.digests import describe_digests
 from delta_server.engine import rank_states
 from delta_server.generation_guard import READY_PATH, GenerationGuard, ready
 from delta_server.guards import MAX_JSON_BYTES, ApplyFromDisk, error_response
@@ -32,7 +33,7 @@ from delta_server.request_options import (
     parse_version_request,
 )
 from delta_server.request_record import RequestRecord
-from delta_server.service import DeltaService
+from delta_server.service import DeltaService, no_log
 from delta_server.sources import deliver
 from delta_server.sources.files import deliver_files
 from delta_server.sources.pulls import commit_pulled, is_pulled, pull
@@ -41,7 +42,6 @@ from delta_server.upload_limits import receive_body
 from engine_ext.errors import (
     Conflict,
     DeltaError,
-    LogDamaged,
     MalformedPart,
     TooLarge,
     Unauthorized,
@@ -187,8 +187,8 @@ async def collective_rpc(request: Request) -> dict[str, Any]:
     async with service.reporter.follow(record):
         with service.inlet.upload_slots.one():
             disk_request = parse_rpc_request(await _json_body(request, service))
+            ranks = len(await rank_states(service.engine))  # not asked after a commit
             answer = await _apply_files(service, disk_request, request, record)
-            ranks = len(await rank_states(service.engine))
             return {"results": [answer] * ranks}
 
 
@@ -212,7 +212,7 @@ async def delta_ready(request: Request) -> JSONResponse:
 @_answering
 async def delta_digest(request: Request) -> dict[str, Any]:
     """Return the digests of the model and its tensors; with ``scan=true`` from live memory."""
-    return await _service(request).digest(scan=_flag(request, "scan"))
+    return await describe_digests(_service(request).engine, _flag(request, "scan"))
 
 
 async def delta_dashboard(request: Request) -> Response:
@@ -245,7 +245,7 @@ async def delta_catch_up(request: Request) -> dict[str, Any]:
     if service.adapter is not None:
         raise MalformedPart("a delta log has versions of the model's weights, not of adapters")
     if service.log_replay is None:
-        raise LogDamaged("the engine was started without --delta-log")
+        raise no_log()
     if service.follower is not None:
         return await asyncio.shield(service.follower.catch_up(options))
     return await asyncio.shield(service.log_replay.run(options))
@@ -296,7 +296,7 @@ async def delta_parts(request: Request) -> Response:
         service = _service(request)
         content, reads = request.path_params["content"], not _flag(request, "cached")
         if service.part_reads is None:
-            raise LogDamaged("the engine was started without --delta-log")
+            raise no_log()
         path = await service.part_reads.path(content, reads=reads)
     except StillReading:
         return Response(status_code=202)

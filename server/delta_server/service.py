@@ -20,7 +20,6 @@ from delta_server import metrics, pauses
 from delta_server.audit import Audit
 from delta_server.commit import EngineCommitter, total_digest
 from delta_server.coordinator import Coordinator
-from delta_server.digests import describe_digests
 from delta_server.engine import AdapterEngine, Engine, call_all_ranks, rank_statuses, server_status
 from delta_server.fleet import FleetCommits
 from delta_server.follow_state import FollowState
@@ -45,7 +44,6 @@ from engine_ext.audit import AuditFile
 from engine_ext.errors import (
     Conflict,
     DeltaError,
-    LogDamaged,
 )
 from engine_ext.format import DIGEST_ALGORITHM, Limits, signing_key
 from engine_ext.log import DeltaLog, GroupMarks, PeerStore, SharedParts, open_log
@@ -58,6 +56,11 @@ from engine_ext.remote_parts import PartCache, Peers
 from engine_ext.resources import RateLimit
 from engine_ext.settings import API_KEY_ENVIRONMENT, Settings
 from engine_ext.store_urls import is_store_url
+
+
+def no_log() -> Conflict:
+    """Return what to raise if an engine without a log is asked for what it has of one."""
+    return Conflict("the engine was started without --delta-log; start it with --delta-log")
 
 
 class DeltaService:
@@ -185,6 +188,7 @@ class DeltaService:
             raise DeltaError(f"the ranks are at different versions: {versions}")
         digest, folder = total_digest(reply.digest for reply in replies), self.intake.directory
         await self.committer.served.share(self._engine, folder, versions[0], digest)
+        self.committer.awaits_full_sync = replies[0].awaits is not msgspec.UNSET
         metrics.VERSION.set(versions[0])
         metrics.show_run(replies[0].run)
         await self.committer.record_start()
@@ -268,11 +272,10 @@ class DeltaService:
         """Return what another engine needs to reach this one's version, as JSON.
 
         Raises:
-            LogDamaged: the engine has no log.
-            Conflict: its weights are not known to be those of its version.
+            Conflict: the engine has no log, or its weights are not known to be of its version.
         """
         if self.shared_parts is None:
-            raise LogDamaged("the engine was started without --delta-log")
+            raise no_log()
         held = await self.coordinator.held()
         if held.uncertain or held.changed_by is not None or held.mismatched:
             raise Conflict("the weights are not known to be those of the engine's version")
@@ -326,7 +329,3 @@ class DeltaService:
         replies = await call_all_ranks(self._engine, GetPlan())
         plans = [reply.tensors for reply in replies if reply.tensors is not None]
         return plans if len(plans) == len(replies) else None
-
-    async def digest(self, scan: bool) -> dict[str, Any]:
-        """Return the digests; see `delta_server.digests.describe_digests`."""
-        return await describe_digests(self._engine, scan)

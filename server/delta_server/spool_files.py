@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_ext.errors import SpoolFull
+from engine_ext.files import is_full
 from engine_ext.ranks.operations import FileStamp
 
 if TYPE_CHECKING:
@@ -301,11 +302,6 @@ def _map(file: _Unused, size: int, unmapped: int = 0) -> None:
     with contextlib.suppress(OSError, ValueError):  # they can be written without
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         file.mapping = mmap.mmap(file.descriptor, size, flags)
-
-
-def is_full(error: OSError) -> bool:
-    """Return whether a file system has no room."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def spool_error(error: OSError, folder: Path) -> Exception:

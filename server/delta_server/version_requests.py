@@ -158,6 +158,7 @@ class _Request:
         self._left_bytes: int | None = None  # of the body, if its length is declared
         self._is_begun = self._is_over = self._is_stopped = self._is_cut = False
         self._has_events = False
+        self._reporting: asyncio.Future[None] | None = None  # the error to the client
         self.is_stopping = False  # a task stops it
 
     async def run(self, app: ASGIApp) -> None:
@@ -171,6 +172,8 @@ class _Request:
             logger.debug("a request that was stopped has ended with an error", exc_info=True)
         finally:
             reader.cancel()
+        if self._reporting is not None:  # a slow client has yet to read it
+            await self._reporting
         if self._is_cut:
             raise _StreamCut(f"{self._wanted.text} is not served any more")
 
@@ -188,19 +191,27 @@ class _Request:
         """Answer with the error, and let the app see that its client is gone."""
         async with self._sending:
             if not (self._is_over or self._is_stopped):
-                await self._stop()
+                self._stop()
 
-    async def _stop(self) -> None:
+    def _stop(self) -> None:
+        """Begin to send the error; nothing that the app sends is passed from now on.
+
+        The app sees that its client is gone, and can cancel the call in which it was sending.
+        """
         self._is_stopped = True
         self._news.set()
         error = not_served(self._wanted, self._served.version)
-        if not self._is_begun:
-            await error_response(error)(self._scope, self._receive, self._send)
-        elif self._has_events:
+        if self._is_begun and not self._has_events:
+            self._is_cut = True
+        else:
+            self._reporting = asyncio.ensure_future(self._send_error(error))
+
+    async def _send_error(self, error: DeltaError) -> None:
+        if self._is_begun:
             event = b"data: " + json.dumps({"error": error.to_wire()}).encode() + b"\n\n"
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
         else:
-            self._is_cut = True
+            await error_response(error)(self._scope, self._receive, self._send)
 
     async def _read(self) -> None:
         """Read one message ahead: an app that asks whether its client is gone does not wait."""
@@ -234,7 +245,7 @@ class _Request:
                 return
             if not self._is_over:
                 if self.is_left():
-                    await self._stop()
+                    self._stop()
                     return
                 self._is_over = self._is_last(message)
                 if self._start is not None:

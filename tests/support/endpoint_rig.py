@@ -63,13 +63,7 @@ class Rig:
         return Engine(self.settings)
 
     def close(self) -> None:
-        service = self.service
-        ending = (service._following, service._ending_pauses)
-        tasks = (*ending, *service.fleet.watches, service.committer.repeating)
-        for task in tasks:
-            if task is not None:
-                task.cancel()
-                self.run(asyncio.wait([task]))
+        self.run(end(self.service))
         self.run(self.service.reporter.flush())
         self.service.intake.close()
         self.engine.close()
@@ -171,6 +165,15 @@ class Rig:
 
 
 _SERVED = {COMPLETIONS: "POST", "/generate": "POST", "/v1/models": "GET", "/tokenize": "POST"}
+
+
+async def end(service: DeltaService) -> None:
+    """End what a service does unasked."""
+    ending = (service._following, service._ending_pauses)
+    for task in (*ending, *service.fleet.watches, service.committer.repeating):
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
 
 
 def app_of(service: DeltaService) -> FastAPI:

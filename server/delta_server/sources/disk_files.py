@@ -144,7 +144,7 @@ async def spool_files(
     """Copy some files of `resolve_files` to the spool, at most `concurrency` at a time.
 
     Raises:
-        DeltaError: see `open_file` and `Spool.read`; no copy is kept then.
+        DeltaError: see `open_file` and `Intake.read`; no copy is kept then.
     """
 
     def copy(path: Path) -> Iterator[VerifiedPart]:

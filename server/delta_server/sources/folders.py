@@ -30,6 +30,7 @@ from delta_server.staging import not_applied
 from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable, Unauthorized
 from engine_ext.format import BIT_CHANGES, Limits, ParamDelta, encode_part, signing_key
+from engine_ext.log import DONE
 from engine_ext.ranks.operations import Delivery
 from engine_ext.version_folders import (
     INDEX,
@@ -50,7 +51,6 @@ _POSITIONS: Final = b'"__positions__"'  # in the header of every part, and of no
 
 _FOLDER: Final = re.compile(r"weight_v([0-9]{1,19})")
 _SUFFIX: Final = ".safetensors"
-_DONE: Final = "DONE"
 _MAX_GAP: Final = 4096  # versions; each is a folder that is listed
 
 _Spec = tuple[str, tuple[int, ...]]  # manifest dtype and shape of a checkpoint tensor
@@ -269,6 +269,6 @@ def is_complete(delivery: Delivery, roots: Sequence[str]) -> bool | None:
         return True
     if not_applied(delivery, lambda folder: list_names(Path(folder), roots)):
         return False
-    if delivery.folder is not None and (Path(delivery.folder) / _DONE).exists():
+    if delivery.folder is not None and (Path(delivery.folder) / DONE).exists():
         return True  # the folder was settled, and all of its files have arrived
     return None

@@ -134,6 +134,7 @@ class LogReplay:
         held: what the ranks hold of it until the engine's group has decided.
         listing: the log as it was read last.
         newest: its newest version; None before, and in an empty log.
+        problem: what kept the engine from it at the last replay; None if nothing did.
         newest_at_start: the newest that this engine takes, when the log was first read; -1 in an
             empty log, None before.
     """
@@ -159,17 +160,12 @@ class LogReplay:
         self._has_caught_up = False
         self._versions: list[int] = []
         self._is_gone = False  # the engine's version, from the log
-        self._problem: dict[str, Any] | None = None
+        self.problem: dict[str, Any] | None = None
         self._was_read, self._read_at = False, 0.0
-
-    @property
-    def problem(self) -> dict[str, Any] | None:
-        """The problem that kept the engine from the log's newest version at the last replay."""
-        return self._problem
 
     def describe(self, version: int) -> LogStatus:
         """Return the log's newest version, and the problem that keeps an older engine from it."""
-        newest, problem = self.newest, self._problem
+        newest, problem = self.newest, self.problem
         if self._following is not None and (look := self._following.known.look) is not None:
             # Another process might have looked since this one did.
             if look.at > self._read_at and (look.newest is not None or look.error is None):
@@ -216,7 +212,7 @@ class LogReplay:
 
     async def version(self) -> int:
         """Return the engine's version."""
-        return (await self._coordinator.held()).version
+        return await self._coordinator.version()
 
     @contextlib.asynccontextmanager
     async def idle(self) -> AsyncIterator[None]:
@@ -227,8 +223,8 @@ class LogReplay:
     async def at_start(self) -> None:
         """Publish the engine's version and replay the log, before the engine serves.
 
-        A `DeltaError` of the replay is logged, not raised; before that, what a store has is read a
-        few times more, as it might have failed in passing.
+        A `DeltaError` of either is logged, not raised. A store is read a few times more before
+        that, as it might have failed in passing.
         """
         # An engine that has served nothing has no KV to drop, which takes SGLang half a second of a
         # core per version then. Other processes might be serving already.
@@ -238,7 +234,7 @@ class LogReplay:
                 await self._coordinator.publish()
                 await self._run_again(options)
         except DeltaError as error:
-            self._problem = self._problem or error.to_wire()
+            self.problem = self.problem or error.to_wire()
             why = f"{type(error).__name__}: {error.message}"
             message = "delta log: replay failed, the engine serves the version that it has: %s"
             if not self._was_read:
@@ -280,7 +276,7 @@ class LogReplay:
         applied: list[int] = []
         unusable: dict[str, DeltaError] = {}
         other: LogDiverged | None = None
-        start, anew = time.monotonic(), self._problem is not None
+        start, anew = time.monotonic(), self.problem is not None
         if self._following is not None:
             await self._following.read()  # no process pins the engine while this one replays
         while True:
@@ -463,21 +459,23 @@ class LogReplay:
 
         If not, the engine is as it was. Applied one after another, the versions show why.
         """
-        with tempfile.TemporaryDirectory(prefix="delta-fold-", dir=self._scratch) as scratch:
-            log = open_log(Path(os.path.realpath(scratch)))
-            try:
+        try:
+            with tempfile.TemporaryDirectory(
+                prefix="delta-fold-", dir=self._scratch, ignore_cleanup_errors=True
+            ) as scratch:
+                log = open_log(Path(await asyncio.to_thread(os.path.realpath, scratch)))
                 record = await self._history.record(entries[-1])
                 await asyncio.to_thread(fold_versions, log, entries, version, source=self.log)
                 [folded] = (await asyncio.to_thread(log.listing)).entries
                 records = {} if record is None else {entries[-1].folder.name: record}
                 await self._apply(folded, digest, options, log, records=records, holds=holds)
-            except ENGINE_ERRORS:
-                raise
-            except (CannotFold, DeltaError, OSError) as error:
-                why = error.message if isinstance(error, DeltaError) else str(error)
-                versions = f"{entries[0].version} to {entries[-1].version}"
-                logger.info("delta log: versions %s are applied one by one: %s", versions, why)
-                return False
+        except ENGINE_ERRORS:
+            raise
+        except (CannotFold, DeltaError, OSError) as error:
+            why = error.message if isinstance(error, DeltaError) else str(error)
+            versions = f"{entries[0].version} to {entries[-1].version}"
+            logger.info("delta log: versions %s are applied one by one: %s", versions, why)
+            return False
         applied.extend(entry.version for entry in entries)
         return True
 
@@ -489,10 +487,10 @@ class LogReplay:
         other: LogDiverged | None,
     ) -> None:
         """Raise `LogDamaged` if the engine could not be brought to the newest version."""
-        before, self._problem = self._problem, None
+        before, self.problem = self.problem, None
         metrics.LOG_DIVERGED.set(other is not None)
         if other is not None:
-            self._problem = other.to_wire()
+            self.problem = other.to_wire()
             if before is None or before["message"] != other.message:
                 logger.error("delta log: %s", other.message)
             raise other
@@ -501,7 +499,7 @@ class LogReplay:
             return
         reasons = {**listing.damaged, **{name: error.message for name, error in unusable.items()}}
         error = LogDamaged(why, version=version, newest=listing.newest, damaged=reasons)
-        self._problem = error.to_wire()
+        self.problem = error.to_wire()
         raise error
 
     async def _apply(
@@ -527,19 +525,18 @@ class LogReplay:
         at = msgspec.structs.replace(options, **versions)
         with contextlib.ExitStack() as stack:
             await asyncio.to_thread(stack.enter_context, (log or self.log).fetched(entry))
-            read = await asyncio.to_thread(read_record, entry)
+            if records is None:
+                records = {entry.folder.name: await asyncio.to_thread(read_record, entry)}
             declared = await asyncio.to_thread(read_digests, entry)
             if not (entry.full or entry.foreign):
                 if declared.before is None and proves:
                     raise _unproven(entry)
                 if None not in (declared.before, digest) and declared.before != digest:
                     raise _starts_elsewhere(entry, f"{declared.before}, the engine has {digest}")
-            real = [Path(os.path.realpath(path)) for path in entry.paths]
-            files = ResolvedFiles(real, [os.path.realpath(entry.folder.parent)])
+            files = await asyncio.to_thread(_resolved, entry)
             reason = "from the delta log"
             record = RequestRecord(origin="log", reason=reason, commits=not holds)
-            kept = {entry.folder.name: read} if records is None else records
-            source = LogVersion(self._inlet, files, at, record, kept, holds=holds)
+            source = LogVersion(self._inlet, files, at, record, records, holds=holds)
             try:
                 async with self._coordinator.reporter.follow(record):
                     answer = await deliver(source, self._coordinator, at, record)
@@ -577,6 +574,11 @@ class LogReplay:
             except Exception:
                 # This process can acquire it again, and others can if this one is dead.
                 logger.exception("the lease of the delta log could not be released")
+
+
+def _resolved(entry: Entry) -> ResolvedFiles:
+    real = [Path(os.path.realpath(path)) for path in entry.paths]
+    return ResolvedFiles(real, [os.path.realpath(entry.folder.parent)])
 
 
 def _refused_here(unusable: Mapping[str, DeltaError], version: int) -> LogDiverged | None:

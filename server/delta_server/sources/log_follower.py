@@ -76,7 +76,8 @@ class LogFollower:
             self.group = FollowGroup(group, replay, state, state.marks, expires_s)
         self._in_a_row = 0
         self._cannot_write = self._is_over = False
-        self._wake = asyncio.Event()
+        self._asked = False  # for a look, whoever leads
+        self._news = asyncio.Event()  # that, or the end of a look
         self._beating = asyncio.Lock()
 
     async def describe(self) -> FollowStatus:
@@ -124,11 +125,10 @@ class LogFollower:
         """
         try:
             while True:
-                woken = self._wake.is_set()
-                self._wake.clear()
+                asked, self._asked = self._asked, False
                 # A look is a task of its own: what cancels a call to the engine does not end this
                 # loop, and what ends this loop does not stop a commit half-way.
-                turn = asyncio.ensure_future(self._turn(woken))
+                turn = asyncio.ensure_future(self._turn(asked))
                 await self._beat_until(turn)
                 await self._rest()
         finally:
@@ -141,14 +141,15 @@ class LogFollower:
     async def _rest(self) -> None:
         """Wait for the next look; it comes early if the group's version is complete."""
         end = time.monotonic() + self._wait_s()
-        while not self._wake.is_set() and (left := end - time.monotonic()) > 0:
-            if self.group is None or not self.group.waits or not self._shared.leads:
-                await wait_for_event(self._wake, left)
-                continue
-            await wait_for_event(self._wake, min(left, _MARKS_READ_EVERY_S))
-            with contextlib.suppress(Exception):  # the look finds out
-                if await self.group.is_complete():
-                    return
+        while not self._asked and (left := end - time.monotonic()) > 0:
+            self._news.clear()
+            group = self.group if self.group is not None and self.group.waits else None
+            await wait_for_event(
+                self._news, left if group is None else min(left, _MARKS_READ_EVERY_S)
+            )
+            if group is not None:
+                with contextlib.suppress(Exception):  # the look finds out
+                    self._asked |= await group.is_complete()
 
     async def _beat_until(self, task: asyncio.Future[None]) -> None:
         """Wait for a task; a slow store or a long log must not make the engine look dead."""
@@ -156,10 +157,10 @@ class LogFollower:
         while not (await asyncio.wait({task}, timeout=beat_s))[0]:
             await asyncio.wait({asyncio.ensure_future(self._beat_meanwhile())})
 
-    async def _turn(self, woken: bool) -> None:
+    async def _turn(self, asked: bool) -> None:
         """Look at the log if this process follows, or was asked to."""
         try:
-            looks = woken or await self._shared.lead()
+            looks = asked or await self._shared.lead()
         except Exception:
             looks = True  # which reports why the ranks do not answer
         if looks:
@@ -192,6 +193,7 @@ class LogFollower:
             raise
         finally:
             await self._ended(error)
+            self._news.set()
 
     async def _find_peers(self) -> None:
         """Find the engines that follow the log and say where they are, if this one does."""
@@ -220,7 +222,8 @@ class LogFollower:
             await self._shared.pin(version)
             if self.group is not None:
                 await self.group.pinned(self._beat_meanwhile)
-        self._wake.set()
+        self._asked = True
+        self._news.set()
         status = "released" if version is None else "pinned"
         return {"status": status, "pinned": version, "version": current}
 

@@ -209,7 +209,7 @@ class FollowGroup:
                 return {**found, "applied": applied, "waits_for": self._waits_for}
 
     async def _advance(self, version: int, beat: Callable[[], Awaitable[Heartbeat | None]]) -> bool:
-        """Prepare the next version; return whether it is complete."""
+        """Prepare the next version; return whether to look again: it is complete, or given up."""
         own, others = await self._members(beat)
         self._waits_for = []
         if own is None:
@@ -240,7 +240,10 @@ class FollowGroup:
         if late:
             return False
         names = sorted(one.name for one in members)
-        await asyncio.to_thread(self._marks.write, key, names)
+        async with self._replay.idle():  # no process pins the engine meanwhile
+            if (await self._shared.read()).group.prepared != key:
+                return True
+            await asyncio.to_thread(self._marks.write, key, names)
         logger.info("delta log: version %d is complete for the group %s", target, self.name)
         return True
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from engine_ext.errors import (
     SpoolFull,
     TooLarge,
 )
+from engine_ext.files import is_full
 from engine_ext.format import SIGNATURE_SUFFIX, Limits
 from engine_ext.log import (
     DONE,
@@ -44,7 +44,6 @@ from engine_ext.version_folders import INDEX
 
 _SUFFIX: Final = ".safetensors"
 _MAX_FILES: Final = Limits().max_parts
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +106,16 @@ class StoreFiles:
         """
         if not is_store_url(request.model_path):
             folders = self._settings.folders
-            yield ResolvedFiles(resolve_files(request, folders), folders)
+            paths = await asyncio.to_thread(resolve_files, request, folders)
+            yield ResolvedFiles(paths, folders)
             return
         with self.scratch() as scratch:
             folder, url = await asyncio.to_thread(self._fetch, request, scratch.path)
             local = msgspec.structs.replace(request, model_path=str(folder))
             roots = [str(scratch.path)]
             source = StoreFolder(url, lambda beside: self._bring_beside(url, beside))
-            yield ResolvedFiles(resolve_files(local, roots), roots, source)
+            paths = await asyncio.to_thread(resolve_files, local, roots)
+            yield ResolvedFiles(paths, roots, source)
 
     def allowed(self, url: str) -> str:
         """Return a URL that requests can name, without a trailing slash.
@@ -254,6 +255,6 @@ def _reported() -> Iterator[None]:
     except FileNotFoundError as error:
         raise MalformedPart(f"cannot read {error.filename}: {error.strerror}") from error
     except OSError as error:
-        if error.errno in _NO_ROOM:
+        if is_full(error):
             raise SpoolFull("there is no room for the files of the request") from error
         raise PartUnavailable(f"{error.filename}: {error.strerror}") from error

@@ -383,6 +383,30 @@ def test_log_that_cannot_be_written_keeps_all_back(
         assert logged(log) == [versions(fleet)[0]]
 
 
+def test_log_that_is_written_slowly_is_waited_for(
+    fleet: FleetRig, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine settles meanwhile what the sender still decides."""
+    client, log = fleet.client(), tmp_path / "log"
+
+    def slow(draft: Draft, key: str | None = None) -> Path:
+        ends = time.monotonic() + 1.0
+        while time.monotonic() < ends:
+            for url in fleet.urls:  # the engines work
+                assert client.get(f"{url}/delta_status").status_code == 200
+        return out_of_space(draft)
+
+    with sender_of(fleet, model, delta_log=log, commit_window=0.2) as sender:
+        train(model)
+        with monkeypatch.context() as full:
+            full.setattr(Draft, "finish", slow)
+            with pytest.raises(GroupAborted, match="no space"):
+                sender.sync(model.items())
+        assert (versions(fleet), logged(log)) == ([VERSION] * 3, [])
+        assert len(sender.sync(model.items())) == 3
+        assert hold(fleet, model) == [True] * 3
+
+
 def test_version_that_the_log_has_is_committed(
     fleet: FleetRig, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

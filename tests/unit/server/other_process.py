@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 from delta_server.service import DeltaService
-from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, app_of
+from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, app_of, end
 
 
 class Process:
@@ -15,6 +15,10 @@ class Process:
         self._rig = rig
         self.service = DeltaService(rig.engine, rig.settings)
         self.app = app_of(self.service)
+
+    def close(self) -> None:
+        self._rig.run(end(self.service))
+        self.service.intake.close()
 
     async def sending(self, body: bytes) -> httpx.Response:
         headers = {"Content-Type": "application/octet-stream"}

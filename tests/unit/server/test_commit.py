@@ -13,7 +13,7 @@ import pytest
 from delta_server.board import Item
 from delta_server.commit import EngineCommitter, serialize_with_commits
 from delta_server.service import DeltaService
-from engine_ext.errors import SaltUnavailable
+from engine_ext.errors import CommittedNotResumed, SaltUnavailable
 from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import EngineUse
 from tests.support.delta_bodies import (
@@ -117,6 +117,36 @@ def test_what_the_caller_does_after_a_failure_is_the_callers(rig: Rig, change: s
     assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
     assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
     assert rig.engine.paused == (change == "pause")
+
+
+@pytest.mark.parametrize("change", ["pause", "resume"])
+def test_the_callers_change_publishes_the_version_first(rig: Rig, change: str) -> None:
+    """Or tokens of the new weights would get the old version."""
+    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
+    rig.engine.events.clear()
+    ask = {
+        "pause": lambda: rig.engine.pause("keep", flush_cache=False),
+        "resume": rig.engine.resume,
+    }
+    commits = rig.service.committer
+    rig.run(commits.run_external_change(ask[change]))
+    published, *_ = rig.engine.events
+    assert published == ("set_weight_version", "8")
+    assert rig.engine.paused == (change == "pause")
+
+
+def test_generation_is_not_resumed_under_the_old_version(rig: Rig) -> None:
+    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
+    rig.engine.fails["set_weight_version"] = ConnectionError("lost again")
+    commits = rig.service.committer
+    with pytest.raises(CommittedNotResumed, match="lost again"):
+        rig.run(commits.run_external_change(rig.engine.resume))
+    assert rig.engine.paused
+    assert resume_owed(rig) == [True, True]
+    rig.run(commits.run_external_change(rig.engine.resume))
+    assert (rig.engine.paused, rig.engine.weight_version) == (False, "8")
 
 
 def test_a_resume_ends_a_pause_that_waits(rig: Rig) -> None:

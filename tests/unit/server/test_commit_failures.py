@@ -205,14 +205,56 @@ def test_unpublished_version_is_published_without_a_repeat(
     rig.engine.fails["set_weight_version"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
     assert rig.engine.paused
+    until_resumed(rig)
+    assert rig.engine.weight_version == "8"
+    assert rig.status().health.resume_owed is False
 
-    async def until_resumed() -> None:
+
+def until_resumed(rig: Rig) -> None:
+    async def wait() -> None:
         while rig.engine.paused:
             await asyncio.sleep(0.01)
 
-    rig.run(until_resumed())
-    assert rig.engine.weight_version == "8"
+    rig.run(wait())
+
+
+def test_refused_commit_is_resumed_without_a_repeat(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "REPEAT_S", 0.01)
+    rig.engine.fails |= {
+        "commit": Conflict("not now"),
+        "resume": ConnectionError("lost"),
+    }
+    original = rig.engine.call
+
+    async def call(request: Operation[Any]) -> list[Any]:
+        try:
+            return await original(request)
+        except Conflict as refusal:
+            return [refusal] * len(rig.engine.ranks)
+
+    rig.engine.call = call  # type: ignore[method-assign]
+    error = assert_error(rig.send(delta_part()), 409, "Conflict")
+    assert error["message"] == "not now"
+    until_resumed(rig)
+    assert rig.engine.weight_version == "7"
     assert rig.status().health.resume_owed is False
+    rig.assert_committed(rig.send(delta_part()), NEXT, 8)
+
+
+@pytest.mark.parametrize(("lost", "version"), [("fails", 7), ("loses", 8)])
+def test_unknown_commit_is_resumed_without_a_repeat(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, lost: str, version: int
+) -> None:
+    """The ranks answer later where they are; a delta log has no sender that repeats its sync."""
+    monkeypatch.setattr(commit, "REPEAT_S", 0.01)
+    getattr(rig.engine, lost)["commit"] = ConnectionError("a rank did not answer")
+    assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+    until_resumed(rig)
+    assert rig.engine.weight_version == str(version)
+    assert rig.post(COMPLETIONS, headers={"X-Weight-Version": str(version)}).status_code == 200
+    assert rig.status().health.state == "certain"
 
 
 def test_refusal_publishes_before_it_resumes(rig: Rig) -> None:

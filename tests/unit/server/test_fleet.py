@@ -15,8 +15,11 @@ import httpx
 import pytest
 
 from delta_server import fleet as fleet_module
+from delta_server.board import FLEET
 from delta_server.fleet import PeerAnswer
 from engine_ext.errors import SaltUnavailable
+from engine_ext.ranks import ENGINE
+from engine_ext.ranks.operations import LeaseItem, Operation, PutItem
 from tests.support.delta_bodies import BASE, NEXT, OTHER_STEP, VERSION, after, delta_part, same
 from tests.support.endpoint_rig import DELTA, assert_error
 from tests.support.fleet_rig import COMMIT, LONG, FleetRig
@@ -335,6 +338,62 @@ def test_processes_of_an_engine_settle_once(tmp_path: Path) -> None:
     assert not rig.engine.paused
     other.service.intake.close()
     fleet.close()
+
+
+def test_commit_that_another_process_was_faster_with(tmp_path: Path) -> None:
+    fleet = FleetRig(tmp_path, 1)
+    [a] = fleet.urls
+    rig = fleet.rigs[a]
+    rig.engine.shared = True
+    other = Process(rig)
+    other.service.fleet.ask = rig.service.fleet.ask
+    prepare(fleet, a)
+    record(fleet, a)
+    call, asked, both = rig.engine.call, [], asyncio.Event()
+
+    async def late(request: Operation[Any]) -> list[Any]:
+        """Let both processes see the held sync before either commits it."""
+        if isinstance(request, LeaseItem) and request.key == ENGINE and not request.release:
+            asked.append(request)
+            if len(asked) == 2:
+                both.set()
+            await both.wait()
+        return await call(request)
+
+    rig.engine.call = late  # type: ignore[method-assign]
+
+    async def commit() -> list[httpx.Response]:
+        body = {"action": "commit", "group": GROUP}
+        asking = (rig.request("POST", COMMIT, app=app, json=body) for app in (rig.app, other.app))
+        return list(await asyncio.gather(*asking))
+
+    answers = [(one.status_code, one.json()) for one in rig.run(commit())]
+    assert sorted((code, answer.get("status")) for code, answer in answers) == [
+        (200, "already_applied"),
+        (200, "committed"),
+    ]
+    assert {answer["version"] for _, answer in answers} == {VERSION + 1}
+    assert (rig.engine.writes, rig.engine.paused) == ([1, 1], False)
+    other.service.intake.close()
+    fleet.close()
+
+
+def test_commit_that_cannot_be_noted_is_answered(fleet: FleetRig) -> None:
+    a = fleet.urls[0]
+    prepare(fleet, a)
+    record(fleet, a)
+    rig = fleet.rigs[a]
+    call = rig.engine.call
+
+    async def fails(request: Operation[Any]) -> list[Any]:
+        if isinstance(request, PutItem) and request.key == FLEET:
+            raise ConnectionError("lost")
+        return await call(request)
+
+    rig.engine.call = fails  # type: ignore[method-assign]
+    rig.assert_committed(fleet.step(a, "commit", GROUP), NEXT, VERSION + 1)
+    rig.engine.call = call  # type: ignore[method-assign]
+    assert fleet.step(a, "commit", GROUP).json()["status"] == "already_applied"
 
 
 class Peer(BaseHTTPRequestHandler):

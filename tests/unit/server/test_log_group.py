@@ -21,6 +21,7 @@ from engine_ext.log import (
     GroupMarks,
     Heartbeat,
     content_key,
+    live_heartbeats,
     open_log,
     read_heartbeats,
     write_heartbeat,
@@ -28,6 +29,7 @@ from engine_ext.log import (
 from engine_ext.log.groups import complete_versions
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, full_part, same
 from tests.support.endpoint_rig import STATUS, Rig
+from tests.support.present import present
 from tests.unit.server.delta_logs import (
     CATCH_UP,
     NEWEST,
@@ -155,12 +157,36 @@ def test_marks_are_read_while_a_version_is_prepared(
     monkeypatch.setattr(log_follower, "_MARKS_READ_EVERY_S", 0.01)
     first, last = pair
     write_steps(log, 1)
-    rig = first
-    assert rig.service.follower is not None
     look(first)
     look(last)
-    rig.run(rig.service.follower.pin(None))  # the wait that has begun ends
     until(first, version=VERSION + 1)
+
+
+@pytest.mark.parametrize("asked", ["the one that follows", "another"])
+def test_a_process_that_was_asked_reads_the_marks(
+    log: DeltaLog, pair: list[Rig], monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    monkeypatch.setattr(log_follower, "_MARKS_READ_EVERY_S", 0.01)
+    first, last = pair
+    first.engine.shared = True
+    other = Process(first)
+    first.run(other.service.start())
+    write_steps(log, 1)
+    app = other.app if asked == "another" else first.app
+    assert first.run(first.request("POST", CATCH_UP, app=app)).json()["applied"] == []
+    look(last)
+    until(first, version=VERSION + 1)
+    other.close()
+
+
+def test_a_held_version_is_not_watched(log: DeltaLog, pair: list[Rig]) -> None:
+    """The group decides, and not when a lease ends."""
+    first, _ = pair
+    write_steps(log, 1)
+    look(first)
+    staged = present(first.status().staged)
+    assert (staged.version, present(staged.prepared).recorded) == (VERSION + 1, False)
+    assert first.service.fleet.watches == set()
 
 
 def test_a_member_that_cannot_take_it_keeps_all(
@@ -289,6 +315,39 @@ def test_a_pin_during_a_look_drops_what_it_prepares(
         look(last)
     assert (group_of(last)["prepared"], last.spooled()) == (None, [])
     assert look(first)["version"] == VERSION
+
+
+def test_a_version_that_a_pin_gives_up_is_not_marked(
+    log: DeltaLog, pair: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process is asked, once this one has seen that all members have prepared it."""
+    first, last = pair
+    write_steps(log, 1)
+    look(first)
+    last.engine.shared = True
+    other = Process(last)
+    pins: list[Any] = []
+
+    async def running_loop() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    loop = last.run(running_loop())
+
+    def found(log: DeltaLog, *, strict: bool = False) -> list[Heartbeat]:
+        beats = live_heartbeats(log, strict=strict)
+        follower = present(other.service.follower)
+        if strict and all(one.prepared is not None for one in beats) and not pins:
+            pins.append(asyncio.run_coroutine_threadsafe(follower.pin(VERSION), loop))
+            pins[0].result(10)
+        return beats
+
+    monkeypatch.setattr(log_group, "live_heartbeats", found)
+    assert look(last)["version"] == VERSION
+    assert len(pins) == 1
+    assert complete_versions(log, log.listing()) == {}
+    assert look(first)["version"] == VERSION
+    assert reason(first) is reason(last) is None
+    other.service.intake.close()
 
 
 def test_a_look_that_fails_forgets_what_it_has_dropped(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from tests.support.delta_bodies import (
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.in_process_engine import Engine
 from tests.support.present import present
-from tests.unit.server.delta_logs import CATCH_UP, STEPS, write, write_steps
+from tests.unit.server.delta_logs import CATCH_UP, NEWEST, STEPS, write, write_steps
 
 
 def problem(rig: Rig) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def test_an_empty_log(started: Callable[..., Rig]) -> None:
 def test_without_a_log(started: Callable[..., Rig]) -> None:
     rig = started(log=None)
     assert rig.status().log is None
-    assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
+    assert_error(rig.post(CATCH_UP), 409, "Conflict")
 
 
 def test_catching_up_when_asked(log: Path, started: Callable[..., Rig]) -> None:
@@ -246,6 +248,25 @@ def test_signed_versions(
     rig = started()
     assert rig.status().version.number == VERSION + 1
     assert "signature" in str(problem(rig)["damaged"])
+
+
+def test_without_room_to_fold_versions_come_one_by_one(
+    log: Path, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor can a folder be made."""
+    write_steps(log)
+    made = tempfile.TemporaryDirectory
+
+    def full(*, prefix: str, **options: Any) -> Any:
+        if prefix.startswith("delta-fold"):
+            raise OSError(errno.ENOSPC, "no space")
+        return made(prefix=prefix, **options)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    rig = started(follow=True, follow_interval=1000.0)
+    assert rig.status().version.number == NEWEST
+    assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
+    assert rig.engine.writes == [len(STEPS)] * 2
 
 
 def test_another_writers_folder(log: Path, started: Callable[..., Rig]) -> None:

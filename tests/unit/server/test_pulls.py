@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from delta_server.routes import attach
+from engine_ext.ranks.operations import Operation
 from tests.support.delta_bodies import (
     BASE,
     NEXT,
@@ -296,6 +297,22 @@ def test_the_method_of_vime(rig: Rig, root: Path) -> None:
     assert answer.status_code == 200
     assert [one["status"] for one in answer.json()["results"]] == ["committed"] * 2
     assert same(rig.engine.weights, NEXT)
+
+
+def test_a_commit_is_answered_by_silent_ranks(rig: Rig, root: Path) -> None:
+    """Once they have committed, an error would deny it."""
+    publish(root, 8, delta_part())
+    call = rig.engine.call
+
+    async def silent(request: Operation[Any]) -> list[Any]:
+        if request.name == "status" and ("commit",) in rig.engine.events:
+            raise ConnectionError("lost")
+        return await call(request)
+
+    rig.engine.call = silent  # type: ignore[method-assign]
+    kwargs = {"model_path": str(root / "weight_v000008"), "weight_version": "8"}
+    answer = rig.post("/collective_rpc", json={"method": "apply_delta_from_disk", "kwargs": kwargs})
+    assert [one["status"] for one in answer.json()["results"]] == ["committed"] * 2
 
 
 def test_other_methods_are_the_engines(rig: Rig) -> None:

@@ -20,6 +20,7 @@ from engine_ext.ranks.operations import Operation
 from engine_ext.settings import API_KEY_ENVIRONMENT
 from tests.support.delta_bodies import RESYNCED, VERSION, delta_part, full_part
 from tests.support.endpoint_rig import COMPLETIONS, Rig, assert_error
+from tests.support.in_process_engine import Shard
 from tests.unit.server.delta_logs import CATCH_UP, NEWEST, STEPS, write, write_steps
 from tests.unit.server.other_process import Process
 from tests.unit.server.test_scrubbing import put, scrubber
@@ -111,13 +112,40 @@ def test_sleeping_weights_are_not_ready(rig: Rig) -> None:
     assert reason(rig) == (None, "certain")
 
 
-def test_weights_that_await_a_sync_are_not_ready(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    describe = rig.engine.shards[0].describe
-    with monkeypatch.context() as patch:
-        for shard in rig.engine.shards:
-            patch.setattr(shard, "describe", lambda: {**describe(), "awaits": "full sync"})
-        assert reason(rig) == ("awaits_full_sync", "certain")
+def awaiting(monkeypatch: pytest.MonkeyPatch, make_rig: Callable[..., Rig]) -> Rig:
+    """An engine that was started without weights, until its first commit."""
+    describe = Shard.describe
+
+    def described(shard: Shard) -> dict[str, Any]:
+        return describe(shard) if shard.writes else {**describe(shard), "awaits": "full sync"}
+
+    monkeypatch.setattr(Shard, "describe", described)
+    return make_rig()
+
+
+def test_weights_that_await_a_sync_are_not_ready(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = awaiting(monkeypatch, make_rig)
+    found = rig.get(READY).json()
+    assert (found["reason"], found["version"]) == ("awaits_full_sync", None)
+    assert rig.send(full_part(RESYNCED, 1)).json()["status"] == "committed"
+    assert rig.get(READY).json()["version"] == 1
     assert reason(rig) == (None, "certain")
+
+
+@pytest.mark.parametrize("asked_every_s", [0.0, 1000.0])
+def test_weights_that_await_a_sync_are_of_no_version(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, asked_every_s: float
+) -> None:
+    """However seldom the ranks are asked."""
+    monkeypatch.setattr(recent, "_ASKED_EVERY_S", asked_every_s)
+    rig = awaiting(monkeypatch, make_rig)
+    for wanted in (">=0", str(VERSION)):
+        answer = rig.post(COMPLETIONS, headers={"X-Weight-Version": wanted})
+        assert_error(answer, 409, "VersionNotServed", version=None)
+    rig.assert_committed(rig.send(full_part(RESYNCED, 1)), RESYNCED, 1)
+    assert rig.post(COMPLETIONS, headers={"X-Weight-Version": ">=0"}).status_code == 200
 
 
 def test_a_caller_that_pauses_leaves_it_ready(rig: Rig) -> None:

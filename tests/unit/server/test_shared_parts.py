@@ -58,7 +58,7 @@ def test_nothing_else_is_served(make_rig: Callable[..., Rig], log: Path, name: s
 
 
 def test_engine_without_log_serves_none(rig: Rig) -> None:
-    assert_error(rig.get(f"{PARTS}/{'0' * 32}"), 409, "LogDamaged")
+    assert_error(rig.get(f"{PARTS}/{'0' * 32}"), 409, "Conflict")
 
 
 def test_access_is_that_of_other_routes(

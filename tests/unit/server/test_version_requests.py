@@ -246,6 +246,42 @@ def test_a_client_that_leaves_is_noticed(rig: Rig, generator: Generator) -> None
     assert generator.gone == [WHOLE]
 
 
+def test_a_slow_client_gets_the_error_of_its_stream(rig: Rig, generator: Generator) -> None:
+    """The app has ended before the client has read it."""
+    generator.tokens = 10000
+
+    async def stop() -> list[bytes]:
+        messages: list[Any] = [{"type": "http.request", "body": b"", "more_body": False}]
+        errors, reads = asyncio.Event(), asyncio.Event()
+        read: list[bytes] = []
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if b'"error"' in (body := message.get("body", b"")):
+                errors.set()
+                await reads.wait()
+                read.append(body)
+
+        scope = {
+            "type": "http", "method": "POST", "path": STREAM, "root_path": "", "query_string": b"",
+            "headers": [(HEADER.lower().encode(), b"7")], "client": None,
+        }  # fmt: skip
+        request = asyncio.ensure_future(rig.app(scope, receive, send))
+        await generator.until_running()
+        assert (await rig.sending(delta_part())).json()["status"] == "committed"
+        await errors.wait()
+        await asyncio.wait({request}, timeout=0.2)
+        assert not request.done()
+        reads.set()
+        await request
+        return read
+
+    [event] = rig.run(stop())
+    assert b"VersionNotServed" in event
+
+
 # A real server -----------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ for the others; the publisher's thread decides.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
@@ -76,7 +77,9 @@ class FleetRound:
         absent: Urls of engines that are not sent this sync, with the reason.
         quorum: How many must have prepared for any to commit; None: all, the absent ones too.
         evict: Called with the url of an engine that is left out, before the others commit.
-        window: Seconds for the engines to record, and then to commit.
+        window: Seconds for the engines to record, and then to commit. They hold what they have
+            recorded for twice as long, from the last time; it is recorded again while the version
+            is being written into the log.
         limit: Seconds after the first one in which all must have prepared; None: no limit.
         timeout: Seconds for which an engine that has prepared waits for the others, if there is no
             limit.
@@ -167,15 +170,18 @@ class FleetRound:
         if self._enter(member) == "record":
             with self._changed:
                 peers = [d.name for d, url in self._urls.items() if self._members[url].takes_part]
-            lease = 2 * self._window
+            recorded = {**fields, "peers": peers, "lease": 2 * self._window}
             try:
-                destination.take_step("record", {**fields, "peers": peers, "lease": lease})
+                destination.take_step("record", recorded)
             except SyncError as failed:
                 self._move(member, "failed", failed)
             else:
                 self._move(member, "recorded")
+                while not self._is_decided(self._window):  # a write to the log can take long
+                    with contextlib.suppress(SyncError):  # the next step finds out
+                        destination.take_step("record", recorded)
+        self._is_decided()
         with self._changed:
-            self._changed.wait_for(lambda: self._phase in ("commit", "abort"))
             commits = self._phase == "commit" and member.takes_part
         action: Literal["commit", "abort"] = "commit" if commits else "abort"
         note(Unsettled(action, fields))
@@ -197,6 +203,11 @@ class FleetRound:
             raise SyncError(f"prepared, and not committed: {self._why()}", 409, dict(ABORTED))
         self._move(member, "committed")
         return answer
+
+    def _is_decided(self, most: float | None = None) -> bool:
+        """Return whether it is decided if they commit; wait for it, at most some seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._phase in ("commit", "abort"), most)
 
     @staticmethod
     def _take_step(
