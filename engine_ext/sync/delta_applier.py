@@ -347,7 +347,7 @@ class DeltaApplier:
         }
         writes = (write for part in totals(staged).writes for write in part.all)
         for write in writes if memory else ():
-            if isinstance(write.elements, WholeBox):
+            if write.keep and isinstance(write.elements, WholeBox):
                 write.memory = memory.pop(id(write.elements.segment), None)
         self.put(staged, compares=self.compares_while_writing(staged))
         self._after_write(self._written(staged))
@@ -361,7 +361,9 @@ class DeltaApplier:
         Raises:
             BaseMismatch: one of them was not in memory. Some elements were written.
         """
-        put_all(totals(staged).writes, self.threads, compares=compares)
+        # What the engine's processing computes can be a view of a weight.
+        shared = any(part.rebuilt.modules for part in staged)
+        put_all(totals(staged).writes, self.threads, compares=compares, shared=shared)
 
     def compares_while_writing(self, staged: Sequence[StagedPart]) -> bool:
         """Return whether `put` compares the old values, and not `check_base`.
