@@ -275,7 +275,7 @@ class SyncOperations:
             self._sync_state.check_writable(full=False)
             if not self._undo or self._sync_state.previous is None:
                 raise Conflict("there is no version to go back to: the old values were not kept")
-            self._applier.check_in_place()
+            self._applier.check_rollback(self._undo)
             return []
 
         begun = time.perf_counter()
