@@ -125,7 +125,8 @@ class PostLoad:
         Rebuilt values that are no parameters or buffers count from the first rebuild in which they
         differed. The caller looks at the parameters and buffers of the `traced` model itself.
         """
-        found = {path for path, place in self._places.items() if not place.unchanged()}
+        places = self._places.copy()  # the scrubbing thread looks, too, while a rebuild adds some
+        found = {path for path, place in places.items() if not place.unchanged()}
         found.update(path for one in self.recomputed for path in one.moved())
         return found if traced is self.model else found.union(self._index.moved(self.model))
 

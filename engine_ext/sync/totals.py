@@ -173,10 +173,16 @@ class SyncTotals:
             "replicas": [[list(ranks), change.hex()] for ranks, change in replicas.items()],
         }
 
-    def sent(self, skipped: Counter[str]) -> tuple[int, int]:
-        """Return how many tensors the sync has sent without those skipped; elements of these."""
-        left_out = [self.numel[name] for name in skipped if name in self.numel]
-        return len(self.numel) - len(left_out), sum(self.numel.values()) - sum(left_out)
+    def sent(self, skipped: Counter[str]) -> tuple[int, int, int]:
+        """Return what the sync has sent without the tensors skipped.
+
+        Returns:
+            How many elements; of how many tensors; how many elements these have.
+        """
+        left_out = [name for name in skipped if name in self.numel]
+        nnz = self.nnz - sum(skipped[name] for name in left_out)
+        elements = sum(self.numel.values()) - sum(self.numel[name] for name in left_out)
+        return nnz, len(self.numel) - len(left_out), elements
 
 
 def totals(staged: Sequence[StagedPart]) -> SyncTotals:
