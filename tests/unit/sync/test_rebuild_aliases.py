@@ -15,6 +15,7 @@ from torch import nn
 
 from engine_ext.placement import DeviceElements, flat_bits
 from engine_ext.startup.recomputed import module_rebuild
+from engine_ext.startup.recomputed.compare import Place
 from engine_ext.startup.recomputed.rebuild import Difference
 from engine_ext.sync.post_load import PostLoad
 from tests.support.quantised_engine import Serving
@@ -517,3 +518,20 @@ def test_memory_that_two_threads_write_is_written_exactly(
         target = {"lin.weight": changed(serving.current["lin.weight"], seed)}
         errors_of(serving.sync(target), none=True)
     serving.assert_fresh()
+
+
+def test_places_are_compared_while_a_rebuild_adds_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scrubbing thread compares them at any time."""
+    serving = Serving(one_layer(ViewBeside), tmp_path)
+    target = {"lin.weight": changed(serving.current["lin.weight"], 3)}
+    unchanged = Place.unchanged
+
+    def stage_meanwhile(place: Place) -> bool:
+        monkeypatch.undo()
+        errors_of(serving.stage(serving.body(target)), none=True)
+        return unchanged(place)
+
+    monkeypatch.setattr(Place, "unchanged", stage_meanwhile)
+    assert serving.applier().moved() == []
