@@ -119,7 +119,9 @@ def make_delta_applier(
         ranks=loaded.ranks,
         # Not with `traced`, whose index would keep a parameter that something has replaced.
         trace_again=functools.partial(
-            trace_again, loaded, *(dry_run.model, dry_run.load_weights, traced.placement, traced.tied)
+            trace_again,
+            loaded,
+            *(dry_run.model, dry_run.load_weights, traced.placement, traced.tied),
         ),
         later=later,
         memory=memory,

@@ -45,7 +45,9 @@ def agree(staged: Sequence[StagedPart], summaries: Sequence[dict[str, Any]]) -> 
     before = Digest.total(Digest.parse(answer["digest"]) for answer in summaries)
     for number, part in enumerate(staged):
         change = Digest.total(Digest.parse(answer["changes"][number]) for answer in summaries)
-        _check_digest("the digest of a part's change", part.manifest.digest_part, change, number, full)
+        _check_digest(
+            "the digest of a part's change", part.manifest.digest_part, change, number, full
+        )
         if not part.manifest.full:
             _check_digest("the model's digest", part.manifest.digest_before, before, number, full)
     # A full sync replaces everything that the digest before it covers.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
@@ -32,7 +31,7 @@ from engine_ext.ranks import RankGroup
 from engine_ext.startup import LockstepRunner, Rebuild, RebuildError, Recomputed, module_place
 from engine_ext.sync.device_table import keep_on_device
 from engine_ext.sync.staged import StagedModule, StagedModules, StagedPart, Write
-from engine_ext.sync.totals import part_totals
+from engine_ext.sync.totals import are_same, part_totals
 from engine_ext.sync.writes import read_old
 
 logger = logging.getLogger(__name__)
@@ -288,6 +287,5 @@ class PostLoad:
 
 def _is_of(staged: Sequence[StagedPart]) -> bool:
     """Return whether the modules in the first part were rebuilt with these other parts."""
-    others, made_with = staged[1:], staged[0].rebuilt.others
-    alike = made_with is not None and len(made_with) == len(others)
-    return alike and all(map(operator.is_, made_with or (), others))
+    made_with = staged[0].rebuilt.others
+    return made_with is not None and are_same(made_with, staged[1:])

@@ -244,12 +244,6 @@ class StagedPart:
         """Elements that the part changes, on all ranks together; without those skipped."""
         return sum(param.nnz for param in self.params)
 
-    @property
-    def writes(self) -> list[Write]:
-        own = [write for param in self.params if not param.tied for write in param.writes]
-        own += self.together
-        return own + [write for made in self.rebuilt.modules.values() for write in made.writes]
-
 
 @dataclass(slots=True)
 class UndoLog:

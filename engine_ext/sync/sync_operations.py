@@ -275,8 +275,8 @@ class SyncOperations:
             self._sync_state.check_writable(full=False)
             if not self._undo or self._sync_state.previous is None:
                 raise Conflict(
-                    "there is no version to go back to: the old values were not kept; send the older "
-                    "version as a full sync"
+                    "there is no version to go back to: the old values were not kept; send the "
+                    "older version as a full sync"
                 )
             self._applier.check_rollback(self._undo)
             return []

@@ -188,7 +188,7 @@ class SyncTotals:
 def totals(staged: Sequence[StagedPart]) -> SyncTotals:
     """Return the totals of all parts of a sync; kept with the first part."""
     known: SyncTotals | None = staged[0].totals if staged else None
-    if known is not None and not _is_of(known, staged):
+    if known is not None and not are_same(known.others, staged[1:]):
         known = None
     if known is not None and _has_modules_of(known, staged):
         return known
@@ -200,9 +200,9 @@ def totals(staged: Sequence[StagedPart]) -> SyncTotals:
     return found
 
 
-def _is_of(known: SyncTotals, staged: Sequence[StagedPart]) -> bool:
-    others = staged[1:]
-    return len(known.others) == len(others) and all(map(operator.is_, known.others, others))
+def are_same(parts: Sequence[StagedPart], others: Sequence[StagedPart]) -> bool:
+    """Return whether these are the same objects, in the same order."""
+    return len(parts) == len(others) and all(map(operator.is_, parts, others))
 
 
 def _has_modules_of(known: SyncTotals, staged: Sequence[StagedPart]) -> bool:

@@ -465,7 +465,7 @@ def stage_in_parts(serving: Serving, first: str, *, full: bool) -> tuple[Any, di
 
 @pytest.fixture(params=["host", "device"])
 def _order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a module computes is in host memory, or taken for memory of a device."""
+    """Rebuilt tensors are in host memory, or are taken for those of a device."""
     if request.param == "device":
         monkeypatch.setattr(module_rebuild, "tensor_differences", differences_on_a_device)
 
