@@ -1,4 +1,4 @@
-"""Words for messages of commands and senders: a server's answer, why there is none, tensors' names.
+"""Words for messages: a server's answer, why there is none, some of many names.
 
 Imports nothing of `engine_ext`.
 """
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 _NO_ENDPOINT: Final = (404, 405, 501)  # what servers answer that do not know a path or a method
 _SHOWN: Final = 200  # characters of a foreign answer
-_NAMES: Final = 5  # of tensors, in a list
+_NAMES: Final = 5  # in a list
 
 
 def answer_in_words(status: int, text: str, server: str | None, url: str) -> str:

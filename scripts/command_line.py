@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rich.console import Console
 
@@ -80,6 +83,17 @@ def run(program: Callable[[], int], failures: tuple[type[Exception], ...], inter
     except KeyboardInterrupt:
         errors.print(interrupted)
         return _INTERRUPTED
+
+
+@contextlib.contextmanager
+def working_folder(keep: Path | None, prefix: str) -> Iterator[Path]:
+    """Have the folder to keep, or a temporary one whose name begins with `prefix`."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        yield Path(name)
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -111,7 +111,7 @@ class AuditFile:
                 if os.path.samestat(lock.stat(), os.fstat(descriptor)) and lock.is_in_place():
                     return descriptor, lock
                 lock.close()  # it was renamed meanwhile
-            except BlockingIOError:
+            except (BlockingIOError, FileNotFoundError):  # locked, or renamed since
                 if time.monotonic() > end:
                     os.close(descriptor)
                     raise
@@ -131,7 +131,7 @@ class AuditFile:
         begin = max(0, size - _TAIL_BYTES)
         lines = os.pread(file, size - begin, begin).split(b"\n")
         is_torn = lines[-1] != b""
-        for line in reversed(lines[:-1]):
+        for line in reversed(lines):  # the last one can be whole but for its end
             if decode_line(line) is not None:
                 return hash_of(line), is_torn
         if begin:

@@ -17,6 +17,7 @@ class Link:
         sender: who has sent it, as run, epoch, host and pid; None if it names no run.
         at: Unix time of the record.
         where: the engine that has committed it; None for a record of the sender.
+        is_fold: it leads over versions that have records of their own.
     """
 
     source: str
@@ -29,6 +30,7 @@ class Link:
     sender: str | None
     at: float | None
     where: str | None = None
+    is_fold: bool = False
 
     @property
     def name(self) -> tuple[str | None, int]:
@@ -67,6 +69,10 @@ def prove(
     bases = [link.base_version for link in links if link.base_version is not None]
     start = min(bases, default=None) if start_version is None else start_version
     chain = Chain(problems=forks(links))
+    if target == start:
+        chain.start = start, start_digest
+        chain.problems += _differences(links, start, start_digest)
+        return chain
     by_version: dict[int, list[Link]] = {}
     for link in links:
         by_version.setdefault(link.version, []).append(link)
@@ -81,16 +87,34 @@ def prove(
         chain.links.insert(0, link)
         at = link.base_version
     if at is not None:
-        first = chain.links[0].digest_before if chain.links else None
-        chain.start = (at, start_digest or first)
-        if not chain.links and start_digest is None:
-            return chain
+        chain.start = (at, start_digest or chain.links[0].digest_before)
     elif start_digest is not None:
         chain.problems.append(
             f"{chain.links[0].source} is full: no record connects it with the checkpoint"
         )
     _connect(chain)
     return chain
+
+
+def _differences(links: Iterable[Link], version: int, digest: str | None) -> list[str]:
+    """Return where records have other weights than the checkpoint for its version."""
+    if digest is None:
+        why = "whose digest is not known: give --digest or --base"
+        return [f"gap: version {version} is the checkpoint's, {why}"]
+    said: list[tuple[str, str | None]] = []
+    for link in links:
+        if link.version == version:
+            said.append((f"{link.source} leads to", link.digest))
+        if link.base_version == version:
+            said.append((f"{link.source} starts from", link.digest_before))
+    known = [(what, found) for what, found in said if found is not None]
+    if not known:
+        return [f"gap: no record has a digest of version {version}"]
+    return [
+        f"gap: {what} {found}, the checkpoint has {digest}"
+        for what, found in known
+        if found != digest
+    ]
 
 
 def _connect(chain: Chain) -> None:
@@ -127,17 +151,13 @@ def forks(links: Iterable[Link]) -> list[str]:
                 f"fork: version {link.version} has the digest {known.digest} in {known.source}, "
                 f"and {link.digest} in {link.source}"
             )
-        if link.base_version is None or link.where is not None:
+        # A fold starts where others do, and leads over them.
+        if link.base_version is None or link.where is not None or link.is_fold:
             continue
         first = successors.setdefault(link.base_version, link)
-        direct = first.version == link.version or _is_fold(first, link) or _is_fold(link, first)
-        if not direct:
+        if first.version != link.version:
             found.append(
                 f"fork: {first.source} and {link.source} both start from version "
                 f"{link.base_version}"
             )
     return found
-
-
-def _is_fold(one: Link, other: Link) -> bool:
-    return "_from_" in one.source and "_from_" not in other.source

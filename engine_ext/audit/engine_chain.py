@@ -111,6 +111,11 @@ def _take(
     if record.kind == "loaded":
         _remember(trail, state, record, where, is_step=False)
         return
+    is_known = record.digest and (record.version, record.digest) == (state.version, state.digest)
+    if is_known and (record.late or record.kind == "found") and record.changed_by is None:
+        # The process that wrote the one before died before the engine knew.
+        trail.notes.append(f"{where} says again what the record before it says")
+        return
     if record.kind in ("committed", "rolled_back"):
         _check_step(trail, state, record, where)
     elif record.kind == "found" and record.changed_by is not None:

@@ -24,7 +24,7 @@ class LogTrail:
     """What a log says of its versions.
 
     Attributes:
-        links: by version; those of folded ones have ``_from_`` in their source.
+        links: by version.
         problems: signatures that are wrong, and what cannot be read.
         signed: how many records have a valid signature.
     """
@@ -46,22 +46,24 @@ def read_log_trail(log: DeltaLog, key: str | None) -> LogTrail:
     trail = LogTrail()
     listing = log.listing()
     trail.problems += [f"gap: {name}: {why}" for name, why in listing.damaged.items()]
-    present = {entry.folder.name for entry in listing.entries}
+    present = {entry.folder.name: done_of(entry) for entry in listing.entries}
     for done in read_publications(log.store):
         name = folder_name(done.version)
-        if name not in present:
+        if done != present.get(name):  # else it was not pruned after all
             _add(trail, f"{name} (pruned)", done, key)
     for entry in listing.entries:
-        done_or_none = done_of(entry)
+        done_or_none = present[entry.folder.name]
         if done_or_none is not None:
-            _add(trail, entry.folder.name, done_or_none, key)
+            _add(trail, entry.folder.name, done_or_none, key, is_fold=entry.is_fold)
         else:
             _add_unsaid(trail, log, entry, key)
     trail.links.sort(key=lambda link: (link.version, link.source))
     return trail
 
 
-def _add(trail: LogTrail, source: str, done: Done, key: str | None) -> None:
+def _add(
+    trail: LogTrail, source: str, done: Done, key: str | None, *, is_fold: bool = False
+) -> None:
     said = done.publication
     assert said is not None
     if key is not None:
@@ -82,6 +84,7 @@ def _add(trail: LogTrail, source: str, done: Done, key: str | None) -> None:
             nbytes=sum(facts.bytes for facts in done.files.values()),
             sender=_sender(said.run, said.epoch, said.owner),
             at=said.at,
+            is_fold=is_fold,
         )
     )
 
@@ -112,6 +115,7 @@ def _add_unsaid(trail: LogTrail, log: DeltaLog, entry: Entry, key: str | None) -
             nbytes=entry.nbytes,
             sender=_sender(run, epoch, owner),
             at=entry.written_at,
+            is_fold=entry.is_fold,
         )
     )
 

@@ -165,16 +165,13 @@ class _Found:
 
 def digest_of(checkpoint: Path) -> str:
     """Return the digest of all tensors of a checkpoint; FileNotFoundError if there is none."""
-    import torch
-
     from engine_ext.files import read_checkpoint
     from engine_ext.format import Digest, tensor_digest
+    from engine_ext.kernels import bits_of, host_bits
 
-    bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-    total = Digest.ZERO
-    for name, tensor in read_checkpoint(checkpoint):
-        total += tensor_digest(name, tensor.reshape(-1).view(bits[tensor.element_size()]).numpy())
-    return total.hex()
+    tensors = read_checkpoint(checkpoint)
+    digests = (tensor_digest(name, host_bits(bits_of(one.reshape(-1)))) for name, one in tensors)
+    return Digest.total(digests).hex()
 
 
 def _show(chain: Chain, found: _Found, target: int, *, as_json: bool) -> None:

@@ -18,7 +18,7 @@ from engine_ext.answers import answer_in_words, failure_in_words
 from engine_ext.cli import audit
 from engine_ext.commands import INTERRUPTED, CommandParser
 from engine_ext.errors import LogDamaged, PartUnavailable
-from engine_ext.log import CannotFold, DeltaLog, Entry, Listing, route
+from engine_ext.log import FOLLOWERS, CannotFold, DeltaLog, Entry, Listing, route
 
 OK, DAMAGED, USAGE = 0, 1, 2
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(options)
     except ModuleNotFoundError as error:
         status, problem = USAGE, f"{error}: install this package with its extra 'sender'"
-    except (LogDamaged, PartUnavailable, CannotFold, FileExistsError) as error:
+    except (LogDamaged, PartUnavailable, CannotFold, FileExistsError, BlockingIOError) as error:
         status, problem = DAMAGED, str(error)
     except (OSError, ValueError) as error:
         status, problem = USAGE, str(error)
@@ -247,6 +247,7 @@ def _print_group(group: dict[str, Any]) -> None:
 def _print_table(rows: Iterable[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("folder", "from", "to", "parts", "bytes", "state")
     colours = {"damaged": "red", "refused": "dim", "full": "cyan"}
@@ -257,9 +258,9 @@ def _print_table(rows: Iterable[dict[str, Any]]) -> None:
             row["folder"],
             *("" if cell is None else str(cell) for cell in cells),
             f"{row['bytes']:,}" if "bytes" in row else "",
-            f"[{colours.get(row['state'], 'green')}]{state}[/]",
+            Text(state, colours.get(row["state"], "green")),
         )
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -352,7 +353,8 @@ def _prune(options: argparse.Namespace) -> int:
     # older ones serve engines that start.
     limits += engines.values()
     # Engines that follow can be held at any of the versions after theirs.
-    followers = delta_log.live_heartbeats(options.log)
+    is_followed = bool(options.log.store.list(FOLLOWERS))
+    followers = delta_log.live_heartbeats(options.log, strict=is_followed and not options.dry_run)
     limits += [follower.version for follower in followers]
     candidates = [entry for entry in listing.entries if entry.version < min(limits)]
     starts = [*engines.values(), *([] if start is None else [start])]

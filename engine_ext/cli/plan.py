@@ -154,6 +154,7 @@ def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row
 def _print(rows: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("tensor", "dtype", "shape", "status", "live", "reason")
     colours = {"exact": "green", "cast": "green", "rebuilt": "green", "uncertified": "red"}
@@ -164,10 +165,10 @@ def _print(rows: Sequence[Row]) -> None:
         status += f" ({', '.join(names)} recomputed)" if names else ""
         status += f" (tied to {row['tied_to']})" if row.get("tied_to") else ""
         shape, live = "x".join(map(str, row["shape"])), ", ".join(row["live"])
-        status = f"[{colour}]{status}[/]"
-        table.add_row(row["name"], row["dtype"], shape, status, live, row["reason"])
+        cells = row["dtype"], shape, Text(status, colour), live, row["reason"]
+        table.add_row(row["name"], *cells)
     # Wide enough for whole names if the output is not a terminal.
-    Console(width=None if sys.stdout.isatty() else 240).print(table)
+    Console(width=None if sys.stdout.isatty() else 240, markup=False).print(table)
 
 
 if __name__ == "__main__":

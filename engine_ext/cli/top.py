@@ -124,7 +124,7 @@ async def ask(client: httpx.AsyncClient, url: str) -> Answer:
     """Ask one engine; errors of the engine or the network are part of the answer."""
     try:
         response = await client.get(f"{url}/delta_status", params={"history": "true"})
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Answer(url, None, failure_in_words(error))
     if response.status_code != httpx.codes.OK:
         who = response.headers.get("Server")

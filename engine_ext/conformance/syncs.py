@@ -11,6 +11,7 @@ import torch
 
 from engine_ext.conformance.subject import Delta
 from engine_ext.conformance.toy_models import Checkpoint, ToyModel
+from engine_ext.dtypes import torch_bits_dtype
 
 Setup = tuple[type[ToyModel], ...]
 """The model's class on each rank; the checkpoint is the same for all of them."""
@@ -19,7 +20,6 @@ Group = Literal["sparse", "dense", "alone", "NaN"]
 
 _ODD_NUMBERS = (-0.0, float("inf"), float("-inf"), 1e-40)
 _ODD_NANS = (0x7FC0, 0xFFC1 - 0x10000, 0x7F81)  # as bfloat16 bits; quiet, negative, signalling
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Tensors that are in a model only to see that they do not suffer from its habit.
 _COMPANIONS = frozenset({"norm", "bias", "D"})
 
@@ -112,7 +112,7 @@ def deltas_of(sync: Sync, base: Checkpoint, target: Checkpoint) -> list[Delta]:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as integers of its width, which compare by bits."""
-    return tensor.view(_BITS[tensor.element_size()])
+    return tensor.view(torch_bits_dtype(tensor.dtype))
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:

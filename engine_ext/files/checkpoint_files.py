@@ -89,9 +89,12 @@ def _weight_map(index: Path) -> dict[str, str]:
     if content.startswith(_LFS):
         raise ValueError(_pointer(index))
     try:
-        return dict(json.loads(content)["weight_map"])
+        found = dict(json.loads(content)["weight_map"])
+        if not all(isinstance(file, str) for file in found.values()):
+            raise TypeError("the name of a file is no text")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index}: not an index of a checkpoint: {error!r}") from error
+    return found
 
 
 @contextmanager

@@ -50,6 +50,7 @@ from engine_ext.log.groups import (
     next_target,
     version_of_key,
 )
+from engine_ext.log.heartbeats import FOLDER as FOLLOWERS
 from engine_ext.log.heartbeats import (
     FollowerState,
     Heartbeat,
@@ -67,10 +68,9 @@ from engine_ext.log.publication import (
     keep_publications,
     read_publications,
 )
-from engine_ext.log.store import Store
 
 if TYPE_CHECKING:
-    from engine_ext.log.fold import fold_versions, read_manifests, read_version, verify_version
+    from engine_ext.log.fold import fold_versions, read_manifests, verify_version
     from engine_ext.log.object_store import ObjectStore, fetch_object
     from engine_ext.log.peer_store import PeerStore
     from engine_ext.log.records import (
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 
 # What imports torch and all of `engine_ext.format`, by module.
 _LATER: Final = {
-    "fold": ("fold_versions", "read_manifests", "read_version", "verify_version"),
+    "fold": ("fold_versions", "read_manifests", "verify_version"),
     "object_store": ("ObjectStore", "fetch_object"),
     "records": (
         "declared_digests",
@@ -101,6 +101,7 @@ _LATER: Final = {
 
 __all__ = [
     "DONE",
+    "FOLLOWERS",
     "MAX_DONE_BYTES",
     "CannotFold",
     "DeltaLog",
@@ -120,7 +121,6 @@ __all__ = [
     "Objects",
     "PeerStore",
     "SharedParts",
-    "Store",
     "complete_versions",
     "content_key",
     "declared_digests",
@@ -143,7 +143,6 @@ __all__ = [
     "read_manifests",
     "read_publications",
     "read_record",
-    "read_version",
     "removable",
     "remove_heartbeat",
     "route",

@@ -31,6 +31,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from engine_ext.answers import some_of
 from engine_ext.errors import LogDamaged
 from engine_ext.files import INDEX
 from engine_ext.structs import prepare
@@ -104,6 +105,11 @@ class Entry:
     def full(self) -> bool:
         """Whether it holds the whole model, and so starts from any version."""
         return self.base_version is None
+
+    @property
+    def is_fold(self) -> bool:
+        """Whether it leads over other versions."""
+        return "_from_" in self.folder.name
 
     @property
     def paths(self) -> list[Path]:
@@ -225,10 +231,10 @@ def why_not_newer(listing: Listing, version: int | None, bad: Collection[str] = 
     newest = listing.newest
     if newest is None or (version is not None and newest <= version):
         return None
-    broken = sorted({*listing.damaged, *bad})
+    broken = {*listing.damaged, *bad}
     behind = f"the delta log has version {newest}, but nothing in it leads on from "
     behind += "here" if version is None else f"version {version}"
-    return behind + (f"; damaged: {', '.join(broken)}" if broken else "")
+    return behind + (f"; damaged: {some_of(broken)}" if broken else "")
 
 
 def parse_done(text: bytes) -> Done:

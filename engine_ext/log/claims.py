@@ -64,6 +64,9 @@ class Claims:
         written.
         """
         turn = self._turn
+        # Who has lost the turn leaves no claim, which the next sender would settle.
+        if self._turns()[-1:] != [turn]:
+            raise self._conflict()
         self._take(version, refuses=refuses)
         self._objects.delete([_name(turn)])
 
@@ -77,15 +80,18 @@ class Claims:
     def _take(self, version: int | None, *, refuses: bool = False) -> None:
         turn = self._turn + 1
         content = msgspec.json.encode(Claim(writer=self._id, version=version, refuses=refuses))
-        conflict = f"another sender writes into the log {self._objects.url}"
         try:
             self._objects.create(_name(turn), content)
         except FileExistsError:
-            raise BlockingIOError(conflict) from None
+            raise self._conflict() from None
         # Past claims are deleted, and then could be created again: none must be newer than this.
-        if self._turns()[-1] != turn:
-            raise BlockingIOError(conflict)
+        if self._turns()[-1:] != [turn]:
+            self._objects.delete([_name(turn)])
+            raise self._conflict()
         self._turn = turn
+
+    def _conflict(self) -> BlockingIOError:
+        return BlockingIOError(f"another sender writes into the log {self._objects.url}")
 
     def _settle(self, turn: int) -> None:
         """Refuse the version that was claimed, unless it is in the log and was to stay there."""

@@ -221,7 +221,12 @@ class DeltaLog:
         return LogWriter(self.store)
 
     def draft(self, name: str) -> Draft:
-        """Begin a folded version, whose folder gets this name; FileExistsError if it is there."""
+        """Begin a folded version, whose folder gets this name.
+
+        Raises:
+            FileExistsError: it is there.
+            BlockingIOError: it is being written.
+        """
         from engine_ext.log.writer import begin
 
         return begin(self.store, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,18 +42,8 @@ from engine_ext.version_folders import (
 _Read = TypeVar("_Read")
 
 _ENCODING = "deltas_zstd"  # of a folded part; it sends values
+_MOST_SIGNATURE = 1 << 12  # bytes
 BUCKET_BYTES = 64 << 20  # of a folded part, before compression
-
-
-def read_version(entry: Entry) -> list[DecodedPart]:
-    """Read, verify and decode all parts of a version, as a receiver would, signatures included.
-
-    Raises:
-        LogDamaged: something is missing, or differs from what the sender wrote.
-    """
-    parts = list(_read_parts(entry, _decoded))
-    _check_together(entry, [part.manifest for part in parts])
-    return parts
 
 
 def read_manifests(entry: Entry) -> list[Manifest]:
@@ -134,6 +125,7 @@ def fold_versions(
             or some version is a folder with an index; or `entries` is empty.
         LogDamaged, PartUnavailable: one of the versions is damaged, or cannot be read now.
         FileExistsError: the result is already there.
+        BlockingIOError: another process writes it.
         OSError: it cannot be written. The log is unchanged after any of these.
     """
     if not entries:
@@ -240,17 +232,23 @@ def _read_parts(entry: Entry, decode: Callable[[bytes], _Read]) -> Iterator[_Rea
 
 
 def _read_part(entry: Entry, path: Path) -> bytes:
-    data = path.read_bytes()
+    with open_regular(path) as file:
+        data = file.read()
     key = signing_key()
     if key is not None:
-        signature = path.with_name(path.name + SIGNATURE_SUFFIX)
-        verifier = Verifier(key, signature.read_text() if signature.exists() else None)
+        verifier = Verifier(key, _signature(path.with_name(path.name + SIGNATURE_SUFFIX)))
         verifier.feed(data)
         verifier.finish()
     facts = entry.files[path.name]
     if facts is not None and xxhash.xxh3_128_hexdigest(data) != facts.xxh3_128:
         raise ChecksumMismatch("its bytes differ from those that were written")
     return data
+
+
+def _signature(path: Path) -> str | None:
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        return file.read(_MOST_SIGNATURE).decode("ascii", "replace")
+    return None
 
 
 def _decoded(data: bytes) -> DecodedPart:

@@ -17,6 +17,7 @@ import errno
 import os
 import shutil
 import stat
+import uuid
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -83,7 +84,8 @@ class FolderStore:
         """Write a small file, and rename it to its name."""
         path = self.local / name
         path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.tmp")  # another process can write it, too
+        # Another process can write it, too, and have the same number in a container.
+        draft = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
         if durable:
             write_file(draft, data)
         else:
@@ -125,6 +127,11 @@ class FolderStore:
         if folders or not names:
             for remains in self.local.glob(".weight_v*.gone"):
                 shutil.rmtree(remains, ignore_errors=True)
+            for remains in self.local.glob(".weight_v*_from_v*.partial"):
+                with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                    with _lock_of(remains) as lock:
+                        if lock.is_enforced:  # else it might be being written
+                            shutil.rmtree(remains, ignore_errors=True)
 
     def turn(self) -> FolderTurn:
         """Lock the folder, which is made if it is missing."""
@@ -170,12 +177,28 @@ class FolderFiles:
 
 
 class FolderDraft:
-    """A version in a folder that readers ignore; see `engine_ext.log.store.StoreDraft`."""
+    """A version in a folder that readers ignore; see `engine_ext.log.store.StoreDraft`.
+
+    Raises:
+        BlockingIOError: another one writes this version.
+    """
 
     def __init__(self, log: Path, name: str) -> None:
         self._final, self._partial = log / name, log / f".{name}.partial"
-        shutil.rmtree(self._partial, ignore_errors=True)  # of a writer that was killed
-        self._partial.mkdir(parents=True)
+        self._lock = self._begin()
+
+    def _begin(self) -> FileLock:
+        """Have the empty folder for this object alone; a killed writer can have left one."""
+        while True:
+            self._partial.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                lock = _lock_of(self._partial)
+                if lock.is_in_place():
+                    break
+                lock.close()
+        for file in self._partial.iterdir():
+            file.unlink()
+        return lock
 
     @property
     def may_be_visible(self) -> bool:
@@ -195,6 +218,7 @@ class FolderDraft:
         write_file(self._partial / mark, data)
         sync_folder(self._partial)
         os.rename(self._partial, self._final)
+        self._lock.close()
         sync_folder(self._final.parent)
 
     def settle(self, mark: str, refused: bytes) -> bool:
@@ -203,7 +227,9 @@ class FolderDraft:
 
     def drop(self) -> None:
         """Delete everything written so far; what is published has another name."""
-        shutil.rmtree(self._partial, ignore_errors=True)
+        if self._lock.is_in_place():
+            shutil.rmtree(self._partial, ignore_errors=True)
+        self._lock.close()
 
 
 class FolderTurn:
@@ -220,6 +246,11 @@ class FolderTurn:
     def close(self) -> None:
         """Release the lock, so that another sender can write."""
         self._lock.close()
+
+
+def _lock_of(partial: Path) -> FileLock:
+    conflict = f"another process writes {partial}"
+    return FileLock(partial, os.O_RDONLY | os.O_DIRECTORY, conflict)
 
 
 def open_regular(path: Path) -> BinaryIO:

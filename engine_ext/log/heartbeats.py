@@ -26,6 +26,7 @@ from engine_ext.structs import prepare
 FOLDER: Final = "followers"
 _SUFFIX: Final = ".json"
 _MAX_BYTES: Final = 64 << 10
+_MOST_ERROR: Final = 2000  # characters
 _READINGS: Final = 5  # of a heartbeat that is listed, but not found
 
 FollowerState = Literal[
@@ -43,7 +44,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     behind: int  # versions in the log after its own
     state: FollowerState
     failures: int  # looks at the log that failed, since it started
-    error: str | None = None  # of the last look
+    error: str | None = None  # of the last look; its beginning
     url: str | None = None  # where other engines can ask it for parts; None: it does not say
     group: str | None = None  # whose member it is; see `engine_ext.log.groups`
     prepared: str | None = None  # the version that it has prepared, by its `content_key`
@@ -81,6 +82,8 @@ def write_heartbeat(log: DeltaLog, heartbeat: Heartbeat) -> None:
     Raises:
         OSError: the log cannot be written.
     """
+    if heartbeat.error is not None:
+        heartbeat = msgspec.structs.replace(heartbeat, error=heartbeat.error[:_MOST_ERROR])
     log.store.put(_path(heartbeat.name), msgspec.json.encode(heartbeat))
 
 
@@ -97,7 +100,8 @@ def read_heartbeats(log: DeltaLog, *, strict: bool = False) -> list[tuple[Heartb
     clock.
 
     Args:
-        strict: raise OSError if ages are not certain, or a heartbeat that is there is not found.
+        strict: raise OSError if ages are not certain, or a heartbeat that is there is not found,
+            and LogDamaged if a file is no heartbeat.
 
     Raises:
         LogDamaged: a heartbeat is there and cannot be read.
@@ -125,7 +129,7 @@ def read_heartbeats(log: DeltaLog, *, strict: bool = False) -> list[tuple[Heartb
         names, lost = lost, set()
         for name in sorted(names):
             try:
-                beat = _read(log, files, name)
+                beat = _read(log, files, name, strict)
                 if beat is not None:
                     found[name] = beat, max(0.0, now - files.written_at(name))
             except FileNotFoundError:
@@ -142,17 +146,25 @@ def read_heartbeats(log: DeltaLog, *, strict: bool = False) -> list[tuple[Heartb
     return [found[name] for name in sorted(found)]
 
 
-def _read(log: DeltaLog, files: Files, name: str) -> Heartbeat | None:
+def _read(log: DeltaLog, files: Files, name: str, strict: bool) -> Heartbeat | None:
     """Return the heartbeat in a file; None if it has none."""
     # One that cannot be read might be of an engine that needs what prune deletes.
     try:
-        if files.size(name) > _MAX_BYTES:
-            return None
-        return msgspec.json.decode(log.store.read(f"{FOLDER}/{name}", _MAX_BYTES), type=Heartbeat)
-    except msgspec.MsgspecError:
-        return None
+        if files.size(name) <= _MAX_BYTES:
+            return msgspec.json.decode(
+                log.store.read(f"{FOLDER}/{name}", _MAX_BYTES), type=Heartbeat
+            )
+        why = f"it has over {_MAX_BYTES} bytes"
+    except msgspec.MsgspecError as error:
+        why = str(error)
     except LogDamaged as error:
         raise LogDamaged(f"{FOLDER}: {error.message}") from error
+    if strict:
+        raise LogDamaged(
+            f"{FOLDER}/{name} is no heartbeat of this release ({why}): remove it if no engine "
+            "writes it"
+        )
+    return None
 
 
 def live_heartbeats(log: DeltaLog, *, strict: bool = False) -> list[Heartbeat]:
@@ -166,7 +178,7 @@ def follower_lags(log: DeltaLog) -> list[Lag]:
     Raises:
         LogDamaged, OSError: the log cannot be read.
     """
-    plain = [entry for entry in log.listing().entries if "_from_" not in entry.folder.name]
+    plain = [entry for entry in log.listing().entries if not entry.is_fold]
     found = []
     for heartbeat, age in read_heartbeats(log):
         waiting = [entry for entry in plain if entry.version > heartbeat.version]

@@ -170,9 +170,13 @@ class Objects:
             self._retrying(create)
         except FileExistsError as exists:
             try:
-                found = self.read(name, max(len(data), 1 << 20))
+                found = self.read(name, len(data))
             except FileNotFoundError:  # whoever had created it has deleted it since
                 raise exists from None
+            except OSError as error:
+                if error.errno == errno.EFBIG:  # it is longer, so it has other content
+                    raise exists from None
+                raise
             if found != data:
                 raise
 

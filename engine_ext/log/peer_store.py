@@ -118,11 +118,8 @@ class PeerStore:
         finally:
             shutil.rmtree(entry.folder, ignore_errors=True)
 
-    def part(self, name: str, facts: FileFacts, *, reads: bool) -> Path | None:
-        """Return a part in the host's cache, or of a peer."""
-        if self._cache.holds(facts.xxh3_128, facts.bytes) or reads:
-            return self._fetch(facts)
-        return None
+    def part(self, name: str, facts: FileFacts, *, reads: bool) -> None:
+        """Nothing is handed on by an engine without a log."""
 
     def _fetch(self, facts: FileFacts) -> Path:
         content, size = facts.xxh3_128, facts.bytes
@@ -188,13 +185,14 @@ def offer_of(
     """Return what an engine offers of its log.
 
     Args:
+        entries: that lead to the version, or are on the way there.
         version, digest: that it holds.
         signature: returns that of a part, given its name in the store.
     """
     offered = []
     for entry in entries:
         facts = {name: one for name, one in entry.files.items() if one is not None}
-        if entry.foreign or len(facts) < len(entry.files) or entry.version > version:
+        if entry.foreign or len(facts) < len(entry.files):
             continue
         name = entry.folder.name
         signatures = {one: signature(f"{name}/{one}") for one in facts}

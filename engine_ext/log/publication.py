@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from engine_ext.errors import LogDamaged
-from engine_ext.log.catalog import Done, Entry, FileFacts, folder_name
+from engine_ext.log.catalog import Done, Entry, FileFacts
 from engine_ext.log.store import Store
 
 FOLDER: Final = "audit"
@@ -66,7 +66,7 @@ def keep_publications(store: Store, entries: Iterable[Entry]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    plain = [entry for entry in entries if entry.folder.name == folder_name(entry.version)]
+    plain = [entry for entry in entries if not entry.is_fold]
     kept = [done for entry in plain if (done := done_of(entry)) is not None]
     if not kept:
         return
@@ -89,10 +89,19 @@ def read_publications(store: Store) -> list[Done]:
             continue
         try:
             for line in store.read(f"{FOLDER}/{name}", _MOST_BYTES).splitlines():
-                found.append(msgspec.json.decode(line, type=Done))
+                found.append(_parse(line))
         except (msgspec.MsgspecError, RecursionError, LogDamaged) as error:
             raise LogDamaged(f"{FOLDER}/{name} cannot be read: {error}") from error
     return found
+
+
+def _parse(line: bytes) -> Done:
+    done = msgspec.json.decode(line, type=Done)
+    if done.publication is None:
+        raise LogDamaged(f"version {done.version} has no publication")
+    if done.base_version is not None and done.base_version >= done.version:
+        raise LogDamaged(f"a version leads from {done.base_version} to {done.version}")
+    return done
 
 
 def _unsigned(done: Done) -> bytes:

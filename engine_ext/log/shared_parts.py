@@ -86,7 +86,8 @@ class SharedParts:
 
         def read(part: tuple[str, str]) -> str | None:
             with contextlib.suppress(FileNotFoundError):
-                return store.read(part[0] + SIGNATURE_SUFFIX, _MOST_BYTES).decode()
+                text = store.read(part[0] + SIGNATURE_SUFFIX, _MOST_BYTES)
+                return text.decode("ascii", "replace")
             return None
 
         new = sorted(parts - self._signatures.keys())

@@ -8,7 +8,7 @@ part's ``digest_part`` covers old and new values of all of its elements, so it p
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +18,9 @@ from safetensors import safe_open
 
 from engine_ext.files import checkpoint_entries
 from engine_ext.format import DecodedPart, Digest, ParamDelta, change_digest
+from engine_ext.kernels import bits_of, host_bits
 from engine_ext.log.catalog import CannotFold
 from engine_ext.log.merged import MergedDelta, add_delta
-
-_BITS: Final = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 class ModelValues:
@@ -91,7 +90,7 @@ class ModelValues:
             raise CannotFold(f"{delta.name} is not in {self._checkpoint}")
         with safe_open(path, framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(delta.name)
-        bits: NDArray[Any] = tensor.reshape(-1).view(_BITS[tensor.element_size()]).numpy()
+        bits: NDArray[Any] = host_bits(bits_of(tensor.reshape(-1)))
         if (tuple(tensor.shape), bits.dtype) != (tuple(delta.shape), delta.values.dtype):
             raise CannotFold(f"{delta.name} has another shape or dtype in {self._checkpoint}")
         return bits

@@ -21,12 +21,10 @@ columns:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def program() -> int:
         console = Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
-        with _folder(options.keep) as folder:
+        with command_line.working_folder(options.keep, "delta-demo-") as folder:
             result = run(options, folder, console)
         print(json.dumps(result), flush=True)
         return 0 if result["verified"] else 1
@@ -215,16 +213,6 @@ class Progress:
             self._live.refresh()
         else:
             self._console.print("  ".join(f"{cell:>10}" for cell in cells))
-
-
-@contextlib.contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep:
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep
-    else:
-        with tempfile.TemporaryDirectory(prefix="delta-demo-") as name:
-            yield Path(name)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import socket
 import sys
 import tempfile
 import time
@@ -46,7 +45,7 @@ from scripts.fleet_soak.plan import by_turns, schedule
 from scripts.fleet_soak.report import as_json, show
 from scripts.fleet_soak.router import Router, RouterError
 from scripts.fleet_soak.run import Figures, Soak
-from scripts.live_engine.process import EngineError
+from scripts.live_engine.process import EngineError, free_port
 from scripts.live_engine.tiny_models import build, load_tensors
 
 _EPILOG: Final = """\
@@ -69,7 +68,7 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
     with contextlib.ExitStack() as opened:
         engines = Engines(members, base, folder)
         ports = {member.url: member.port for member in engines.members}
-        router = opened.enter_context(Router(ports, _free_port(), nginx))
+        router = opened.enter_context(Router(ports, free_port(), nginx))
         say(f"starting {', '.join(name for _, name in members)}")
         opened.enter_context(engines)
         router.require(0)
@@ -87,13 +86,6 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
             )
             soak.run(options.commits, end)
         return soak.finish()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

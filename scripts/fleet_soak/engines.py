@@ -8,17 +8,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
 
 import httpx
 
 from engine_ext.ranks.status import EngineStatus
 from scripts.live_engine.process import EngineError, EngineProcess
-from scripts.live_engine.registry import ENGINES
-
-# As in `scripts.soak`: without these, caches of CPU kernels grow with every shape of a batch.
-_ENVIRONMENT: Final = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
-_ARGUMENTS: Final = {"vllm": ["--num-gpu-blocks-override", "64"], "sglang": []}
+from scripts.live_engine.registry import ENGINES, SOAK_ARGUMENTS, SOAK_ENVIRONMENT
 
 
 class Member:
@@ -46,8 +41,8 @@ class Member:
             self._model,
             port=port,
             enable_delta=True,
-            extra_args=_ARGUMENTS[self.kind],
-            extra_env=_ENVIRONMENT,
+            extra_args=SOAK_ARGUMENTS[self.kind],
+            extra_env=SOAK_ENVIRONMENT,
             log_path=log,
         )
 

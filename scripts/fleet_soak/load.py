@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ import msgspec
 
 from delta_sender import rollouts
 from scripts.fleet_soak.answers import Answer, pick_header
+from scripts.live_engine.clients import ClientsProcess, run_clients
 
 _TIMEOUT_S: Final = 120.0
 _AFTER_FAILURE_S: Final = 0.2
@@ -27,7 +27,7 @@ _PAUSE_S: Final = 0.05
 _FIRST_TOKEN, _TOKENS = 3, 250  # ordinary ones of the tiny models' vocabulary
 
 
-class Load:
+class Load(ClientsProcess):
     """Clients in a process of their own, within the ``with`` block.
 
     Args:
@@ -38,38 +38,13 @@ class Load:
     """
 
     def __init__(self, url: str, model: str, clients: int, seed: int) -> None:
-        module = "scripts.fleet_soak.load"
-        self._command = [sys.executable, "-m", module, url, model, str(clients), str(seed)]
-        self._process: subprocess.Popen[str] | None = None
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        super().__init__("scripts.fleet_soak.load", url, model, clients, seed)
         self._arrived: list[Answer] = []
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Load:
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # so that Ctrl-C reaches this process only
-        )
-        self._reader.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # the clients stop
-        if exc_info[0] is not None:
-            self._process.kill()
-        self._reader.join()
-        self._process.wait()
-
     def publish(self, version: int) -> None:
         """Let requests from now on ask for a version of the fleet, or later ones."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        print(version, file=self._process.stdin, flush=True)
+        self.say(str(version))
 
     def take(self) -> list[Answer]:
         """Return the requests that have ended since the last call."""
@@ -77,13 +52,11 @@ class Load:
             arrived, self._arrived = self._arrived, []
         return arrived
 
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            answer = msgspec.json.decode(line, type=Answer)
-            with self._lock:
-                self._arrived.append(answer)
+    def heard(self, line: str) -> None:
+        """Keep the request of a line, as `main` prints it."""
+        answer = msgspec.json.decode(line, type=Answer)
+        with self._lock:
+            self._arrived.append(answer)
 
 
 class _Refused(Exception):
@@ -97,18 +70,15 @@ class _Refused(Exception):
 def main() -> None:
     """Run the clients until stdin is closed."""
     url, model, clients, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    stop, fleet = threading.Event(), [0]
-    threads = [
-        threading.Thread(target=_ask, args=(url, model, f"{seed} {number}", fleet, stop))
-        for number in range(clients)
-    ]
-    for thread in threads:
-        thread.start()
-    for line in sys.stdin:
+    fleet = [0]
+
+    def client(number: int, stop: threading.Event) -> None:
+        _ask(url, model, f"{seed} {number}", fleet, stop)
+
+    def heard(line: str) -> None:
         fleet[0] = int(line)
-    stop.set()
-    for thread in threads:
-        thread.join()
+
+    run_clients(client, clients, heard)
 
 
 def _ask(url: str, model: str, seed: str, fleet: list[int], stop: threading.Event) -> None:

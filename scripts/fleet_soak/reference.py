@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
-
-from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
-from engine_ext.format import Digest, tensor_digest
 
 _HEAD: Final = "lm_head.weight"
 _CHANGED: Final = 0.02  # share of the other tensors' elements
@@ -36,16 +33,6 @@ def weights(base: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.Tens
         bits[where] ^= torch.randint(1, 4, (count,), generator=generator).to(torch.int16)
         found[name] = changed
     return found
-
-
-def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the digest of all tensors in hex, as an engine's status has it."""
-
-    def bits(tensor: torch.Tensor) -> Any:
-        flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-        return flat.view(bits_dtype(NAME_OF_TORCH[tensor.dtype]))
-
-    return Digest.total(tensor_digest(name, bits(one)) for name, one in tensors.items()).hex()
 
 
 class Reference:

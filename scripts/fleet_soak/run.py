@@ -24,8 +24,9 @@ from scripts.fleet_soak.coordinator import Coordinator, CoordinatorDied, Kill, O
 from scripts.fleet_soak.engines import Engines, Member, statuses
 from scripts.fleet_soak.load import Load
 from scripts.fleet_soak.plan import Due, quorum
-from scripts.fleet_soak.reference import Reference, digest, weights
+from scripts.fleet_soak.reference import Reference, weights
 from scripts.fleet_soak.router import Router
+from scripts.live_engine.tiny_models import digest
 
 _WINDOW_S: Final = 5.0
 _LAG_S: Final = 5.0

@@ -31,6 +31,7 @@ import torch
 import zstandard
 
 from delta_sender import DeltaSender, LogSender, MultiSender, ShardedSender
+from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format import DIGEST_ALGORITHM, Digest, tensor_digest
 from engine_ext.ranks.status import EngineStatus, HealthStatus, VersionStatus
 from scripts.freeze.recording import Recording, add_options, bits_of, finish
@@ -38,7 +39,6 @@ from scripts.freeze.recording import Recording, add_options, bits_of, finish
 ENCODINGS: Final = ("indices", "deltas", "deltas_zstd", "gap8_exp", "gap8_ulp")
 # Per step: share of elements that change, and whether all are sent.
 STEPS: Final = ((0.01, False), (0.2, False), (1.0, False), (0.0, False), (0.05, True))
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SHAPES: Final = {
     "model.embed_tokens.weight": ((96, 64), torch.bfloat16),
     "model.layers.0.mlp.down_proj.weight": ((64, 128), torch.bfloat16),
@@ -64,7 +64,7 @@ def step(weights: Weights, number: int, density: float) -> Weights:
     changed = {}
     for name, tensor in weights.items():
         tensor = changed[name] = tensor.clone()
-        bits = tensor.view(-1).view(_BITS[tensor.element_size()])
+        bits = tensor.view(-1).view(torch_bits_dtype(tensor.dtype))
         chosen = torch.rand(len(bits), generator=generator) < density
         flips = torch.randint(1, 16, (len(bits),), generator=generator).to(bits.dtype)
         bits[chosen] ^= flips[chosen]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from scripts.live_engine import quantised_checkpoints, tiny_models, vision_models
-from scripts.live_engine.quantised_checkpoints import FORMATS, Tensors
+from scripts.live_engine.quantised_checkpoints import Tensors
 
 # Blocks of fp8 checkpoints have 128 rows and columns: no projection can be smaller.
 _BLOCK: Final = 128
@@ -24,15 +24,9 @@ def quantised(form: str, kind: str = "qwen3", **sizes: Any) -> Callable[[Path], 
     """Return a writer of a model of `kind` in a format of `quantised_checkpoints`."""
 
     def write(folder: Path) -> Path:
-        quantise, _, dtype = FORMATS[form]
-        tiny_models.build(kind, folder, **sizes)
-        generator = torch.Generator().manual_seed(0)
-        weights = tiny_models.load_tensors(folder)
-        for name, weight in weights.items():
-            weights[name] = weight if name.endswith("_proj.weight") else weight.to(dtype)
-        made = quantised_checkpoints.quantised(weights, lambda w: quantise(w, generator))
-        quantised_checkpoints.rewrite(form, folder, made)
-        return _configured(folder, ignore=["lm_head", *_gates(weights)])
+        quantised_checkpoints.build(form, folder, kind, **sizes)
+        gates = _gates(tiny_models.load_tensors(folder))
+        return _configured(folder, ignore=["lm_head", *gates])
 
     return write
 
@@ -113,11 +107,7 @@ def plain(kind: str, **sizes: Any) -> Callable[[Path], Path]:
 
 def tied_with_head(folder: Path) -> Path:
     """Write a tied Qwen3 whose checkpoint holds the head too, as Qwen3-0.6B's does."""
-    tiny_models.build("qwen3", folder, tie_word_embeddings=True)
-    tensors = tiny_models.load_tensors(folder)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return tiny_models.add_head(tiny_models.build("qwen3", folder, tie_word_embeddings=True))
 
 
 def vision(folder: Path) -> Path:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +18,7 @@ from scripts.live_engine.vllm import VllmProcess
 
 MODEL: Final = "m"  # the served name, so that answers of two engines can be compared
 _TAIL_BYTES: Final = 4000
+_GRACE_FAILED_S: Final = 2.0  # for each engine: whoever interrupts a row waits only so long
 _ERROR: Final = re.compile(r"\w(Error|Exception|Refused)\b.*: |not supported|refused|Cannot ")
 _ENVIRONMENT: Final = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -97,6 +100,29 @@ class GpuVllm(VllmProcess):
     def _server_environment(self) -> dict[str, str]:
         cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return {**_ENVIRONMENT, **(cpu if on_cpu() else {})}
+
+
+@contextmanager
+def running(*engines: GpuVllm) -> Iterator[list[Future[float]]]:
+    """Start engines at once, and stop them at the end; yield the seconds that each takes to start.
+
+    If something fails or is interrupted, those that are still starting are stopped too.
+    """
+
+    def up(engine: GpuVllm) -> float:
+        started = time.monotonic()
+        engine.__enter__()
+        return round(time.monotonic() - started, 1)
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        try:
+            yield [pool.submit(up, one) for one in engines]
+        except BaseException:
+            for one in engines:
+                one.stop(_GRACE_FAILED_S)
+            raise
+        for one in engines:
+            one.stop()
 
 
 def tail(log: Path) -> str:

@@ -60,9 +60,3 @@ def by_worth(
     own = [run for run in runs if run["engine"].lower().startswith(engine)]
     exact = {row["row"] for run in own for row in run["rows"] if is_exact(row)}
     return sorted(names, key=lambda name: name in exact)
-
-
-def exact_rows(runs: Iterable[dict[str, Any]], engine: str = "vllm") -> int:
-    """Return how many rows of an engine have been exact, each counted once."""
-    own = [run for run in runs if run["engine"].lower().startswith(engine)]
-    return len({row["row"] for run in own for row in run["rows"] if is_exact(row)})

@@ -11,8 +11,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,7 @@ import torch
 
 from delta_sender import DeltaSender, SyncReport
 from scripts.gpu import checkpoints
-from scripts.gpu.engine import GpuVllm, gpu_mib, tail
+from scripts.gpu.engine import GpuVllm, gpu_mib, running, tail
 from scripts.live_engine import quantised_checkpoints, tiny_models
 
 Weights = dict[str, torch.Tensor]
@@ -179,10 +177,9 @@ def _prove(row: Row, folder: Path, facts: Facts) -> None:
     flags = ("--dtype", row.dtype, *row.flags)
     live = start(base, (*flags, *row.delta_flags), delta=True, log_path=folder / "live.log")
     fresh = start(target, flags, delta=False, log_path=folder / "fresh.log")
-    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        fresh_up = pool.submit(_up, stack, fresh)
+    with running(live, fresh) as (live_up, fresh_up):
         try:
-            facts["start_s"] = _up(stack, live)
+            facts["start_s"] = live_up.result()
         except Exception:
             facts["refused"] = live.errors()[-1500:]
             raise
@@ -196,12 +193,6 @@ def _prove(row: Row, folder: Path, facts: Facts) -> None:
         now = observed(live)
         facts["verdict"] = difference(now, observed(fresh))
         _roll_back_and_seed(live, versions, now, facts)
-
-
-def _up(stack: ExitStack, engine: GpuVllm) -> float:
-    started = time.monotonic()
-    stack.enter_context(engine)
-    return round(time.monotonic() - started, 1)
 
 
 def _sync(row: Row, live: GpuVllm, versions: list[Weights], facts: Facts) -> None:

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 from delta_sender import DeltaSender
-from scripts.gpu.engine import MODEL, GpuVllm, gpu_mib, on_cpu
+from scripts.gpu.engine import MODEL, GpuVllm, gpu_mib, on_cpu, running
 from scripts.live_engine import tiny_models
 
 Weights = dict[str, torch.Tensor]
@@ -164,8 +163,7 @@ def _time(
     more: Facts = {"kv_bytes": 2 << 30, "length": 2048}
     live = GpuVllm(base, flags, delta=True, log_path=own / "live.log", **more)
     other = GpuVllm(base, flags, delta=False, log_path=own / "stock.log", **more)
-    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        ups = [pool.submit(_up, stack, one) for one in ((live, other) if stock else (live,))]
+    with running(live, *([other] if stock else [])) as ups:
         facts["start_s"], *rest = (up.result() for up in ups)
         facts["stock_start_s"] = rest[0] if rest else None
         facts["loading"] = _lines(live, "delta updates:", "oading took", "init engine")
@@ -337,12 +335,6 @@ def _write(weights: Weights, size: Size, folder: Path) -> None:
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(size.config()))
-
-
-def _up(stack: ExitStack, engine: GpuVllm) -> float:
-    started = time.monotonic()
-    stack.enter_context(engine)
-    return round(time.monotonic() - started, 1)
 
 
 def _lines(engine: GpuVllm, *words: str) -> list[str]:

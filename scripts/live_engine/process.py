@@ -98,7 +98,7 @@ class EngineProcess(abc.ABC):
         log_path: Path | None = None,
         start_timeout_s: float = 480.0,
     ) -> None:
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self.url = f"http://{HOST}:{self.port}"
         self.log_path = log_path or _temporary_log()
         self.model = model
@@ -267,8 +267,8 @@ class EngineProcess(abc.ABC):
         return "\n".join([command, *tail, "exceptions in it:", *dict.fromkeys(errors)])
 
 
-def _free_port() -> int:
-    """Return a port that the system gives to nobody: the server binds it seconds later."""
+def free_port() -> int:
+    """Return a port that the system gives to nobody: a server binds it seconds later."""
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((HOST, port))

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
+from engine_ext.dtypes import torch_bits_dtype
 from scripts.live_engine import tiny_models
 
 GROUP: Final = 32  # weights that share a scale
@@ -20,7 +21,6 @@ BLOCK: Final = 64  # rows, and columns, that share one
 _PACKED: Final = 8  # int4 values in one int32
 _LINEAR: Final = "_proj.weight"
 
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -237,14 +237,15 @@ FORMATS: Final[dict[str, tuple[Callable[..., Tensors], dict[str, Any], torch.dty
 }
 
 
-def build(form: str, folder: Path) -> Path:
-    """Write a Qwen3 whose linear weights are quantised, and return its folder.
+def build(form: str, folder: Path, kind: str = "qwen3", **sizes: Any) -> Path:
+    """Write a model whose linear weights are quantised, and return its folder.
 
     Args:
         form: a key of `FORMATS`.
+        kind, sizes: as `tiny_models.build` takes them.
     """
     quantise, _, dtype = FORMATS[form]
-    tiny_models.build("qwen3", folder)
+    tiny_models.build(kind, folder, **sizes)
     generator = torch.Generator().manual_seed(0)
     weights = tiny_models.load_tensors(folder)
     for name, weight in weights.items():
@@ -322,7 +323,7 @@ def step(tensors: Mapping[str, torch.Tensor], seed: int) -> Tensors:
         if name.endswith("_scale") and tensor.numel() == 1:
             tensor *= 2 ** (2 * torch.rand((), generator=generator) - 1)
             continue
-        bits = tensor.view(-1).view(_BITS[tensor.itemsize])
+        bits = tensor.view(-1).view(torch_bits_dtype(tensor.dtype))
         chosen = torch.randperm(len(bits), generator=generator)[: max(1, len(bits) // 50)]
         if tensor.dtype == torch.float8_e4m3fn:
             chosen = chosen[bits[chosen] & 0x7F < 0x7E]

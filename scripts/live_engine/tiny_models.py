@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine_ext.conformance import random_weights
+from engine_ext.format import Digest, tensor_digest
+from engine_ext.kernels import bits_of, host_bits
 
 VOCAB_SIZE: Final = 384
 EOS_TOKEN: Final = "<|endoftext|>"
@@ -264,6 +266,12 @@ def save_checkpoint(base_dir: Path, target_dir: Path, tensors: Mapping[str, torc
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, target_dir / "model.safetensors", metadata={"format": "pt"})
     return target_dir
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the digest of all tensors in hex, as an engine's status has it."""
+    flat = ((name, host_bits(bits_of(one.reshape(-1)))) for name, one in tensors.items())
+    return Digest.total(tensor_digest(name, bits) for name, bits in flat).hex()
 
 
 def _signature(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:

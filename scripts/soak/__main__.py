@@ -53,7 +53,7 @@ from delta_sender.options import CHOICES
 from scripts import command_line
 from scripts.live_engine.fingerprint import fingerprint, verify
 from scripts.live_engine.process import EngineError, EngineProcess
-from scripts.live_engine.registry import ENGINES
+from scripts.live_engine.registry import ENGINES, SOAK_ARGUMENTS, SOAK_ENVIRONMENT
 from scripts.live_engine.tiny_models import build, load_tensors, save_checkpoint
 from scripts.soak.load import Counts, Load
 from scripts.soak.memory import Sample, grown, growth_under_load, names_of, spooled
@@ -61,10 +61,6 @@ from scripts.soak.report import Figures, show
 from scripts.soak.syncs import PAUSE_MODES, Record, SoakFailed, Syncs, Trainer
 
 _WIDTHS: Final = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
-# All of a small KV cache is soon resident; a large one grows for as long as the load lasts.
-ARGUMENTS: Final = {"vllm": ["--num-gpu-blocks-override", "64"], "sglang": []}
-# Batches have hundreds of shapes, and torch's CPU kernels would cache a megabyte for each.
-ENVIRONMENT: Final = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 _PROMPTS: Final = ("the quick brown fox", "a reward is a number", "def add(a, b):", "In 2024 there")
 _EPILOG: Final = """\
 The last line of stdout with --json is one JSON object of all figures.
@@ -88,8 +84,8 @@ def soak(
     """Sync a live engine under load; it passed if `Figures.problems` is empty.
 
     Args:
-        engine: live, with `ARGUMENTS`, `ENVIRONMENT` and this `spool`, at version 0 with the
-            trainer's weights.
+        engine: live, with `SOAK_ARGUMENTS`, `SOAK_ENVIRONMENT` and this `spool`, at version 0 with
+            the trainer's weights.
         trainer: whose steps are sent.
         spool: the engine's spool folder.
         syncs: number of syncs, 20 or more.
@@ -147,8 +143,8 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
     spool.mkdir()
     trainer = Trainer(load_tensors(base), options.seed)
     modes = PAUSE_MODES if options.pause_mode == "all" else (options.pause_mode,)
-    arguments = ARGUMENTS[options.engine]
-    start = partial(kind, enable_delta=True, extra_env=ENVIRONMENT)
+    arguments = SOAK_ARGUMENTS[options.engine]
+    start = partial(kind, enable_delta=True, extra_env=SOAK_ENVIRONMENT)
     console.print(f"starting {kind.name}")
     log, spooling = folder / "live-engine.log", ["--delta-tuning", f"spool-dir={spool}"]
     with start(base, extra_args=[*arguments, *spooling], log_path=log) as engine:

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import httpx
+
+from scripts.live_engine.clients import ClientsProcess, run_clients
 
 # A request that takes longer has failed. No pause takes nearly as long.
 _TIMEOUT_S: Final = 60.0
@@ -146,7 +147,7 @@ class Tally:
             self.problems.append(problem)
 
 
-class Load:
+class Load(ClientsProcess):
     """Clients that send completion requests, from a process of their own.
 
     Each sends its next request as soon as the last one is answered. They run within the ``with``
@@ -159,37 +160,19 @@ class Load:
 
     def __init__(self, url: str, clients: int, seed: int) -> None:
         self.tally, self.policy = Tally(), AbortPolicy()
-        self._command = [sys.executable, "-m", "scripts.soak.load", url, str(clients), str(seed)]
-        self._process: subprocess.Popen[str] | None = None
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        super().__init__("scripts.soak.load", url, clients, seed)
 
-    def __enter__(self) -> Load:
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # so that Ctrl-C reaches this process only
-        )
-        self._reader.start()
-        return self
+    def heard(self, line: str) -> None:
+        """Count the request of a line, as `main` prints it."""
+        self.take(json.loads(line))
 
     def __exit__(self, *exc_info: object) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # the clients stop
-        self._reader.join()
-        if self._process.wait() != 0:
+        super().__exit__(*exc_info)
+        if self.exit_status:
             self.tally.failed("the clients' process failed")
 
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.take(json.loads(line))
-
     def take(self, answer: dict[str, Any]) -> None:
-        """Count one request, as `main` prints it."""
+        """Count one request."""
         if "problem" in answer:
             self.tally.failed(answer["problem"])
             return
@@ -201,17 +184,11 @@ class Load:
 def main() -> None:
     """Run the clients until stdin is closed; print one line of JSON per request."""
     url, clients, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    stop = threading.Event()
-    threads = [
-        threading.Thread(target=_ask, args=(f"{url}/v1/completions", asks(seed, client), stop))
-        for client in range(clients)
-    ]
-    for thread in threads:
-        thread.start()
-    sys.stdin.read()
-    stop.set()
-    for thread in threads:
-        thread.join()
+
+    def client(number: int, stop: threading.Event) -> None:
+        _ask(f"{url}/v1/completions", asks(seed, number), stop)
+
+    run_clients(client, clients)
 
 
 def _ask(url: str, wanted: Iterator[Ask], stop: threading.Event) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import httpx
 import numpy as np
@@ -17,8 +17,9 @@ import torch
 
 from delta_sender import DeltaSender, SyncReport
 from delta_sender.options import CHOICES
-from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
-from engine_ext.format import Digest, tensor_digest
+from engine_ext.dtypes import NAME_OF_TORCH
+from engine_ext.kernels import bits_of, host_bits
+from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.soak.load import Load
 from scripts.soak.memory import Sample
@@ -79,21 +80,9 @@ class Trainer:
     def step(self, density: float) -> None:
         """Change this share of every tensor's elements."""
         for tensor in self.tensors.values():
-            bits = _bits(tensor)
+            bits = host_bits(bits_of(tensor.view(-1)))
             indices = np.flatnonzero(self._rng.random(bits.size, np.float32) < density)
             bits[indices] ^= self._rng.integers(1, 4, indices.size, bits.dtype)
-
-    def digest(self) -> str:
-        """Return the digest of all tensors in hex, as the endpoint writes it."""
-        digests = (tensor_digest(name, _bits(t)) for name, t in self.tensors.items())
-        return Digest.total(digests).hex()
-
-
-def _bits(tensor: torch.Tensor) -> Any:
-    """View the tensor's memory as unsigned integers [numel]."""
-    dtype = bits_dtype(NAME_OF_TORCH[tensor.dtype])
-    flat: Any = tensor.view(-1).view(torch.uint8).numpy().view(dtype)
-    return flat
 
 
 @dataclass
@@ -190,7 +179,7 @@ class Syncs:
         Raises:
             SoakFailed: They differ.
         """
-        expected = self.trainer.digest()
+        expected = tiny_models.digest(self.trainer.tensors)
         scan = self.engine.get("/delta_digest", params={"scan": "true"}).json()
         status = self.engine.delta_status()
         found = {

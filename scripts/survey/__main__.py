@@ -20,8 +20,7 @@ import argparse
 import contextlib
 import json
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, flags = parse_arguments(arguments)
 
     def program() -> int:
-        with _folder(options.keep) as folder:
+        with command_line.working_folder(options.keep, "delta-survey-") as folder:
             return run(options, flags, folder)
 
     return command_line.run(program, (), "interrupted; vLLM's processes are stopped")
@@ -116,15 +115,6 @@ def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     shown = console.is_terminal
     return Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown)
-
-
-@contextlib.contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        yield keep
-        return
-    with tempfile.TemporaryDirectory(prefix="delta-survey-") as name:
-        yield Path(name)
 
 
 if __name__ == "__main__":

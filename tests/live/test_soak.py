@@ -14,6 +14,7 @@ import pytest
 from delta_sender.options import CHOICES
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
+from scripts.live_engine.registry import SOAK_ARGUMENTS, SOAK_ENVIRONMENT
 from scripts.soak import __main__ as soak
 from scripts.soak.syncs import PAUSE_MODES, Trainer
 from tests.live.programs import left_in, start
@@ -27,8 +28,8 @@ def test_syncs_under_load(
     checkpoint: Callable[[str], Path], start: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:
     base = checkpoint("qwen3")
-    arguments = [*soak.ARGUMENTS["vllm"], "--delta-tuning", f"spool-dir={tmp_path}"]
-    engine = start("vllm", base, extra_args=arguments, extra_env=soak.ENVIRONMENT)
+    arguments = [*SOAK_ARGUMENTS["vllm"], "--delta-tuning", f"spool-dir={tmp_path}"]
+    engine = start("vllm", base, extra_args=arguments, extra_env=SOAK_ENVIRONMENT)
     trainer = Trainer(tiny_models.load_tensors(base), seed=0)
     found = soak.soak(engine, trainer, tmp_path, syncs=30, quiet_s=1.0)
     assert found.problems == []

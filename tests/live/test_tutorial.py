@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from scripts.live_engine.process import HOST
+from scripts.live_engine.process import free_port
 from tests.unit.docs.test_tutorial import PAGE, files
 
 pytestmark = pytest.mark.full
@@ -45,9 +44,7 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         self.environment = {**os.environ, "PATH": path}
 

@@ -18,7 +18,7 @@ OWN = {"engine_ext.ranks.operations", "engine_ext.ranks.status", "engine_ext.ker
 # Exported names that nothing imports from their package. The set can only shrink.
 WITHOUT_USER = {
     *("ParamEntry", "StateHash"),
-    *("Store", "removable", "ModuleCopy", "Probe", "Reload"),
+    *("removable", "ModuleCopy", "Probe", "Reload"),
     *("AdapterStores", "Applier", "InitialSyncApplier", "MaskedApplier", "PostLoad"),
     *("Scrubber", "TraceAgain", "Transaction"),
 }

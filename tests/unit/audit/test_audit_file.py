@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from engine_ext.audit import AuditFile, AuditRecord, read_engine_trail, read_lines
+from engine_ext.audit import AuditFile, AuditRecord, audit_file, read_engine_trail, read_lines
 from engine_ext.errors import AuditUnavailable
+from engine_ext.files import FileLock
 
 KEY = "a key"
 
@@ -102,6 +103,31 @@ def test_cut_line_is_passed_over(path: Path) -> None:
     trail = read_engine_trail(path, KEY)
     assert trail.problems == []
     assert trail.notes == ["audit.jsonl:3 was cut while it was written"]
+
+
+def test_record_without_line_end_is_continued(path: Path) -> None:
+    file = AuditFile(path, KEY)
+    file.append([record(0, "loaded"), record(1)])
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    file.append([record(2)])
+    assert versions(path) == [0, 1, 2]
+    assert read_engine_trail(path, KEY).problems == []
+
+
+def test_file_renamed_while_it_is_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = AuditFile(path, None)
+    file.append([record(0, "loaded"), record(1)])
+    left = [path.with_suffix(".1")]
+
+    def renames(target: Path, *arguments: Any) -> FileLock:
+        if left:
+            target.rename(left.pop())
+        return FileLock(target, *arguments)
+
+    monkeypatch.setattr(audit_file, "FileLock", renames)
+    file.append([record(2)])
+    assert versions(path) == [2]
+    assert versions(path.with_suffix(".1")) == [0, 1]
 
 
 def test_full_disk_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,21 @@ def test_what_does_not_connect_is_named(records: list[AuditRecord], problem: str
     assert any(problem in one for one in trail.problems), trail.problems
 
 
+@pytest.mark.parametrize(
+    "again",
+    [record(1, late=True), record(1, "found")],
+    ids=["committed", "rolled back"],
+)
+def test_a_record_written_twice_is_a_note(again: AuditRecord) -> None:
+    """The process that wrote it first died before the engine knew."""
+    trail = verified(written([record(0, "loaded"), record(1), again, record(2)]))
+    assert trail.problems == []
+    assert trail.notes == ["audit.jsonl:3 says again what the record before it says"]
+    chain = trail.chain(2)
+    assert chain is not None
+    assert [link.version for link in chain.links] == [1, 2]
+
+
 def test_unsigned_records_are_named_with_a_key() -> None:
     records = [record(0, "loaded"), record(1)]
     assert verified(written(records, None), None).problems == []

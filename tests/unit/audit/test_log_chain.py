@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.audit import Chain, Link, prove, read_log_trail
-from engine_ext.log import DeltaLog, Done, is_signed, keep_publications
+from engine_ext.errors import LogDamaged
+from engine_ext.log import DeltaLog, Done, done_of, is_signed, keep_publications
 from engine_ext.log.catalog import DONE, folder_name
+from tests.support.present import present
 from tests.support.served_models import PROPERTY
 from tests.unit.audit.test_audit_file import KEY, digest
 from tests.unit.log.places import Place, part
@@ -163,9 +165,71 @@ def test_two_contents_are_a_fork() -> None:
 
 
 def test_a_fold_is_no_fork() -> None:
-    links = [link(1, 0), link(2, 1), link(3, 2), link(3, 0, source="weight_v000003_from_v000000")]
+    links = [link(1, 0), link(2, 1), link(3, 2), fold(3, 0)]
     chain = prove(links, 3, 0, digest(0))
     assert (chain.problems, len(chain.links)) == ([], 3)
+
+
+def fold(version: int, base: int) -> Link:
+    return link(version, base, source=folder_name(version, base), is_fold=True)
+
+
+def test_a_fold_hides_no_fork() -> None:
+    links = [link(5, 4), fold(10, 5), link(11, 5), link(12, 5)]
+    assert prove(links, 5).problems == [
+        "fork: weight_v000011 and weight_v000012 both start from version 5"
+    ]
+
+
+def test_two_folds_are_no_fork() -> None:
+    """Those that they lead over were pruned, and had no record."""
+    assert prove([fold(40, 0), fold(80, 0)], 80, 0, digest(0)).problems == []
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "problem"),
+    [
+        (2, digest(2), None),
+        (0, digest(0), None),
+        (2, "e" * 32, f"gap: weight_v000002 leads to {digest(2)}, the checkpoint has {'e' * 32}"),
+        (
+            0,
+            "e" * 32,
+            f"gap: weight_v000001 starts from {digest(0)}, the checkpoint has {'e' * 32}",
+        ),
+        (2, None, "gap: version 2 is the checkpoint's, whose digest is not known"),
+        (7, digest(7), "gap: no record has a digest of version 7"),
+    ],
+)
+def test_the_checkpoint_itself_is_compared(
+    target: int, given: str | None, problem: str | None
+) -> None:
+    links = [link(version, version - 1) for version in (1, 2, 3)]
+    found = prove(links, target, target, given).problems
+    assert [one.partition(": give")[0] for one in found[:1]] == ([problem] if problem else [])
+
+
+def test_a_number_used_again_after_pruning_is_a_fork(log: DeltaLog) -> None:
+    for version in (1, 2):
+        write(log, version)
+    first = log.listing().entries[0]
+    keep_publications(log.store, [first])
+    assert audited(log, 2).problems == []  # it was not deleted after all
+    log.discard(first.folder.name)
+    write(log, 1, digest_after="e" * 32)
+    problem = f"fork: version 1 has the digest {'e' * 32} in weight_v000001, and {digest(1)} in"
+    assert any(one.startswith(problem) for one in audited(log, 2).problems)
+
+
+@pytest.mark.parametrize("wrong", [{"publication": None}, {"base_version": 1}, {"base_version": 2}])
+def test_impossible_record_of_a_pruned_version(place: Place, wrong: dict[str, Any]) -> None:
+    log = place.open()
+    write(log, 1)
+    [entry] = log.listing().entries
+    done = msgspec.structs.replace(present(done_of(entry)), **wrong)
+    place.put("audit/v000001-v000001-0123abcd.jsonl", msgspec.json.encode(done) + b"\n")
+    with pytest.raises(LogDamaged, match=r"0123abcd\.jsonl cannot be read"):
+        read_log_trail(log, None)
 
 
 def test_another_checkpoint_does_not_connect() -> None:

@@ -74,6 +74,20 @@ def test_another_checkpoint_is_not_proven(
     assert err == "version 3 is not proven\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--to", "0"], DAMAGED),
+        (["--to", "0", "--digest", digest(0)], OK),
+        (["--base-version", "2", "--to", "2", "--digest", "e" * 32], DAMAGED),
+    ],
+)
+def test_the_checkpoints_version_is_proven_by_its_digest(
+    log: Path, arguments: list[str], status: int
+) -> None:
+    assert audit(log, *arguments) == status
+
+
 @pytest.mark.parametrize("trail", ["log", "file"])
 def test_unknown_version_is_a_gap(
     trail: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]

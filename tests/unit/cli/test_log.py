@@ -16,6 +16,7 @@ import pytest
 
 from engine_ext.cli.log import DAMAGED, OK, USAGE, main
 from engine_ext.commands import INTERRUPTED
+from engine_ext.files import INDEX
 from engine_ext.log import (
     DeltaLog,
     GroupMarks,
@@ -113,6 +114,14 @@ def test_list_tells_of_a_gap(log: Path, capsys: pytest.CaptureFixture[str]) -> N
     out, err = capsys.readouterr()
     assert "damaged: it has no DONE" in out
     assert "leads on from version 2" in err
+
+
+def test_text_of_a_log_is_no_markup(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (log / "weight_v000003" / DONE).unlink()
+    index = {"metadata": {}, "weight_map": {"w": "[/x]"}}
+    (log / "weight_v000003" / INDEX).write_text(json.dumps(index))
+    assert main(["list", str(log)]) == DAMAGED
+    assert "names '[/x]'" in capsys.readouterr().out
 
 
 def test_an_empty_log(tmp_path: Path) -> None:
@@ -276,6 +285,17 @@ def test_prune_refuses_where_a_heartbeat_is_unreadable(
     monkeypatch.setattr(os, "open", fails)
     assert main(["prune", str(log), "--keep", "1", "--base-version", "5"]) == DAMAGED
     assert "followers: its live.json cannot be read" in capsys.readouterr().err
+    assert folders(log) == before
+
+
+def test_prune_refuses_where_a_heartbeat_is_of_another_release(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (log / "followers").mkdir()
+    (log / "followers" / "live.json").write_text('{"name": "live", "state": "new"}')
+    before = folders(log)
+    assert main(["prune", str(log), "--keep", "1", "--base-version", "5"]) == DAMAGED
+    assert "followers/live.json" in capsys.readouterr().err
     assert folders(log) == before
 
 

@@ -122,6 +122,14 @@ def test_asks_a_running_server(
     assert text.endswith("1 tensors on 2 ranks: 1 exact\n")
 
 
+def test_text_of_a_server_is_no_markup(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.body = plan_of([[row("exact", "moved by [abc][/x]", name="a[0]")]])
+    assert ask(server) == 0
+    out = capsys.readouterr().out
+    assert "moved by [abc][/x]" in out
+    assert "a[0]" in out
+
+
 def test_what_is_uncertified_is_told_by_the_exit_status(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:

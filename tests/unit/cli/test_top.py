@@ -221,6 +221,11 @@ def test_what_is_no_engine(
     assert says in printed
 
 
+def test_a_url_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert top.main(["http://host:80a0", "--once"]) == 1
+    assert "Invalid port: '80a0'" in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_engine_that_does_not_answer_in_time(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,7 +88,10 @@ def test_a_damaged_file_that_the_index_names_is_named(tmp_path: Path) -> None:
         names(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', POINTER.decode()])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', POINTER.decode()],
+)
 def test_a_damaged_index_is_named(content: str, tmp_path: Path) -> None:
     index(tmp_path).write_text(content)
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: "):

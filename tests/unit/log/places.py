@@ -8,8 +8,15 @@ from typing import Any, Protocol
 import numpy as np
 from obstore.store import MemoryStore
 
-from engine_ext.format import ParamDelta, encode_part
-from engine_ext.log import DeltaLog, FolderStore, Objects, ObjectStore
+from engine_ext.format import (
+    DecodedPart,
+    FrameReader,
+    Limits,
+    ParamDelta,
+    decode_part,
+    encode_part,
+)
+from engine_ext.log import DeltaLog, Entry, FolderStore, Objects, ObjectStore, verify_version
 
 
 def part(version: int, base: int | None = None, **metadata: Any) -> bytes:
@@ -35,6 +42,18 @@ def write(log: DeltaLog, version: int, *parts: bytes) -> Path:
 def versions(log: DeltaLog) -> list[tuple[int | None, int]]:
     """Return base and version of what a reader sees."""
     return [(entry.base_version, entry.version) for entry in log.listing().entries]
+
+
+def decoded(entry: Entry) -> list[DecodedPart]:
+    """Return the parts of a version, which is verified, from its files on this host."""
+    verify_version(entry)
+    found = []
+    for path in entry.paths:
+        frame = FrameReader(Limits().max_part_bytes)
+        container = b"".join(frame.feed(path.read_bytes()))
+        frame.finish()
+        found.append(decode_part(container))
+    return found
 
 
 def no_sleep(seconds: float) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from engine_ext.log import DeltaLog, LogWriter, ObjectFacts, Objects, ObjectStore, read_version
+from engine_ext.log import DeltaLog, LogWriter, ObjectFacts, Objects, ObjectStore
+from engine_ext.log.catalog import Done, FileFacts
 from tests.support.served_models import PROPERTY
-from tests.unit.log.places import part
+from tests.unit.log.places import decoded, part
 
 PARTS = 2
 
@@ -64,6 +66,17 @@ def store_of(
     return ObjectStore(StepObjects(memory, step), scratch=None if scratch is None else str(scratch))
 
 
+def killed_after(steps: int) -> Callable[[], None]:
+    """Return a step that kills its caller after so many."""
+    left = iter(range(steps))
+
+    def step() -> None:
+        if next(left, None) is None:
+            raise Killed
+
+    return step
+
+
 def write_version(writer: LogWriter, owner: str) -> int:
     """Write the next version as a sender does, and return its number."""
     version = max(writer.last_number, 0) + 1
@@ -83,7 +96,7 @@ def owners(memory: MemoryStore, folder: Path) -> dict[int, str]:
     found = {}
     for entry in listing.entries:
         with log.fetched(entry):
-            [sync_id] = {one.manifest.sync_id for one in read_version(entry)}
+            [sync_id] = {one.manifest.sync_id for one in decoded(entry)}
         assert sync_id is not None
         found[entry.version] = sync_id.rpartition("-")[0]
     return found
@@ -98,15 +111,9 @@ def test_a_sender_is_killed_at_every_step(folder: Path) -> None:
     """Visible versions are whole, and the next sender continues."""
     for steps in range(1000):
         memory = MemoryStore()
-        count = iter(range(steps))
-
-        def step(count: Iterator[int] = count) -> None:
-            if next(count, None) is None:
-                raise Killed
-
         finished = []
         try:
-            writer = LogWriter(store_of(memory, step))
+            writer = LogWriter(store_of(memory, killed_after(steps)))
             finished = [write_version(writer, "first") for _ in range(2)]
         except Killed:
             pass
@@ -119,6 +126,35 @@ def test_a_sender_is_killed_at_every_step(folder: Path) -> None:
         if finished:
             return
     raise AssertionError("it is never done")
+
+
+def test_a_long_mark_settles_its_version_for_good() -> None:
+    """It has thousands of parts: it is longer than what another sender would settle it with."""
+    memory = MemoryStore()
+    objects, first = store_of(memory).objects, LogWriter(store_of(memory))
+    first.begin(1)
+    facts = {f"{k:05d}.safetensors": FileFacts(1, f"{k:032x}") for k in range(20_000)}
+    done = msgspec.json.encode(Done(version=1, base_version=0, files=facts))
+    assert len(done) > 1 << 20
+    objects.create("weight_v000001/DONE", done)
+    objects.create("weight_v000001/DONE", done)
+    assert LogWriter(store_of(memory)).last_number == 1
+    assert objects.read("weight_v000001/DONE", len(done)) == done
+
+
+def test_refusal_by_a_sender_that_is_out_marks_nothing(folder: Path) -> None:
+    """Nor does one that is killed at any step of it: the version has a successor."""
+    for steps in range(20):
+        memory = MemoryStore()
+        objects = StepObjects(memory, lambda: None)
+        first = LogWriter(ObjectStore(objects))
+        write_version(first, "first")
+        write_version(LogWriter(store_of(memory)), "second")
+        objects.step = killed_after(steps)
+        with contextlib.suppress(Killed, BlockingIOError):
+            first.refuse(1)
+        LogWriter(store_of(memory))
+        assert owners(memory, folder) == {1: "first", 2: "second"}
 
 
 class Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,13 @@ from engine_ext.log import (
     fold_versions,
     open_log,
     read_manifests,
-    read_version,
     spilled,
     verify_version,
 )
 from engine_ext.log import fold as delta_log_fold
 from engine_ext.log.catalog import DONE, folder_name, route
 from tests.support.served_models import PROPERTY
+from tests.unit.log.places import decoded
 
 SIZES = {"a": 12, "b": 5, "c": 300}
 DTYPES = {"a": ("bfloat16", np.uint16), "b": ("float32", np.uint32), "c": ("bfloat16", np.uint16)}
@@ -77,7 +78,7 @@ def entry_of(log: Path, folder: Path) -> Any:
 def apply(weights: Model, log: Path, folders: list[Path]) -> Model:
     result = {name: values.copy() for name, values in weights.items()}
     for folder in folders:
-        for part in read_version(entry_of(log, folder)):
+        for part in decoded(entry_of(log, folder)):
             for delta in part.deltas:
                 where: Any = slice(None) if delta.indices is None else delta.indices
                 result[delta.name][where] = delta.values
@@ -146,7 +147,7 @@ def test_the_digests_of_the_model_are_kept(tmp_path: Path) -> None:
     write(tmp_path, 1, [sparse("a", {1: 2})], digest_before=first, digest_after=middle)
     write(tmp_path, 2, [sparse("b", {1: 2})], digest_before=middle, digest_after=last)
     entry = entry_of(tmp_path, folded(tmp_path, 0))
-    parts = read_version(entry)
+    parts = decoded(entry)
     assert read_manifests(entry) == [part.manifest for part in parts]
     found = verify_version(entry)
     assert (found.before, found.after) == (first, last)
@@ -158,7 +159,7 @@ def test_a_fold_is_of_the_run_of_its_last_version(tmp_path: Path) -> None:
     for version, run in ((1, "a"), (2, "b")):
         sender = {"run": run, "run_epoch": version, "run_owner": f"{run}:1"}
         write(tmp_path, version, [sparse("a", {version: 5})], **sender)
-    [part] = read_version(entry_of(tmp_path, folded(tmp_path, 0)))
+    [part] = decoded(entry_of(tmp_path, folded(tmp_path, 0)))
     manifest = part.manifest
     assert (manifest.run, manifest.run_epoch, manifest.run_owner) == ("b", 2, "b:1")
 
@@ -185,14 +186,14 @@ def test_a_fold_keeps_a_window_in_memory(tmp_path: Path, monkeypatch: pytest.Mon
         one = ParamDelta(f"w{version}", "bfloat16", (count * versions,), places, values)
         write(tmp_path, version, [one])
     entries = open_log(tmp_path).listing().entries
-    read_version(entries[0])  # what decodes is compiled
+    verify_version(entries[0])  # what decodes is compiled
     tracemalloc.start()
     try:
         target = fold_versions(open_log(tmp_path), entries, 0)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    result = [delta for part in read_version(entry_of(tmp_path, target)) for delta in part.deltas]
+    result = [delta for part in decoded(entry_of(tmp_path, target)) for delta in part.deltas]
     assert sum(delta.nnz for delta in result) == count * versions
     assert peak < 10 * window, peak  # all of them have 24 MB
 
@@ -246,11 +247,21 @@ def test_a_flipped_bit_is_seen(tmp_path: Path, position: int) -> None:
     data[position] ^= 4
     path.write_bytes(data)
     with pytest.raises(LogDamaged) as caught:
-        read_version(entry_of(tmp_path, folder))
+        verify_version(entry_of(tmp_path, folder))
     assert caught.value.operands["file"] == path.name
     (folder / DONE).write_text("")  # without the hashes in it
     with pytest.raises(LogDamaged):
-        read_version(entry_of(tmp_path, folder))
+        verify_version(entry_of(tmp_path, folder))
+
+
+def test_a_part_that_is_no_file_is_damage(tmp_path: Path) -> None:
+    folder = write(tmp_path, 1, [sparse("a", {1: 2})])
+    [path] = folder.glob("*.safetensors")
+    path.unlink()
+    os.mkfifo(path)
+    (folder / DONE).write_text("")
+    with pytest.raises(LogDamaged, match="not a regular file"):
+        verify_version(entry_of(tmp_path, folder))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +280,7 @@ def test_parts_that_are_not_a_sync(tmp_path: Path, metadata: dict[str, Any]) -> 
             )
         folder = draft.finish()
     with pytest.raises(LogDamaged):
-        read_version(entry_of(tmp_path, folder))
+        verify_version(entry_of(tmp_path, folder))
 
 
 def test_parts_of_another_version(tmp_path: Path) -> None:
@@ -277,7 +288,7 @@ def test_parts_of_another_version(tmp_path: Path) -> None:
     done = (folder / DONE).read_text()
     (folder / DONE).write_text(done.replace('"base_version": 3', '"base_version": 2'))
     with pytest.raises(LogDamaged):
-        read_version(entry_of(tmp_path, folder))
+        verify_version(entry_of(tmp_path, folder))
 
 
 def test_signatures_are_checked_where_there_is_a_key(
@@ -287,8 +298,13 @@ def test_signatures_are_checked_where_there_is_a_key(
     [path] = folder.glob("*.safetensors")
     monkeypatch.setenv("DELTA_HMAC_KEY", "key")
     with pytest.raises(LogDamaged, match="signed"):
-        read_version(entry_of(tmp_path, folder))
+        verify_version(entry_of(tmp_path, folder))
     beside = path.with_name(path.name + SIGNATURE_SUFFIX)
+    beside.write_text(sign("key", path.read_bytes()))
+    for signature in (b"\xff\xfe" * 32, b"0" * (1 << 20)):
+        beside.write_bytes(signature)
+        with pytest.raises(LogDamaged, match="does not have this signature"):
+            verify_version(entry_of(tmp_path, folder))
     beside.write_text(sign("key", path.read_bytes()))
     one = folded(tmp_path, 0)
     [part] = one.glob("*.safetensors")

@@ -63,6 +63,51 @@ def test_everything_is_on_disk_before_it_has_its_name(
     assert steps == [*hidden, tmp_path.name]
 
 
+def test_two_folds_of_one_range_do_not_meet(tmp_path: Path) -> None:
+    log, name = open_log(tmp_path), f"{FIRST}_from_v000000"
+    write(log, 2)
+    first = log.draft(name)
+    first.add(part(1, 0))
+    with pytest.raises(BlockingIOError, match=name):
+        open_log(tmp_path).draft(name)
+    log.discard("weight_v000002")
+    first.finish()
+    assert versions(log) == [(0, 1)]
+    with pytest.raises(FileExistsError):
+        log.draft(name)
+    log.discard(name)
+    log.draft(name).drop()
+    assert os.listdir(tmp_path) == []
+
+
+def test_pruning_removes_what_a_killed_fold_has_left(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    write(log, 1)
+    remains = tmp_path / ".weight_v000009_from_v000002.partial"
+    remains.mkdir()
+    (remains / "rank0_flush000.safetensors").write_bytes(b"part")
+    log.tidy(log.listing())
+    assert os.listdir(tmp_path) == [FIRST]
+
+
+def test_two_processes_with_one_number_write_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in two containers, whose numbers of processes are their own."""
+    store, replace = open_log(tmp_path).store, Path.replace
+    others = [b"other"]
+
+    def replaced(path: Path, target: Path) -> Path:
+        if others:
+            store.put("groups/mark.json", others.pop())
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", replaced)
+    store.put("groups/mark.json", b"own")
+    assert store.read("groups/mark.json", 9) == b"own"
+    assert os.listdir(tmp_path / "groups") == ["mark.json"]
+
+
 def test_refusal_needs_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mark is the renamed ``DONE``, so a full disk does not keep a version in the log."""
     log = open_log(tmp_path)

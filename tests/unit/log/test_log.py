@@ -22,7 +22,6 @@ from engine_ext.log import (
     live_heartbeats,
     open_log,
     read_heartbeats,
-    read_version,
     remove_heartbeat,
     route,
     verify_version,
@@ -34,7 +33,7 @@ from engine_ext.log.heartbeats import FOLDER
 from engine_ext.log.object_store import ObjectDraft
 from engine_ext.settings import HMAC_KEY_ENVIRONMENT
 from tests.support.folder_writer import write_checkpoint, write_version
-from tests.unit.log.places import FolderPlace, Place, part, versions, write
+from tests.unit.log.places import FolderPlace, Place, decoded, part, versions, write
 from tests.unit.log.test_foreign import step
 
 FIRST = "weight_v000001"
@@ -62,7 +61,7 @@ def test_version_has_its_parts_and_done(log: DeltaLog, place: Place) -> None:
     with log.fetched(entry):
         entry.require_files()
         assert [path.read_bytes() for path in entry.paths] == bodies
-        assert len(read_version(entry)) == 2
+        assert len(decoded(entry)) == 2
 
 
 def test_readers_see_nothing_before_the_end(log: DeltaLog, place: Place) -> None:
@@ -176,11 +175,11 @@ def test_signatures_come_along(
         draft.finish()
     [entry] = log.listing().entries
     with log.fetched(entry):
-        assert len(read_version(entry)) == 1
+        assert len(decoded(entry)) == 1
     place.put(named(place, SIGNATURE_SUFFIX), b"00")
     log.listing()
     with log.fetched(entry), pytest.raises(LogDamaged, match="signature"):
-        read_version(entry)
+        verify_version(entry)
 
 
 # Deleting --------------------------------------------------------------------------------------
@@ -277,7 +276,7 @@ def test_damaged_part_is_seen_when_it_is_read(log: DeltaLog, place: Place, damag
         place.put(f"{FIRST}/{DONE}", json.dumps({**done, "files": {}}).encode())
     [entry] = log.listing().entries
     with pytest.raises(LogDamaged) as caught, log.fetched(entry):
-        read_version(entry)
+        verify_version(entry)
     assert (caught.value.operands["version"], caught.value.operands["folder"]) == (1, FIRST)
     if damage != "none":
         assert caught.value.operands["file"] == name.partition("/")[2]
@@ -331,7 +330,7 @@ def test_fold_is_a_version_of_the_log(log: DeltaLog, place: Place, tmp_path: Pat
     steps = route(log.listing().entries, 0)
     assert [step.folder for step in steps] == [folder]
     with log.fetched(steps[0]):
-        [found] = read_version(steps[0])
+        [found] = decoded(steps[0])
     assert found.deltas[0].values.tolist() == [3, 2]
     with pytest.raises(FileExistsError):
         fold_versions(log, route(listing.entries, 0), 0)
@@ -355,7 +354,7 @@ def test_fold_that_is_being_written_stays_for_a_day(
     draft.finish()
     [fold] = [entry for entry in log.listing().entries if "_from_" in entry.folder.name]
     with log.fetched(fold):
-        read_version(fold)
+        verify_version(fold)
     log.discard(fold.folder.name)
     draft = log.draft("weight_v000001_from_v000000")
     draft.add(part(1, 0))
@@ -400,6 +399,30 @@ def test_what_is_no_heartbeat_is_left_out(log: DeltaLog, place: Place) -> None:
         place.put(f"{FOLDER}/{name}", text)
     place.put(f"{FOLDER}/large.json", good + bytes(1 << 17))
     assert [one.name for one, _ in read_heartbeats(log)] == ["host-1-a"]
+    assert [one.name for one in live_heartbeats(log)] == ["host-1-a"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b'{"name": "host-2-b", "state": "of a later release"}', bytes(1 << 17)],
+    ids=["no heartbeat", "another release", "large"],
+)
+def test_who_must_know_all_followers_learns_of_damage(
+    log: DeltaLog, place: Place, content: bytes
+) -> None:
+    write_heartbeat(log, heartbeat())
+    place.put(f"{FOLDER}/host-2-b.json", content)
+    with pytest.raises(LogDamaged, match=r"followers/host-2-b.json .*remove it if"):
+        live_heartbeats(log, strict=True)
+    place.remove(f"{FOLDER}/host-2-b.json")
+    assert len(live_heartbeats(log, strict=True)) == 1
+
+
+def test_a_long_error_does_not_hide_a_follower(log: DeltaLog) -> None:
+    write_heartbeat(log, heartbeat(error="LogDamaged: " + "weight_v000001, " * 10_000))
+    [found] = live_heartbeats(log, strict=True)
+    assert (found.error or "").startswith("LogDamaged: weight_v000001, weight_v000001")
+    assert len(found.error or "") == 2000
 
 
 def test_uncertain_ages_are_no_answer(log: DeltaLog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from obstore.store import MemoryStore
 
-from engine_ext.log import DeltaLog, fold_versions, read_version, route
+from engine_ext.log import DeltaLog, fold_versions, route
 from engine_ext.log.writer import LogWriter
 from tests.support.served_models import PROPERTY
-from tests.unit.log.places import FolderPlace, ObjectsPlace, Place, part
+from tests.unit.log.places import FolderPlace, ObjectsPlace, Place, decoded, part
 
 State = dict[str, tuple[int | None, int, list[int]]]  # by folder: base, version, first values
 
@@ -129,7 +129,7 @@ def content(log: DeltaLog) -> State:
     found: State = {}
     for entry in listing.entries:
         with log.fetched(entry):
-            parts = read_version(entry)
+            parts = decoded(entry)
         values = [int(one.deltas[0].values[0]) for one in parts]
         found[entry.folder.name] = (entry.base_version, entry.version, values)
     return found

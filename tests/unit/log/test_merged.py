@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_ext.format import ParamDelta, encode_part
-from engine_ext.log import CannotFold, fold_versions, open_log, read_version
+from engine_ext.log import CannotFold, fold_versions, open_log, verify_version
 from engine_ext.log.merged import MergedDelta, add_delta
 from engine_ext.log.spilled import SpilledDeltas
 from tests.support.served_models import PROPERTY
@@ -97,12 +97,12 @@ def test_many_versions_cost_what_reading_them_costs(tmp_path: Path) -> None:
             draft.add(encode_part([one], encoding="gap8_exp", current_version=version))
             draft.finish()
     entries = log.listing().entries
-    read_version(entries[0])  # what decodes is compiled
+    verify_version(entries[0])  # what decodes is compiled
 
     def seconds(work: Any) -> float:
         start = time.process_time()
         work()
         return time.process_time() - start
 
-    read = seconds(lambda: [read_version(entry) for entry in entries])
+    read = seconds(lambda: [verify_version(entry) for entry in entries])
     assert seconds(lambda: fold_versions(log, entries, 0)) < 4 * read + 0.5

@@ -88,3 +88,7 @@ def test_why_there_is_nothing_newer() -> None:
     why = why_not_newer(broken, 1) or ""
     assert "leads on from version 1" in why
     assert "weight_v000002" in why
+    many = Listing(damaged={folder_name(version): "" for version in range(1000, 5000)})
+    why = why_not_newer(many, 1) or ""
+    assert "damaged: weight_v001000, weight_v001001, " in why
+    assert why.endswith(" and 3995 more")

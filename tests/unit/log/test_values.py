@@ -18,10 +18,10 @@ from engine_ext.log import (
     CannotFold,
     fold_versions,
     open_log,
-    read_version,
     route,
 )
 from tests.support.served_models import PROPERTY
+from tests.unit.log.places import decoded
 from tests.unit.log.test_fold import (
     DTYPES,
     SIZES,
@@ -130,7 +130,7 @@ def test_a_fold_does_what_its_versions_do(
     before = route([entry for entry in entries if entry.version <= first], 0)
     between = [entry for entry in entries if first < entry.version <= last]
     folder = fold_versions(open_log(log), between, first, checkpoint=base, before=before)
-    assert not any(d.differences for p in read_version(entry_of(log, folder)) for d in p.deltas)
+    assert not any(d.differences for p in decoded(entry_of(log, folder)) for d in p.deltas)
     assert same(apply(weights[first], log, [folder]), weights[last])
 
 

@@ -22,8 +22,9 @@ from scripts.fleet_soak.answers import (
 )
 from scripts.fleet_soak.coordinator import Kill, Killing
 from scripts.fleet_soak.plan import FAULTS, by_turns, schedule
-from scripts.fleet_soak.reference import digest, weights
+from scripts.fleet_soak.reference import weights
 from scripts.fleet_soak.router import config
+from scripts.live_engine.tiny_models import digest
 
 
 def answer(**facts: Any) -> Answer:

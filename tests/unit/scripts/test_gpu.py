@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from scripts.gpu import __main__ as program
 from scripts.gpu import results, timing
 from scripts.gpu import rows as rows_module
 from scripts.gpu.rows import ROWS, Row
+from scripts.live_engine import tiny_models
+from scripts.live_engine.process import EngineError
 
 ROOT = Path(__file__).parents[3]
 SYNCS = {f"sync{n}": {"pause_ms": 10.0 + n, "commit_ms": 1.0} for n in (1, 2, 3)}
@@ -47,7 +50,6 @@ def test_the_table_shows_what_ran_where() -> None:
 def test_rows_that_were_never_exact_come_first() -> None:
     other = {"engine": "SGLang 1", "rows": [{**EXACT, "row": "keep"}]}
     assert results.by_worth(["awq", "keep", "mla"], [RUN, other]) == ["keep", "mla", "awq"]
-    assert results.exact_rows([RUN, RUN, other]) == 1
 
 
 def test_a_row_is_exact_in_all_that_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +70,7 @@ def test_a_row_is_exact_in_all_that_it_did(monkeypatch: pytest.MonkeyPatch) -> N
         row = {**EXACT, **wrong}
         run.facts["rows"] = [EXACT, row]
         assert not run.is_exact, wrong
-        assert results.exact_rows([{**RUN, "rows": [row]}]) == 0
+        assert not results.is_exact(row)
         if "verdict" not in wrong:
             assert (differs in doc_table.rows_of([{**RUN, "rows": [row]}])) is (
                 "error" not in wrong
@@ -98,7 +100,9 @@ def test_the_readme_counts_the_exact_rows() -> None:
     [count] = re.findall(
         r"\[(\d+) of \d+ rows exact\]\(docs/gpu\.md\)", (ROOT / "README.md").read_text()
     )
-    assert int(count) == results.exact_rows(results.recorded())
+    own = [run for run in results.recorded() if run["engine"].lower().startswith("vllm")]
+    exact = {row["row"] for run in own for row in run["rows"] if results.is_exact(row)}
+    assert int(count) == len(exact)
 
 
 def test_a_row_that_fails_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +119,39 @@ def test_a_row_that_fails_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["logs"]["live"].endswith("the kernel is missing")
     assert (len(found["logs"]["live"]), found["logs"]["fresh"]) == (4000, "")
     assert rows_module.run("b", tmp_path / "b")["error"] == "time ran out"
+
+
+class Starting:
+    """The engine to update is interrupted while it starts; the other one takes its time."""
+
+    came_up = False
+
+    def __init__(self, *arguments: Any, delta: bool, **options: Any) -> None:
+        self._delta, self._stopped = delta, threading.Event()
+
+    def __enter__(self) -> Starting:
+        if self._delta:
+            raise KeyboardInterrupt
+        if self._stopped.wait(5):
+            raise EngineError("stopped")
+        Starting.came_up = True
+        return self
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        self._stopped.set()
+
+
+def test_an_interrupted_row_stops_what_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(folder: Path) -> Path:
+        return tiny_models.build("qwen3", folder)
+
+    monkeypatch.setattr(rows_module, "ROWS", {"a": Row(write)})
+    monkeypatch.setattr(rows_module, "GpuVllm", Starting)
+    found = rows_module.run("a", tmp_path / "a")
+    assert found["error"] == "time ran out"
+    assert not Starting.came_up
 
 
 class Process:

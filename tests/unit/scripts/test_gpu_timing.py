@@ -40,7 +40,7 @@ class Engine:
         self.is_up = True
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self, grace_s: float = 0.0) -> None:
         pass
 
     def pids(self) -> list[int]:

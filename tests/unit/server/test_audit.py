@@ -348,3 +348,29 @@ def test_other_process_records_what_a_dead_one_did_not(
     ]
     assert [one.late for one in records(file)] == [False, False, True, False]
     sound(file)
+
+
+def test_record_of_a_process_that_dies_is_written_twice(
+    two: Two, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has appended the record, and the ranks do not know: the trail stays sound."""
+    append = AuditFile.append
+
+    def dies(audited: AuditFile, added: list[AuditRecord]) -> str:
+        append(audited, added)
+        raise asyncio.CancelledError
+
+    two.send(1, a_step(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(AuditFile, "append", dies)
+        with pytest.raises(asyncio.CancelledError):
+            two.send(0, a_step(2))
+    two.send(1, a_step(3))
+    assert [(one.version, one.late) for one in records(file)] == [
+        (7, False),
+        (8, False),
+        (9, False),
+        (9, True),
+        (10, False),
+    ]
+    assert sound(file).notes == ["audit.jsonl:4 says again what the record before it says"]

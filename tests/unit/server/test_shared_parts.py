@@ -126,6 +126,17 @@ def test_signature_of_a_part_is_read_once(
     assert len([name for name in read if name.endswith(SIGNATURE_SUFFIX)]) == 2
 
 
+def test_signature_that_is_no_text_is_handed_on(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who gets it refuses the part."""
+    monkeypatch.setenv(HMAC_KEY_ENVIRONMENT, "key")
+    body = delta_part(STEPS[0], VERSION + 1)
+    folder = write(log, body, number=VERSION + 1)
+    [path] = folder.glob("*.safetensors")
+    path.with_name(path.name + SIGNATURE_SUFFIX).write_bytes(b"\xff" * 64)
+    [offered] = SharedParts(open_log(log)).offer(VERSION + 1, "0" * 32).versions
+    assert [*offered.signatures.values()] == ["\ufffd" * 64]
+
+
 # An engine without a log ---------------------------------------------------------------------
 
 
