@@ -27,7 +27,9 @@ def answer_in_words(status: int, text: str, server: str | None, url: str) -> str
     """
     error = json_object(text).get("error")
     if isinstance(error, dict):
-        return f"HTTP {status}: {error.get('type')}: {error.get('message')}"
+        said, tensor = f"{error.get('type')}: {error.get('message')}", error.get("tensor")
+        named = "" if tensor is None or str(tensor) in said else f" ({tensor})"
+        return f"HTTP {status}: {said}{named}"
     who = f" ({server})" if server else ""
     if status in _NO_ENDPOINT:
         return (

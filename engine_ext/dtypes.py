@@ -44,6 +44,11 @@ _BITS_DTYPE: Final[dict[str, np.dtype[Any]]] = {
 _TORCH_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Return the manifest name of a dtype; torch's own if it is in no manifest."""
+    return NAME_OF_TORCH.get(dtype, str(dtype).removeprefix("torch."))
+
+
 def itemsize(name: str) -> int:
     """Return the bytes of one element of a manifest dtype; KeyError if it is unknown."""
     return TORCH_DTYPE[name].itemsize

@@ -175,6 +175,15 @@ class TooLarge(DeltaError):
 
     status = 413
 
+    @classmethod
+    def of_part(cls, what: str, limit: int) -> TooLarge:
+        """Return the error that a part has too many bytes; `what` says how many."""
+        return cls(
+            f"{what}, the limit is {limit}; send smaller parts (bucket_bytes=), or raise the "
+            "engine's --delta-tuning max-body-bytes",
+            limit=limit,
+        )
+
 
 class UnsupportedMedia(DeltaError):
     """The endpoint does not accept this content type or content encoding."""

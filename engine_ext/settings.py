@@ -506,7 +506,7 @@ def _parse_tuning(text: str) -> list[tuple[str, Any]]:
     if text.lstrip().startswith("{"):
         try:
             found = msgspec.json.decode(text, type=dict[str, str | int | float])
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             raise argparse.ArgumentTypeError(f"not a JSON object of keys: {error}") from None
         return [_parse_tuned(key, str(value)) for key, value in found.items()]
     key, equals, value = text.partition("=")

@@ -82,7 +82,7 @@ def decode_line(line: bytes) -> AuditRecord | None:
     try:
         record = msgspec.json.decode(line, type=AuditRecord)
         return record if msgspec.json.encode(record) == line else None
-    except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError):
+    except (ValueError, RecursionError):
         return None
 
 

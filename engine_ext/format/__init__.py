@@ -14,19 +14,13 @@ Imports: `engine_ext.kernels`, and the ground floor.
 from engine_ext.format.checksum import (
     CHECKSUM_DIGITS,
     StateHash,
-    slime_checksum,
     state_hash,
-    verify_checksum,
-    xxh3_checksum,
 )
 from engine_ext.format.compared_digest import digest_if_equal
 from engine_ext.format.container import (
     Header,
     PartGate,
-    Span,
-    parse_header,
     read_container,
-    write_container,
 )
 from engine_ext.format.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
@@ -44,9 +38,7 @@ from engine_ext.format.manifest import (
     Manifest,
     ParamEntry,
     check_run,
-    manifest_checksum,
     optional_version,
-    parse_manifest,
     skip_symbol,
     split_owner,
 )
@@ -60,8 +52,6 @@ from engine_ext.format.part import (
     warm_up_unpacking,
 )
 from engine_ext.format.positions import (
-    decode_positions,
-    encode_positions,
     position_bytes,
     split_positions,
 )
@@ -75,7 +65,7 @@ from engine_ext.format.signature import (
 from engine_ext.format.streams_on_device import ChangedElements, device_streams
 from engine_ext.format.ulp_differences import differences_of
 from engine_ext.format.verified_part import read_unpacked, verify_container
-from engine_ext.format.zstd_frames import ZSTD_MAGIC, FrameReader, compress_frame, inflate
+from engine_ext.format.zstd_frames import ZSTD_MAGIC, FrameReader, inflate
 
 __all__ = [
     "ANONYMOUS",
@@ -102,7 +92,6 @@ __all__ = [
     "PartGate",
     "PartId",
     "RunSender",
-    "Span",
     "StateHash",
     "UnpackedPart",
     "Unproven",
@@ -111,24 +100,18 @@ __all__ = [
     "bytes_suffice",
     "change_digest",
     "check_run",
-    "compress_frame",
     "continues",
     "decode_part",
-    "decode_positions",
     "device_digest",
     "device_factors",
     "device_streams",
     "differences_of",
     "digest_if_equal",
     "encode_part",
-    "encode_positions",
     "expand_part",
     "inflate",
     "join_streams",
-    "manifest_checksum",
     "optional_version",
-    "parse_header",
-    "parse_manifest",
     "part_identity",
     "position_bytes",
     "read_container",
@@ -137,14 +120,10 @@ __all__ = [
     "sign",
     "signing_key",
     "skip_symbol",
-    "slime_checksum",
     "split_owner",
     "split_positions",
     "state_hash",
     "tensor_digest",
-    "verify_checksum",
     "verify_container",
     "warm_up_unpacking",
-    "write_container",
-    "xxh3_checksum",
 ]

@@ -215,9 +215,8 @@ def write_container(
 
 
 def _check_size(declared: int, unit: str, limits: Limits) -> None:
-    limit = limits.max_part_bytes
-    if declared > limit:
-        raise TooLarge(f"the part declares {declared} {unit}; the limit is {limit}", limit=limit)
+    if declared > limits.max_part_bytes:
+        raise TooLarge.of_part(f"the part declares {declared} {unit}", limits.max_part_bytes)
 
 
 def _other_file(raw: bytes) -> str:

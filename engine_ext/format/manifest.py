@@ -335,7 +335,7 @@ def _parse_part(metadata: dict[str, str], limits: Limits) -> tuple[int | None, i
 
 
 def _parse_params(text: str, encoding: str, limits: Limits) -> tuple[ParamEntry, ...]:
-    # The header limit bounds what decoding can allocate: an entry has eight keys.
+    # The header limit bounds what decoding can allocate: an entry has nine keys.
     try:
         params = msgspec.json.decode(text, type=tuple[ParamEntry, ...])
     except (ValueError, RecursionError) as error:

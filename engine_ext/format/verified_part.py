@@ -109,7 +109,7 @@ def read_unpacked(file: Buffer, identity: str) -> UnpackedPart | None:
         size = int.from_bytes(view[end:], "little")
         try:
             layout = msgspec.msgpack.decode(view[max(end - size, 0) : end], type=PartLayout)
-        except msgspec.MsgspecError:
+        except (ValueError, RecursionError):
             return None
     if layout.identity != identity:
         return None

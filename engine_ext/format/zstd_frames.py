@@ -191,7 +191,7 @@ class FrameReader:
             raise MalformedPart(f"zstd frame header: {error}") from None
         size, limit = parameters.content_size, self._max_bytes
         if size != zstandard.CONTENTSIZE_UNKNOWN and size > limit:
-            raise TooLarge(f"the zstd frame declares {size} bytes", limit=limit)
+            raise TooLarge.of_part(f"the zstd frame declares {size} bytes", limit)
         if parameters.dict_id:
             raise MalformedPart("the zstd frame needs a dictionary")
         self._frame = _Frame(parameters, zstandard.frame_header_size(head))
@@ -200,9 +200,8 @@ class FrameReader:
 
     def _count(self, piece: bytes) -> bytes:
         self._produced += len(piece)
-        limit = self._max_bytes
-        if self._produced > limit:
-            raise TooLarge(f"the part is longer than {limit} bytes", limit=limit)
+        if self._produced > self._max_bytes:
+            raise TooLarge.of_part(f"the part has over {self._max_bytes} bytes", self._max_bytes)
         return piece
 
 

@@ -241,5 +241,5 @@ def parse_done(text: bytes) -> Done:
     """Return the content of a ``DONE`` that is not empty; LogDamaged if it is not valid."""
     try:
         return msgspec.json.decode(text, type=Done)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise LogDamaged(f"its {DONE} cannot be read: {error}") from error

@@ -155,7 +155,7 @@ def _read(log: DeltaLog, files: Files, name: str, strict: bool) -> Heartbeat | N
                 log.store.read(f"{FOLDER}/{name}", _MAX_BYTES), type=Heartbeat
             )
         why = f"it has over {_MAX_BYTES} bytes"
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         why = str(error)
     except LogDamaged as error:
         raise LogDamaged(f"{FOLDER}: {error.message}") from error

@@ -84,7 +84,7 @@ class PeerStore:
         text = self._peers.read_offer(_MOST_BYTES)
         try:
             offer = msgspec.json.decode(text, type=Offer)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             raise OSError(errno.EIO, f"a peer's offer cannot be read: {error}") from error
         _require_proven(offer)
         self._offered = {one.folder: one for one in offer.versions}

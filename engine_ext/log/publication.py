@@ -90,7 +90,7 @@ def read_publications(store: Store) -> list[Done]:
         try:
             for line in store.read(f"{FOLDER}/{name}", _MOST_BYTES).splitlines():
                 found.append(_parse(line))
-        except (msgspec.MsgspecError, RecursionError, LogDamaged) as error:
+        except (ValueError, RecursionError, LogDamaged) as error:
             raise LogDamaged(f"{FOLDER}/{name} cannot be read: {error}") from error
     return found
 

@@ -33,7 +33,8 @@ def hash_tensor(tensor: torch.Tensor) -> str:
 
 def hash_memory(tensor: torch.Tensor) -> str:
     """Hash all memory from a tensor's first to its last element, on its device."""
-    memory = tensor.as_strided((extent(tensor),), (1,)).view(torch_bits_dtype(tensor.dtype))
+    bits = torch.int64 if tensor.itemsize > 8 else torch_bits_dtype(tensor.dtype)
+    memory = tensor.as_strided((extent(tensor),), (1,)).view(bits)
     if memory.device.type != "cpu":
         return weighted_sum(memory)
     raw: Any = memory.view(torch.uint8).numpy()

@@ -51,7 +51,7 @@ def has_nan(values: Bits, dtype: str) -> bool:
     found = typed(values, TORCH_DTYPE[dtype])
     if not found.dtype.is_floating_point:
         return False
-    # torch has no isnan for the 8-bit floats; float16 represents all their values.
+    # torch has no isnan for the 8-bit floats; as float16 their NaNs, and nothing else, are NaN.
     return bool((found.half() if found.itemsize == 1 else found).isnan().any())
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from engine_ext.dtypes import torch_bits_dtype
+from engine_ext.dtypes import NAME_OF_TORCH, name_of, torch_bits_dtype
 from engine_ext.format import Digest, digest_if_equal
 from engine_ext.kernels import Bits, bits_of, host_bits, same_device
 from engine_ext.placement.ownership import SourceBox, box_of
@@ -105,6 +105,9 @@ def _is_of(placed: Placed, tensor: torch.Tensor, moves_known: bool) -> bool:
     """Return whether a tensor can prove a placement; mark it if not."""
     if tuple(tensor.shape) != placed.spec.shape or tensor.dtype != placed.spec.dtype:
         placed.refuse("the checkpoint changed while the engine was starting")
+        return False
+    if tensor.dtype not in NAME_OF_TORCH:
+        placed.refuse(f"no delta can have its dtype, {name_of(tensor.dtype)}")
         return False
     if not moves_known and _all_equal(tensor.detach().contiguous()):
         placed.refuse(

@@ -24,7 +24,7 @@ class LiveElements(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Host memory that their offsets take."""
+        """Memory that their offsets take, without what is reserved of a device."""
 
     def read(self) -> Any:
         """Return their bits, a copy in host memory."""
@@ -93,7 +93,7 @@ class DeviceElements:
 
     @property
     def nbytes(self) -> int:
-        return self.offsets.nbytes
+        return self.offsets.nbytes if self.lease is None else 0
 
     def read(self) -> torch.Tensor:
         return gather_scatter.gather(self.flat, self._places()).cpu()
@@ -144,7 +144,7 @@ class DeviceRows:
 
     @property
     def nbytes(self) -> int:
-        return self.offsets.nbytes
+        return self.offsets.nbytes if self.lease is None else 0
 
     def of(self, number: int) -> DeviceElements:
         """Return the elements of one of the tensors."""

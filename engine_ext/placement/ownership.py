@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
@@ -109,15 +108,24 @@ def resolve(placement: Placement, by_rank: Sequence[RankBoxes]) -> Holders:
             continue
         if not all(box.nested for box in found):
             placed.refuse("the loader copies some of its elements several times")
-        elif any(_overlap(a, b) for a, b in combinations(sorted(found), 2)):
+        elif any(_overlap(*pair) for pair in _near(sorted(found))):
             placed.refuse("the ranks' parts of it overlap without being equal")
         elif (held := sum(box.numel for box in found)) != placed.spec.numel:
             placed.refuse(f"{placed.spec.numel - held} of its elements are on no rank")
     return holders
 
 
+def _near(ordered: Sequence[SourceBox]) -> Iterator[tuple[SourceBox, SourceBox]]:
+    """Yield the pairs whose second box starts before the first one ends; takes them in order."""
+    for number, one in enumerate(ordered):
+        for at in range(number + 1, len(ordered)):
+            if ordered[at].start >= one.end:
+                break
+            yield one, ordered[at]
+
+
 def _overlap(a: SourceBox, b: SourceBox) -> bool:
-    if a.end <= b.start or b.end <= a.start or _apart(a, b):
+    if _apart(a, b):
         return False
     return bool(np.intersect1d(a.indices(), b.indices(), assume_unique=True).size)
 

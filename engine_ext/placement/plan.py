@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.dtypes import NAME_OF_TORCH, TORCH_DTYPE
+from engine_ext.dtypes import NAME_OF_TORCH, TORCH_DTYPE, name_of
 from engine_ext.format import Digest, change_digest, device_digest, tensor_digest
 from engine_ext.kernels import Bits, same_device
 from engine_ext.placement.casts import appended_bits, as_host, checkpoint_bits
@@ -81,7 +81,7 @@ class Plan:
         return [
             {
                 "name": name,
-                "dtype": NAME_OF_TORCH[placed.spec.dtype],
+                "dtype": name_of(placed.spec.dtype),
                 "shape": list(placed.spec.shape),
                 "status": placed.status.value,
                 "reason": placed.reason,

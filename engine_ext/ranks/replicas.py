@@ -186,8 +186,9 @@ def _encoded(values: list[Any]) -> bytes:
     """Encode values, or the error if that fails, so that the other replicas do not wait."""
     try:
         return msgspec.msgpack.encode([None, values])
-    except (TypeError, OverflowError) as error:
-        return msgspec.msgpack.encode([f"{type(error).__name__}: {error}", []])
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+        return msgspec.msgpack.encode([failure, []])
 
 
 def _store(port: int, **options: Any) -> Any:

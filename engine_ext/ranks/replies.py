@@ -39,6 +39,7 @@ class RankState(Reply, frozen=True, kw_only=True):
     resume_owed: bool  # a commit has paused the engine and not resumed it yet
     paused: CallerPause | None = None  # as it was last recorded
     asleep: bool = False  # the engine has released the weights' memory
+    released: bool = False  # that, or other memory that it needs to generate
     foreign: str | None = None  # what changed the weights outside of delta sync since the last sync
 
 

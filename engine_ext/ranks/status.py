@@ -145,5 +145,5 @@ def decode_status(content: bytes) -> EngineStatus:
     """
     try:
         return msgspec.json.decode(content, type=EngineStatus)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{OTHER_FORM}: {error}") from error

@@ -10,7 +10,7 @@ Imports: `engine_ext.ranks`, `engine_ext.files`, `engine_ext.settings`, `engine_
 
 from engine_ext.remote_parts.cache import PartCache
 from engine_ext.remote_parts.local_folder import LocalFolder
-from engine_ext.remote_parts.locate import Locate, PartLocator, locator
+from engine_ext.remote_parts.locate import Locate, locate_part, locator
 from engine_ext.remote_parts.peers import ROUTE, Peers
 
-__all__ = ["ROUTE", "LocalFolder", "Locate", "PartCache", "PartLocator", "Peers", "locator"]
+__all__ = ["ROUTE", "LocalFolder", "Locate", "PartCache", "Peers", "locate_part", "locator"]

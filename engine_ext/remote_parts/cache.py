@@ -41,6 +41,7 @@ _ASKING: Final = "-ask"
 _UNFINISHED: Final = ".fetching"
 _READ_BYTES: Final = 1 << 20
 _GRACE_S: Final = 60.0  # from when a rank was given a file until it has mapped it
+_AGAIN_S: Final = 0.5
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
 Fetch = Callable[[BinaryIO], None]
@@ -165,19 +166,27 @@ class PartCache:
         return path
 
     def _make_room(self, size: int) -> None:
-        """Remove the parts that were not read for the longest time until one more fits."""
+        """Remove the parts that were not read for the longest time until one more fits.
+
+        It waits for the ranks to map what they were given: then that is unused, too.
+        """
         if size > self._limit:
             raise self._full()
+        end = time.monotonic() + _GRACE_S + 2 * _AGAIN_S
+        while not self._has_room(size):
+            if time.monotonic() > end:
+                raise self._full()
+            time.sleep(_AGAIN_S)
+
+    def _has_room(self, size: int) -> bool:
+        """Return whether a part fits, once unused ones are removed."""
         _remove_unfinished(self.folder)
         used = {path: _bytes_of(path) for path in self.folder.glob("*" + _PART)}
         left = self._limit - size - sum(used.values())
         for path in sorted(used, key=_read_at):
-            if left >= 0:
-                return
-            if _remove_unused(path):
+            if left < 0 and _remove_unused(path):
                 left += used[path]
-        if left < 0:
-            raise self._full()
+        return left >= 0
 
     def _full(self) -> SpoolFull:
         return SpoolFull(
@@ -187,14 +196,14 @@ class PartCache:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made; wait for a rank that has it."""
+def _locked(path: Path, conflict: str | None = None) -> Iterator[FileLock]:
+    """Hold the lock of a file, which is made; `conflict` is that of `FileLock`."""
     while True:
-        with FileLock(path, os.O_RDWR | os.O_CREAT, None) as lock:
+        with FileLock(path, os.O_RDWR | os.O_CREAT, conflict) as lock:
             if not lock.is_in_place():
                 continue  # the rank that had it has removed it
             try:
-                yield
+                yield lock
             finally:
                 path.unlink(missing_ok=True)
             return
@@ -231,22 +240,29 @@ def _verified(path: Path) -> Path:
 
 def _remove_unused(path: Path) -> bool:
     """Remove a part unless a rank maps it, or will; return whether it is gone."""
-    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if time.time() - _read_at(path) > _GRACE_S:
-            _remove(path)
+    with contextlib.suppress(OSError):
+        # Locked only if it is old, and no rank is given it then: a rank that finds it locked takes
+        # it for removed.
+        if _is_old(path):
+            with _locked(path.with_suffix(_LOCK), "it is asked for"), open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_old(path):
+                    _remove(path)
     return not path.exists()
+
+
+def _is_old(path: Path) -> bool:
+    """Return whether a rank that was given a part has mapped it, if it ever will."""
+    return time.time() - _read_at(path) > _GRACE_S
 
 
 def _remove_unfinished(folder: Path) -> None:
     """Remove the unfinished files of ranks that died."""
     for unfinished in folder.glob("*" + _UNFINISHED):
-        with contextlib.suppress(OSError):  # BlockingIOError: it is being fetched
-            path = unfinished.with_suffix(_LOCK)
-            with FileLock(path, os.O_RDWR | os.O_CREAT, "it is being fetched") as lock:
+        with contextlib.suppress(OSError):  # BlockingIOError
+            with _locked(unfinished.with_suffix(_LOCK), "it is being fetched") as lock:
                 if lock.is_enforced:
                     unfinished.unlink(missing_ok=True)
-                    path.unlink(missing_ok=True)
 
 
 def _remove(path: Path) -> None:

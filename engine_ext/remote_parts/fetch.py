@@ -15,7 +15,7 @@ from engine_ext.ranks.operations import PartSource
 _TIMEOUT: Final = httpx.Timeout(30.0, connect=5.0)
 _ATTEMPTS: Final = 6
 _LONGEST_WAIT_S: Final = 4.0
-_LONGEST_READ_S: Final = 60.0  # of the store by the other host, and what follows for its size
+_LONGEST_READ_S: Final = 60.0  # until a part is here; its size adds to it, at the slowest rate
 _SLOWEST_READ: Final = 1 << 20  # bytes per second
 _AGAIN_S: Final = 0.1
 
@@ -58,7 +58,7 @@ def fetch_if_there(source: PartSource, file: BinaryIO, attempts: int) -> None:
     # Environment variables for proxies are for other hosts than the engine's own.
     with httpx.Client(timeout=_TIMEOUT, trust_env=False) as client:
         try:
-            while not retrying(_fetch_rest, client, source, file):
+            while not retrying(_fetch_rest, client, source, file, end):
                 if time.monotonic() > end:
                     raise _Refused("it has not read the part from the store in time")
                 time.sleep(_AGAIN_S)
@@ -71,8 +71,8 @@ class _Refused(Exception):
     """The other host has answered something else than the bytes asked for."""
 
 
-def _fetch_rest(client: httpx.Client, source: PartSource, file: BinaryIO) -> bool:
-    """Write the rest of a part; return False if the other host is still reading it."""
+def _fetch_rest(client: httpx.Client, source: PartSource, file: BinaryIO, end: float) -> bool:
+    """Write the rest of a part until `end`; return False if the other host is still reading it."""
     begin = file.seek(0, os.SEEK_END)
     if begin >= source.size:
         return True
@@ -93,6 +93,8 @@ def _fetch_rest(client: httpx.Client, source: PartSource, file: BinaryIO) -> boo
             file.write(chunk)
             if file.tell() > source.size:  # it could fill the disk
                 raise _Refused(f"it sends more than the {source.size} bytes of the part")
+            if time.monotonic() > end:  # others wait for the part
+                raise _Refused(f"it sends less than {_SLOWEST_READ} bytes per second")
     if file.tell() < source.size:
         raise httpx.ReadError("the transfer ended early")
     return True

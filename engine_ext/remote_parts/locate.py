@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 
+from engine_ext.errors import ChecksumMismatch, PartUnavailable
 from engine_ext.ranks.operations import PartSource
 from engine_ext.remote_parts.cache import PartCache
 from engine_ext.settings import Settings
@@ -14,7 +15,7 @@ Locate = Callable[[str, PartSource | None], str]
 
 
 def locator(settings: Settings, *, several_hosts: bool) -> Locate | None:
-    """Return a locator of parts on this rank's host; None if the engine has one host.
+    """Return what finds parts on this rank's host; None if the engine has one host.
 
     Args:
         several_hosts: whether ranks can be on other hosts than the server's process.
@@ -24,33 +25,33 @@ def locator(settings: Settings, *, several_hosts: bool) -> Locate | None:
     """
     if not several_hosts:
         return None
-    return PartLocator(PartCache(settings.cache_dir, settings.cache_bytes)).locate
+    return functools.partial(locate_part, PartCache(settings.cache_dir, settings.cache_bytes))
 
 
-class PartLocator:
-    """Finds parts for one rank: in the spool if that is on its host, else in the host's cache."""
+def locate_part(cache: PartCache, path: str, source: PartSource | None) -> str:
+    """Return the file that holds a part, to be mapped at once: in the spool, or in the cache.
 
-    def __init__(self, cache: PartCache) -> None:
-        self._cache = cache
+    Args:
+        cache: of this rank's host.
+        path: the part in the spool, on the host of the server's process.
+        source: where other hosts get it; None if there are none.
 
-    def locate(self, path: str, source: PartSource | None) -> str:
-        """Return the file that holds a part, to be mapped at once.
+    Raises:
+        PartUnavailable: it cannot be fetched, or other bytes come.
+        SpoolFull: the cache has no room.
+        OSError: the cache cannot be written.
+    """
+    if source is None or _is_the_servers(path, source):
+        return path
+    # Needs packages that an engine on one host can do without.
+    from engine_ext.remote_parts.fetch import fetch_part
 
-        Args:
-            path: the part in the spool, on the host of the server's process.
-            source: where other hosts get it; None if there are none.
-
-        Raises:
-            DeltaError: it cannot be fetched, see `PartCache.get` and `fetch_part`.
-            OSError: the cache cannot be written.
-        """
-        if source is None or _is_the_servers(path, source):
-            return path
-        # Needs packages that an engine on one host can do without.
-        from engine_ext.remote_parts.fetch import fetch_part
-
-        fetch = functools.partial(fetch_part, source)
-        return str(self._cache.get(source.content, source.size, fetch, delivery=source.url))
+    fetch = functools.partial(fetch_part, source)
+    try:
+        return str(cache.get(source.content, source.size, fetch, delivery=source.url))
+    except ChecksumMismatch as error:  # intake has verified what the sender sent
+        why = f"a part changed on its way here, from {source.url}; send it again"
+        raise PartUnavailable(why) from error
 
 
 def _is_the_servers(path: str, source: PartSource) -> bool:

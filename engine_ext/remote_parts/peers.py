@@ -161,10 +161,9 @@ class Peers:
             return False
         except SpoolFull:
             raise
-        except (DeltaError, OSError) as error:
-            why = error.message if isinstance(error, DeltaError) else str(error)
+        except DeltaError as error:
             what = "sent other bytes" if isinstance(error, ChecksumMismatch) else "failed"
-            logger.warning("delta updates: peer %s %s: %s", url, what, why)
+            logger.warning("delta updates: peer %s %s: %s", url, what, error.message)
             with self._lock:
                 self._resting[url] = time.monotonic() + _REST_S
             return False

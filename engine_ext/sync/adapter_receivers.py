@@ -95,11 +95,11 @@ class AdapterReceivers:
         for receiver in self._all():
             receiver.weights_released()
 
-    def set_asleep(self, asleep: bool) -> None:
-        """Record whether that memory is released."""
+    def set_asleep(self, asleep: bool, *, other: bool = False) -> None:
+        """Record whether that memory is released, and `other` memory to generate with."""
         self._asleep = asleep
         for receiver in self._all():
-            receiver.set_asleep(asleep)
+            receiver.set_asleep(asleep, other=other)
 
     # Operations -------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ class BackgroundStaging:
 
     Args:
         threads: how many parts are staged at once.
-        locate: see `engine_ext.remote_parts.PartLocator.locate`; None if all ranks are on the host
+        locate: see `engine_ext.remote_parts.locate_part`; None if all ranks are on the host
             of the spool.
         cores: how many threads expand the positions of one part; None: all usable cores.
     """

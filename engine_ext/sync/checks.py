@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engine_ext.dtypes import NAME_OF_TORCH
+from engine_ext.dtypes import name_of
 from engine_ext.errors import NotUpdatable
 from engine_ext.format import ParamDelta
 from engine_ext.placement import (
@@ -63,7 +63,7 @@ def is_ignored(delta: ParamDelta, plan: Plan) -> bool:
 
 
 def _check_spec(delta: ParamDelta, spec: TensorSpec) -> None:
-    name, dtype = delta.name, NAME_OF_TORCH[spec.dtype]
+    name, dtype = delta.name, name_of(spec.dtype)
     if (delta.shape, delta.dtype) != (spec.shape, dtype):
         raise NotUpdatable(
             f"{name}: it is {dtype} {list(spec.shape)} in the checkpoint, and {delta.dtype} "

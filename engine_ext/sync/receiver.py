@@ -47,7 +47,7 @@ class Receiver(SyncOperations):
         stage_timeout: seconds after its last part for which a staged sync keeps others out.
         read_workers: how many parts are staged at once.
         cores: this rank's share of the host's cores; None: all usable ones.
-        locate: see `engine_ext.remote_parts.PartLocator.locate`; None if all ranks are on the host
+        locate: see `engine_ext.remote_parts.locate_part`; None if all ranks are on the host
             of the spool.
         undo_bytes: host memory that the old values of one version can take, with those of its
             continuations.
@@ -94,9 +94,9 @@ class Receiver(SyncOperations):
         self._staging.wait()
         self._scrubber.wait()
 
-    def set_asleep(self, asleep: bool) -> None:
-        """Record whether the weights' memory is released."""
-        self._sync_state.asleep = asleep
+    def set_asleep(self, asleep: bool, *, other: bool = False) -> None:
+        """Record whether the weights' memory is released, and `other` memory to generate with."""
+        self._sync_state.asleep, self._sync_state.released = asleep, asleep or other
 
     @property
     def uncertain(self) -> bool:
@@ -174,6 +174,7 @@ class Receiver(SyncOperations):
             resume_owed=use.resume_owed,
             paused=use.pause,
             asleep=self._sync_state.asleep,
+            released=self._sync_state.released,
             foreign=self._sync_state.changed_externally,
         )
 

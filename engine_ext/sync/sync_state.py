@@ -102,6 +102,7 @@ class SyncState:
     Attributes:
         uncertain: a write failed half-way; some weights might be new and some old.
         asleep: the engine has released the weights' memory.
+        released: that, or other memory that it needs to generate.
         changed_externally: what changed the weights outside of delta sync since the last sync, or
             None.
         mismatched: names of tensors that this rank knows to hold other bits than the syncs have
@@ -118,7 +119,7 @@ class SyncState:
         self.version = version
         self.stage_timeout = stage_timeout
         self.uncertain = False
-        self.asleep = False
+        self.asleep = self.released = False
         self.changed_externally: str | None = None
         self.mismatched: frozenset[str] = frozenset()
         self.sync: Sync | None = None

@@ -72,10 +72,11 @@ class SimulatedDestination(Destination):
         self._bytes_per_s = bytes_per_s
 
     def deliver(self, body: bytes, version: int, part: int, last: bool) -> dict[str, Any]:
-        start = time.perf_counter()
-        time.sleep(len(body) / self._bytes_per_s)
         answer = {"status": "committed" if last else "staged", "version": version}
-        self.speed.note(len(body), time.perf_counter() - start, answer)
+        with self.speed.crossing() as start:
+            time.sleep(len(body) / self._bytes_per_s)
+            ended = time.perf_counter()
+            self.speed.note(len(body), ended - start, answer, ended)
         return answer
 
 

@@ -301,7 +301,7 @@ class EngineCommitter:
                 await self._audit.begin(engine)
 
     async def run_external_change(self, change: Callable[[], Awaitable[_T]]) -> _T:
-        """Let the caller pause or resume the engine, but not during a commit.
+        """Let the caller pause, resume, put to sleep or wake the engine, but not during a commit.
 
         A pause that a failed commit has left behind is the caller's from then on. The change is
         completed even if the caller disconnects.
@@ -332,12 +332,13 @@ class EngineCommitter:
                     logger.exception("a pause or its end could not be seen")
             return result
 
-    async def describe_pause(self, state: RankState, *, asleep: bool) -> PauseStatus | None:
+    async def describe_pause(self, state: RankState) -> PauseStatus | None:
         """Return what is known of a pause that is not a commit's; None without one.
+
+        An engine that sleeps is paused, too, and that alone is none.
 
         Args:
             state: of the first rank.
-            asleep: whether the weights' memory is released: an engine that sleeps is paused, too.
         """
         if state.resume_owed:
             return None
@@ -345,7 +346,7 @@ class EngineCommitter:
             paused = await self._engine.is_paused()
         except Exception:  # replicas that are just being paused or resumed differ
             paused = state.paused is not None
-        if not paused or (asleep and state.paused is None):
+        if not paused or (state.released and state.paused is None):
             metrics.PAUSED_SINCE.set(0)
             return None
         return pauses.describe(state.paused)
@@ -353,8 +354,8 @@ class EngineCommitter:
     async def end_long_pause(self, most: float) -> None:
         """Resume generation if a caller has paused it more than `most` seconds ago.
 
-        Not while the weights are uncertain or their memory is released. A pause that nobody has
-        seen begin counts from the first call that finds it, and one that nobody has seen end is
+        Not while the weights are uncertain, or the engine sleeps, also in part. A pause that nobody
+        has seen begin counts from the first call that finds it, and one that nobody has seen end is
         forgotten.
         """
         [state, *_] = await rank_states(self._engine)
@@ -367,7 +368,7 @@ class EngineCommitter:
             if seconds < most:
                 return
             replies = await self.status()
-            if self.uncertain or any(reply.asleep for reply in replies):
+            if self.uncertain or any(reply.released for reply in replies):
                 return
             await self._engine.resume()
             await self._see_pause(lease)
@@ -380,10 +381,13 @@ class EngineCommitter:
     async def _see_pause(self, lease: _HeldLease) -> CallerPause | None:
         """Find out if a caller has paused the engine; return the pause.
 
-        The ranks keep it from the end of the lease on. No commit must owe a resume.
+        The ranks keep it from the end of the lease on. No commit must owe a resume. A sleep begins
+        no pause, and ends none.
         """
-        paused = await self._engine.is_paused()
-        lease.pause = (lease.pause or pauses.begin()) if paused else None
+        if not await self._engine.is_paused():
+            lease.pause = None
+        elif lease.pause is None and not any(state.released for state in await self.states()):
+            lease.pause = pauses.begin()
         metrics.PAUSED_SINCE.set(0 if lease.pause is None else lease.pause.since)
         return lease.pause
 
@@ -534,7 +538,7 @@ class EngineCommitter:
 def serialize_with_commits(
     committer: EngineCommitter, change: Callable[_P, Coroutine[Any, Any, _T]]
 ) -> Callable[_P, Coroutine[Any, Any, _T]]:
-    """Wrap the engine's own method to pause or resume, so that the caller's calls wait for commits.
+    """Wrap a method of the engine, such as to pause, so that the caller's calls wait for commits.
 
     The adapter itself keeps calling the original method.
     """

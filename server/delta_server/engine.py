@@ -25,8 +25,8 @@ _SINCE: Final = time.time()
 class Engine(Protocol):
     """One engine. Every method can raise; none is retried.
 
-    The caller's own requests to pause or resume do not use this protocol; adapters wrap those
-    methods with `delta_server.commit.serialize_with_commits`.
+    The caller's own requests to pause, resume, sleep or wake up do not use this protocol; adapters
+    wrap those methods with `delta_server.commit.serialize_with_commits`.
 
     Attributes:
         name: the engine's name.

@@ -160,7 +160,7 @@ async def ask_peer(root: str, group: str, adapter: str | None = None) -> PeerAns
         raise ValueError(f"{url} answered {answer.status_code}")
     try:
         return msgspec.json.decode(answer.content, type=PeerAnswer)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{url} gave no answer of an engine: {error}") from error
 
 

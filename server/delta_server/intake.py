@@ -108,8 +108,7 @@ class Intake:
                 nothing of the body is kept.
         """
         if declared is not None and declared > self._limits.max_part_bytes:
-            limit = self._limits.max_part_bytes
-            raise TooLarge(f"the body has {declared} bytes, the limit is {limit}", limit=limit)
+            raise TooLarge.of_part(f"the body has {declared} bytes", self._limits.max_part_bytes)
         with self._writer(verifier) as writer:
             async with contextlib.aclosing(receive_body(chunks, minimum_rate)) as body:
                 return await self._feed(writer, body)
@@ -196,7 +195,7 @@ class _PartWriter(contextlib.AbstractContextManager["_PartWriter"]):
         self._wire_bytes += size
         limit = self._limits.max_part_bytes
         if self._wire_bytes > limit:
-            raise TooLarge(f"the body is over the limit of {limit} bytes", limit=limit)
+            raise TooLarge.of_part(f"the body has over {limit} bytes", limit)
 
     def feed(self, chunks: Sequence[bytes | memoryview]) -> None:
         """Take the next chunks of the body."""

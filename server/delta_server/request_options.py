@@ -151,7 +151,7 @@ def parse_disk_request(body: bytes) -> DiskRequest:
 def _parse_json(body: bytes, type: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body, type=type)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedPart(f"bad request body: {error}") from error
 
 

@@ -218,7 +218,6 @@ class DeltaService:
             )
         complete = await asyncio.to_thread(is_complete, replies[0].delivery, self._folders)
         first = replies[0]
-        asleep = any(reply.asleep for reply in replies)
         # The ranks keep what is of the engine, not of an adapter, with the model.
         whole: RankState = first
         if self.adapter is not None:
@@ -238,9 +237,9 @@ class DeltaService:
         health = HealthStatus(
             state=self._engine_state(wrong),
             mismatched=wrong,
-            asleep=asleep,
+            asleep=any(reply.asleep for reply in replies),
             changed_externally=next((reply.foreign for reply in replies if reply.foreign), None),
-            paused=await self.committer.describe_pause(whole, asleep=asleep),
+            paused=await self.committer.describe_pause(whole),
             resume_owed=whole.resume_owed,
             awaits_full_sync=first.awaits is not msgspec.UNSET,
             certification=[reply.certification for reply in replies],

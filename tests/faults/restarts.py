@@ -28,6 +28,7 @@ SHARED_MEMORY = Path("/dev/shm")
 ANSWER_S = 15
 DEATH_S = 90  # SGLang looks for core dumps for 65 s when its detokenizer has died
 ENDS_S = 15
+TERMINATES_S = 60  # vLLM's engine core gives its workers 20 s
 
 
 class RestartHarness(Harness):
@@ -231,12 +232,13 @@ class RestartHarness(Harness):
         for process in reversed(self.engine.pids()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGTERM)
-        assert self._has_ended(), self.engine.pids()
+        ended = self._has_ended(TERMINATES_S)
+        assert ended, [psutil.Process(process).name() for process in self.engine.pids()]
         return False
 
-    def _has_ended(self) -> bool:
+    def _has_ended(self, limit_s: float = ENDS_S) -> bool:
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: self.engine.wait(0) and not self.engine.pids(), ENDS_S)
+            wait_until(lambda: self.engine.wait(0) and not self.engine.pids(), limit_s)
         return not self.engine.pids()
 
     # Restart ---------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,41 +192,6 @@ def test_vllm_refuses_what_it_derives(
     wanted = parsed_by_vllm(DELTAS, "--model", str(checkpoint("qwen3")), *arguments)
     with pytest.raises(ValueError, match=message):
         wanted.create_engine_config()
-
-
-class Connector:
-    """A KV connector, whose reset answers this."""
-
-    answer: Any = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def reset_cache(self) -> Any:
-        return self.answer
-
-
-@pytest.mark.parametrize(("answer", "done"), [(None, False), (False, False), (True, True)])
-def test_a_reset_that_does_not_say_so_is_none(
-    answer: Any, done: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's base class returns None, which its scheduler takes for a success."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    from engine_ext.adapters.vllm.plugin import install_checks
-
-    install_checks()
-    monkeypatch.setattr(Connector, "answer", answer)
-    monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda config: Connector)
-    monkeypatch.setattr(KVConnectorFactory, "supports_hma_config", lambda config: True)
-    config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(engine_id="e"),
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
-    )
-    scheduler = object.__new__(Scheduler)
-    scheduler.connector = KVConnectorFactory.create_connector(config, None, None)
-    scheduler.log_stats = False
-    assert scheduler.reset_connector_cache() is done
 
 
 # SGLang's own parser and config, without starting a process for each.

@@ -265,9 +265,9 @@ class Engine:
         """How often each rank has written."""
         return [shard.writes for shard in self.shards]
 
-    def set_asleep(self, asleep: bool) -> None:
+    def set_asleep(self, asleep: bool, *, other: bool = False) -> None:
         for receiver in self.receivers:
-            receiver.set_asleep(asleep)
+            receiver.set_asleep(asleep, other=other)
 
     def breaks_vote(self, number: int) -> None:
         """Let the ranks not hear each other at the vote of this number, from 1."""

@@ -34,14 +34,14 @@ Rooms, in the order in which the data passes:
 - `sharded`: send from all ranks of a trainer that holds shards.
 - `integrations`: put it into trainers.
 - `rollouts`: read which weights have computed each token of an engine's answers.
-- `options`, `results`, `arguments`, `locations`, `names`, `run`: what the senders take, return and
-  raise.
+- `options`, `results`, `arguments`, `locations`, `run`: what the senders take, return and raise.
 - `cli`, `send_command`: the command.
 
 The package needs no engine. It can import `engine_ext.format`, `engine_ext.kernels`,
 `engine_ext.log`, `engine_ext.errors`, `engine_ext.dtypes`, `engine_ext.files`,
-`engine_ext.store_urls`, `engine_ext.resources`, `engine_ext.settings`, `engine_ext.answers` and
-`engine_ext.commands`. To import it takes a moment: what needs torch is imported when it is used.
+`engine_ext.store_urls`, `engine_ext.resources`, `engine_ext.settings`, `engine_ext.answers`,
+`engine_ext.commands`, `engine_ext.ranks` and `engine_ext.structs`. To import it takes a moment:
+what needs torch is imported when it is used.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -179,6 +179,17 @@ class SenderOptions:
             return
         if self.commit_window <= 0 or (self.quorum is not None and self.quorum < 1):
             raise ValueError("commit_window is above 0 and quorum is 1 at least")
+
+    def check_engines(self, urls: Collection[str]) -> None:
+        """Check the urls of a sender's engines.
+
+        Raises:
+            ValueError: There is none, one is there twice, or there are fewer than `quorum`.
+        """
+        if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
+            raise ValueError("give every engine's url, each once")
+        if self.quorum is not None and self.quorum > len(urls):
+            raise ValueError(f"quorum is {self.quorum}, of {len(urls)} engines")
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> SenderOptions:

@@ -8,7 +8,7 @@ not be written.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -71,6 +71,17 @@ class SyncReport:
     def density(self) -> float:
         """Share of the model's elements that were sent."""
         return self.nnz / max(1, self.numel)
+
+
+def figures(reports: Collection[SyncReport]) -> dict[str, float]:
+    """Return what trainers log of a sync; of several engines, the largest of each figure."""
+    pauses = [report.engine.get("timings_ms", {}).get("pause_ms", 0.0) for report in reports]
+    return {
+        "version": max(report.version for report in reports),
+        "bytes": max(report.wire_bytes for report in reports),
+        "density": max(report.density for report in reports),
+        "pause_ms": max(pauses),
+    }
 
 
 class SyncError(Exception):
@@ -141,6 +152,9 @@ _BY_TYPE: Final = (FullSyncRefused, RunConflict, RunFenced)
 class PartialSyncError(SyncError):
     """Some engines did not commit. The others have committed and stay at the new version.
 
+    If engines commit as one, and none has answered in `commit_window`, there are no others: all
+    might still commit, and `late_outcomes` of `MultiSender` has how they ended.
+
     Attributes:
         failures: The errors of the engines that did not commit, by url.
         reports: The reports of those that have committed, by url.
@@ -173,9 +187,11 @@ class FleetOutcome:
 
 
 class GroupAborted(PartialSyncError):
-    """No engine has committed: not all, or not as many as `quorum`, could prepare.
+    """The sync was aborted: not all, or not as many as `quorum`, could prepare and record it.
 
-    All engines are at the version before; `reports` is empty.
+    So it is if the delta log could not be written. `reports` is empty. The engines are at the
+    version before; only one whose outcome is ``prepared`` has not said so yet: it settles that with
+    the others, and the next sync finds out.
     """
 
 

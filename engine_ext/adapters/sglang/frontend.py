@@ -14,6 +14,13 @@ from engine_ext.adapters.sglang.engine import SglangEngine
 from engine_ext.adapters.sglang.names import LOAD_FORMAT
 from engine_ext.settings import Settings
 
+# What a caller can ask the manager for, but not during a commit.
+_EXCLUDED_BY_COMMITS = (
+    "pause_generation",
+    "continue_generation",
+    "release_memory_occupation",
+    "resume_memory_occupation",
+)
 _DISK_PATH = "/update_weights_from_disk"
 _MAX_BODY_BYTES = 16 << 20
 _MAX_BODY_S = 60.0
@@ -26,7 +33,8 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     """Add the endpoints to an app that is about to serve, and connect them with the engine.
 
     Raises:
-        DeltaError: some rank has no receiver; the server does not start.
+        DeltaError: some rank has no receiver, or the ranks are at different versions. The server
+            does not start.
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -36,7 +44,7 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     engine_type = SglangHttpWorker if has_several_workers(manager) else SglangEngine
     service = DeltaService(engine_type(manager), chosen)
     await service.start()
-    for name in ("pause_generation", "continue_generation"):
+    for name in _EXCLUDED_BY_COMMITS:
         setattr(manager, name, serialize_with_commits(service.committer, getattr(manager, name)))
     token_versions.install(manager)
     app.state.delta_service = service

@@ -77,7 +77,7 @@ async def attach(app: Any, manager: Any) -> None:
     Called in the app's lifespan, when SGLang's processes are up and nothing is served yet.
 
     Raises:
-        RuntimeError: a rank has no receiver; the server does not start.
+        DeltaError: see `frontend.serve`; the server does not start.
     """
     chosen = settings.from_environment()
     if chosen is None:

@@ -171,6 +171,11 @@ ARGUMENTS: Final = (
         (enabled("enable_paged_experts"),),
     ),
     Refusal(
+        "--kt-weight-path",
+        "experts on the CPU come from files of their own, and would stay as they are",
+        (given("kt_weight_path"),),
+    ),
+    Refusal(
         "--enable-torch-compile on CPU",
         "the compiled graph keeps copies of the weights",
         (enabled("enable_torch_compile"), enabled("on_cpu")),

@@ -49,11 +49,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         """Return the operation; DeltaError as from `ops.decode_request`."""
         return ops.decode_request(self.operation, self.arguments, _REQUEST)
 
-    def reply(self, answers: list[dict[str, Any]], replica: int = 0) -> str:
+    def reply(self, answers: list[dict[str, Any]], replica: int) -> str:
         """Return a message that carries the answers of one replica's ranks."""
         return _message(CallReply(call=self.call, replica=replica, answers=answers))
 
-    def failure(self, reason: str, replica: int = 0) -> str:
+    def failure(self, reason: str, replica: int) -> str:
         """Return a message with the reason why there are no answers."""
         return _message(CallReply(call=self.call, replica=replica, failure=reason))
 

@@ -190,7 +190,7 @@ def _carry_out(updater: Any, call: Call) -> Reply:
     receiver: Receiver | None = getattr(updater.tp_worker.model_runner, "delta_receiver", None)
     if receiver is None:
         raise DeltaError("this rank was started without --enable-delta-updates")
-    receiver.set_asleep("weights" in updater.offload_tags)
+    receiver.set_asleep("weights" in updater.offload_tags, other=bool(updater.offload_tags))
     writes = isinstance(request, CommitSync | RollBack)
     if writes or isinstance(request, BeginPart):
         _refuse_together(updater, writes=writes)

@@ -7,14 +7,27 @@ as explicit, so the plugin is handed to vLLM's own wiring directly.
 from __future__ import annotations
 
 import functools
+import logging
 from argparse import Namespace
 from typing import Any
 
 from engine_ext import settings
 from engine_ext.adapters.vllm import token_versions, transfer_frontend
 from engine_ext.adapters.vllm.engine import VllmEngine
-from engine_ext.errors import DeltaError
+from engine_ext.errors import AdapterNotLoaded, DeltaError
 from engine_ext.ranks.operations import AbortSync
+
+logger = logging.getLogger(__name__)
+
+# What a caller can ask the client for, but not during a commit: a wake-up resumes an engine that
+# has not slept. vLLM 0.31's client has no method for the last.
+_EXCLUDED_BY_COMMITS = (
+    "pause_generation",
+    "resume_generation",
+    "sleep",
+    "wake_up",
+    "release_kv_cache_memory",
+)
 
 
 class DeltaEndpoints:
@@ -51,9 +64,10 @@ class DeltaEndpoints:
         engine = VllmEngine(engine_client)
         service = DeltaService(engine, chosen)
         await service.start()
-        for name in ("pause_generation", "resume_generation"):
-            original = getattr(engine_client, name)
-            setattr(engine_client, name, serialize_with_commits(service.committer, original))
+        for name in _EXCLUDED_BY_COMMITS:
+            original = getattr(engine_client, name, None)
+            if original is not None:
+                setattr(engine_client, name, serialize_with_commits(service.committer, original))
         if engine_client.vllm_config.lora_config is not None:
             _follow_unloading(state.openai_serving_models, engine)
         if transfer_frontend.is_chosen(engine_client.vllm_config.weight_transfer_config):
@@ -70,7 +84,13 @@ def _follow_unloading(models: Any, engine: VllmEngine) -> None:
     async def unload_lora_adapter(request: Any) -> Any:
         answer = await original(request)
         if request.lora_name not in models.lora_requests:
-            await engine.call(AbortSync(adapter=request.lora_name, unloads=True))
+            unload = AbortSync(adapter=request.lora_name, unloads=True)
+            for error in await engine.call(unload):
+                # Engines that take no updates of adapters have nothing to forget.
+                if isinstance(error, DeltaError) and not isinstance(error, AdapterNotLoaded):
+                    logger.warning(
+                        "delta updates: a worker still has %s: %s", request.lora_name, error.message
+                    )
         return answer
 
     models.unload_lora_adapter = unload_lora_adapter

@@ -117,7 +117,9 @@ def endpoint_plugins() -> list[Any]:
 
 
 def on_worker_created(worker: Any) -> None:
-    """Attach a receiver if delta updates are enabled; called at the end of a worker's constructor.
+    """Attach a receiver if delta updates are enabled; called in a worker's constructor.
+
+    That is at the end of the constructor of its base class, before the body of its own.
 
     Without the HTTP server, the load format ``delta`` enables them with the default settings;
     deltas then arrive through vLLM's ``collective_rpc``.

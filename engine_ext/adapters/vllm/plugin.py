@@ -65,18 +65,12 @@ def _install() -> None:
 
 
 def install_checks() -> None:
-    """Check vLLM's configuration where it is made, before a process starts; safe to call again.
-
-    A KV connector whose reset answers neither yes nor no has not dropped its KV: vLLM would take
-    that for a success.
-    """
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    """Check vLLM's configuration where it is made, before a process starts; safe to call again."""
     from vllm.engine.arg_utils import EngineArgs
 
     if hasattr(EngineArgs.create_engine_config, "delta_updates"):
         return
     original_config = EngineArgs.create_engine_config
-    original_connector = KVConnectorFactory.create_connector
 
     @functools.wraps(original_config)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,16 +78,8 @@ def install_checks() -> None:
         hooks.check_config(config)
         return config
 
-    @functools.wraps(original_connector)
-    def create_connector(*args: Any, **kwargs: Any) -> Any:
-        connector = original_connector(*args, **kwargs)
-        reset = getattr(connector, "reset_cache", lambda: None)
-        connector.reset_cache = lambda: reset() is True
-        return connector
-
     create_engine_config.delta_updates = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config
-    KVConnectorFactory.create_connector = create_connector
 
 
 def install_workers() -> None:
@@ -103,6 +89,7 @@ def install_workers() -> None:
     if hasattr(WorkerBase.__init__, "delta_updates"):
         return
     # vLLM loads plugins while it makes a worker, just before it calls the worker's constructor.
+    # That calls this one first: what it does itself comes after the hook.
     original = WorkerBase.__init__
 
     @functools.wraps(original)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -28,6 +29,8 @@ from engine_ext.ranks.operations import (
 from engine_ext.structs import prepare
 
 TRAINER, WORKER = 0, 1
+_POLL_S = 0.001
+_WATCHDOG_SLACK_S = 300.0
 ANNOUNCED = "worker"  # the key that the worker sets before it makes its group
 
 
@@ -67,7 +70,7 @@ class TransferGroup:
         self._device, self._receives = device, receives
         self._begun: Future[None] | None = None
         self._group: Any = None
-        self._is_nccl = False
+        self._is_nccl, self._limit_s = False, 0.0
 
     def handle(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Carry out a `Transfer`; never raises."""
@@ -127,7 +130,7 @@ class TransferGroup:
             self._group = join_group(request, self._device)
         except Exception as error:
             raise Conflict(f"the trainer's group could not be joined: {error}") from error
-        self._is_nccl = request.backend == "nccl"
+        self._is_nccl, self._limit_s = request.backend == "nccl", request.timeout
 
     def _receive(self, request: ReceivePart) -> None:
         if self._group is None:
@@ -143,9 +146,12 @@ class TransferGroup:
         part = torch.from_file(request.path, shared=True, size=request.size, dtype=torch.uint8)
         received = torch.empty_like(part, device=self._device) if self._is_nccl else part
         try:
-            broadcast(self._group, received).wait()
+            work = broadcast(self._group, received)
             if self._is_nccl:
+                wait_on_device(self._group, work, self._limit_s)
                 part.copy_(received)
+            else:
+                work.wait()
         except Exception as error:
             self._leave()
             raise UploadTooSlow(
@@ -175,13 +181,33 @@ def join_group(request: JoinGroup, device: torch.device) -> Any:
         group, device = dist.ProcessGroupGloo(shared, WORKER, 2, limit), torch.device("cpu")
     else:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
+        # When this is over, NCCL's watchdog ends the whole process.
+        options._timeout = limit + timedelta(seconds=_WATCHDOG_SLACK_S)
         group = dist.ProcessGroupNCCL(shared, WORKER, 2, options)
     members = torch.ones(1, dtype=torch.int32, device=device)
-    group.allreduce([members], dist.AllreduceOptions()).wait()
-    if members.item() != 2:  # on a GPU, the first thing that waits for the other member
+    work = group.allreduce([members], dist.AllreduceOptions())
+    if request.backend == "gloo":
+        work.wait()
+    else:
+        wait_on_device(group, work, request.timeout)
+    if members.item() != 2:
         raise RuntimeError("the trainer's group has another member")
     return group
+
+
+def wait_on_device(group: Any, work: Any, limit_s: float) -> None:
+    """Wait until NCCL has ended something: its own `wait` makes only the current stream wait.
+
+    Raises:
+        TimeoutError: it has not ended within the limit. The group is aborted.
+    """
+    end = time.monotonic() + limit_s
+    while not work.is_completed():
+        if time.monotonic() > end:
+            group.abort()
+            raise TimeoutError(f"it took longer than {limit_s:g} s")
+        time.sleep(_POLL_S)
+    work.wait()  # raises what has gone wrong
 
 
 def broadcast(group: Any, tensor: torch.Tensor) -> Any:

@@ -43,14 +43,18 @@ from engine_ext.startup import (
 )
 from engine_ext.sync import AdapterReceivers, Receiver, make_receiver
 
+_WEIGHTS, _KV_CACHE = "weights", "kv_cache"  # vLLM's tags of the memory that it can release
+
 
 def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
     """Wrap a worker's methods so that it makes its receiver when it has loaded its model.
 
     The worker also gets the methods that the front end calls by name: `delta_updates`, and
-    `delta_buffer_checksums` for tests of the engine's state. Call it at the end of its constructor.
+    `delta_buffer_checksums` for tests of the engine's state. Call it in its constructor.
     """
-    original_load, sleep_now, wake_up_now = worker.load_model, worker.sleep, worker.wake_up
+    original_load = worker.load_model
+    sleep_now, wake_up_now, discard_now = worker.sleep, worker.wake_up, worker.discard
+    released: set[str] = set()  # by vLLM's names
     discarded: list[int] = []
 
     def load_model(*args: Any, **kwargs: Any) -> None:
@@ -77,22 +81,31 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
             # Level 2 discards the weights; what wakes up is of no version.
             worker.delta_receiver.weights_replaced("vLLM's sleep at level 2")
             discarded.append(level)
+        released.update((_WEIGHTS, _KV_CACHE))
         sleep_now(level)
+
+    def discard(tags: Sequence[str]) -> None:
+        released.update(tags)
+        note_released()
+        discard_now(tags)
 
     def wake_up(tags: list[str] | None = None) -> None:
         wake_up_now(tags)
-        if tags is None or "weights" in tags:
-            if discarded:  # the places of LoRA adapters, too
-                worker.model_runner.reset_lora_state()
-                discarded.clear()
-            worker.delta_receiver.set_asleep(False)
+        released.difference_update((_WEIGHTS, _KV_CACHE) if tags is None else tags)
+        if discarded and _WEIGHTS not in released:  # the places of LoRA adapters, too
+            worker.model_runner.reset_lora_state()
+            discarded.clear()
+        note_released()
+
+    def note_released() -> None:
+        worker.delta_receiver.set_asleep(_WEIGHTS in released, other=bool(released))
 
     def delta_updates(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = worker.delta_receiver.handle(operation, arguments)
         return answer
 
     worker.load_model = load_model
-    worker.sleep, worker.wake_up = sleep, wake_up
+    worker.sleep, worker.wake_up, worker.discard = sleep, wake_up, discard
     own_transfer = is_chosen(worker.vllm_config.weight_transfer_config)
     for name in weight_changes(own_transfer=own_transfer):
         setattr(worker, name, _reporting(worker, name))

@@ -31,11 +31,6 @@ class HostMemory:
     def __init__(self) -> None:
         self._chunks: list[tuple[torch.Tensor, int]] = []  # and how much of each is used
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that were allocated."""
-        return sum(chunk.nbytes for chunk, _ in self._chunks)
-
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor, with its layout but for the device.
 

@@ -66,7 +66,7 @@ class ModuleRebuild:
         path: str,
         state: UnprocessedModule,
         context: Context,
-        probe: Probe = lambda module: None,
+        probe: Probe,
     ) -> None:
         self.path = path
         self.module = state.module
@@ -158,7 +158,8 @@ class ModuleRebuild:
     def find_in_place(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors of the live module that processing leaves where and as they are.
 
-        They are found by processing a copy with other bits in each of them. All ranks must call it.
+        They are found by processing a copy with other bits in each of them; none if the engine
+        raises then. All ranks must call it.
         """
         live = dict(loaded_tensors(self.module))
         places = {name: (storage_of(t), int(t.storage_offset())) for name, t in live.items()}
@@ -170,23 +171,27 @@ class ModuleRebuild:
         if not same:
             return []
         copy = self.state.copy()
-        for name, tensor in loaded_tensors(copy.root):
-            if name in same:
-                Perturbation().within(tensor).put(Perturbation.new)
-        given = {name: hash_tensor(tensor) for name, tensor in loaded_tensors(copy.root)}
-        with self._processing():
-            self.state.process(copy.root)
-        kept = dict(loaded_tensors(copy.root))
-        found = [
-            (name, live[name])
-            for name, tensor in same.items()
-            if name in kept
-            and _alike(kept[name], tensor)
-            and hash_tensor(kept[name]) == given[name]
-            and hash_tensor(live[name]) == hash_tensor(tensor)
-        ]
-        copy.release()
-        return found
+        try:
+            for name, tensor in loaded_tensors(copy.root):
+                if name in same:
+                    Perturbation().within(tensor).put(Perturbation.new)
+            given = {name: hash_tensor(tensor) for name, tensor in loaded_tensors(copy.root)}
+            with self._processing():
+                self.state.process(copy.root)
+            kept = dict(loaded_tensors(copy.root))
+            return [
+                (name, live[name])
+                for name, tensor in same.items()
+                if name in kept
+                and _alike(kept[name], tensor)
+                and hash_tensor(kept[name]) == given[name]
+                and hash_tensor(live[name]) == hash_tensor(tensor)
+            ]
+        except Exception:  # the engine's own
+            logger.info("delta updates: %s takes no other bits", self.path, exc_info=True)
+            return []
+        finally:
+            copy.release()
 
     def _rebuilt(self, new: torch.nn.Module, skipped: Set[int]) -> RebuildResult:
         compared = (pair for pair in pairs(self.module, new) if id(pair.new) not in skipped)

@@ -32,7 +32,7 @@ import torch
 from engine_ext.errors import DeltaError
 from engine_ext.model import content_changed, hash_tensor, reachable_containers
 from engine_ext.placement import Placed, Placement, Status, flat_bits
-from engine_ext.ranks import RankGroup, SingleRank
+from engine_ext.ranks import RankGroup
 from engine_ext.startup.recomputed.compare import RebuildError
 from engine_ext.startup.recomputed.elements import Replacement
 from engine_ext.startup.recomputed.lockstep import LockstepRunner
@@ -49,7 +49,7 @@ def prove_rebuilds(
     rebuilds: Iterable[Rebuild],
     placement: Placement,
     probe: Probe,
-    ranks: RankGroup | None = None,
+    ranks: RankGroup,
 ) -> list[Rebuild]:
     """Prove which modules can be rebuilt, and mark the checkpoint tensors in them.
 
@@ -65,7 +65,7 @@ def prove_rebuilds(
     Returns:
         The proven ones that some checkpoint tensor is written to.
     """
-    lockstep = LockstepRunner(ranks or SingleRank())
+    lockstep = LockstepRunner(ranks)
     inside: dict[str, tuple[Rebuild, list[Placed]]] = {}
     for rebuild in rebuilds:
         found = [

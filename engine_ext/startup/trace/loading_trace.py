@@ -171,7 +171,7 @@ class LoadingTrace:
         self,
         model: torch.nn.Module,
         traced: torch.nn.Module,
-        tied: Mapping[str, str] | None = None,
+        tied: Mapping[str, str],
     ) -> dict[str, str]:
         """Return why parameters and buffers cannot be written alone, by each of their names.
 
@@ -184,7 +184,7 @@ class LoadingTrace:
         let_share = _overlapping(now, known) - self._shared(now.keys())
         let_share -= {
             pair
-            for name, other in (tied or {}).items()
+            for name, other in tied.items()
             for one in self._models.values()
             for of_name in one.boxes.get(name, ())
             for of_other in one.boxes.get(other, ())

@@ -178,7 +178,7 @@ class WeightTransfer:
         """Let the engine receive a broadcast; the file with its bytes is removed afterwards."""
         limit = self._inlet.settings.max_body_bytes
         if size > limit:
-            raise TooLarge(f"the part has {size} bytes, the limit is {limit}", limit=limit)
+            raise TooLarge.of_part(f"the part has {size} bytes", limit)
         with tempfile.TemporaryDirectory(dir=self._inlet.intake.directory) as folder:
             path = Path(folder) / "broadcast"
             await self._receive(path, size)

@@ -61,7 +61,7 @@ def test_a_draft_model_without_its_target_is_not_loaded(monkeypatch: pytest.Monk
 def test_a_call_and_its_reply() -> None:
     call = rpc.Call(call="c", operation="status", arguments={"now": 1.5})
     assert rpc.Call.from_manifest(msgspec.to_builtins(call)) == call
-    text = call.reply([{"ok": {"version": 3}}]).removeprefix("delta-updates:")
+    text = call.reply([{"ok": {"version": 3}}], 0).removeprefix("delta-updates:")
     reply = msgspec.json.decode(text, type=rpc.CallReply)
     assert (reply.call, reply.answers, reply.failure) == ("c", [{"ok": {"version": 3}}], None)
 

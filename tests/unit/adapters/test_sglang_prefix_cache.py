@@ -92,5 +92,5 @@ def test_a_rank_salts_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None
     request = SimpleNamespace(manifest=msgspec.to_builtins(call))
     answer = scheduler.answer(SimpleNamespace(scheduler=scheduler_of()), request)
     assert answer.success
-    assert answer.message == call.reply([encode_answer(Reply)])
+    assert answer.message == call.reply([encode_answer(Reply)], 0)
     assert make().extra_key == "s1:"

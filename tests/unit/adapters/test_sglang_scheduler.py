@@ -59,7 +59,10 @@ class Updater(SimpleNamespace):
             self.written.append(request)
             return operations.Reply()
 
-        receiver = SimpleNamespace(execute=execute, set_asleep=lambda asleep: None)
+        def set_asleep(asleep: bool, *, other: bool) -> None:
+            self.released = (asleep, other)
+
+        receiver = SimpleNamespace(execute=execute, set_asleep=set_asleep)
         runner = SimpleNamespace(delta_receiver=receiver, delta_ranks=ranks, model=Tower())
         runner.delta_runners = [runner]
         super().__init__(
@@ -87,6 +90,19 @@ def test_a_part_is_refused_without_asking_other_replicas(monkeypatch: pytest.Mon
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(begin, updaters)) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("tags", "released"),
+    [((), (False, False)), (("kv_cache",), (False, True)), (("weights",), (True, True))],
+)
+def test_the_receiver_knows_what_memory_is_released(
+    tags: tuple[str, ...], released: tuple[bool, bool]
+) -> None:
+    updater = Updater(ThreadRanks(Group(1), 0))
+    updater.offload_tags = tags
+    scheduler._carry_out(updater, Call(call="c", operation="abort", arguments={}))
+    assert updater.released == released
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1])

@@ -126,7 +126,7 @@ class Loaded:
         load = self.both.load_weights
         placement = LoaderDryRun(self.both, load, index).trace(self.loading.specs)
         self.loading.refuse_lost(placement, reads=True)
-        assert self.loading.sharing_changed(self.both, self.both) == {}
+        assert self.loading.sharing_changed(self.both, self.both, {}) == {}
         certify_placement(placement, self.tensors.items())
         return index, make_plan(placement, SingleRank())
 

@@ -79,6 +79,12 @@ def test_every_channel(
     sender.close()
 
 
+def test_engines_that_commit_as_one_are_refused(api: Api) -> None:
+    """Its calls commit a sync at once, whatever the others do."""
+    with pytest.raises(ValueError, match=r"commit='each'"):
+        destination(api, Channel(), commit="all_or_none")
+
+
 def test_a_broadcast_that_the_engine_does_not_take(api: Api) -> None:
     """The trainer gets the error at once, and the next broadcast arrives."""
     sender = destination(api, Channel(kind="collective", inline_bytes=0, timeout=60.0))

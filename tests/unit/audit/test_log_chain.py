@@ -65,6 +65,14 @@ def test_pruned_versions_keep_their_records(log: DeltaLog) -> None:
     assert [link.source.endswith("(pruned)") for link in chain.links] == [True, True, False]
 
 
+@pytest.mark.parametrize("line", [b"{", b'{"version": 1, "files": {"\xff": null}}'])
+def test_damaged_record_of_pruned_versions_is_named(place: Place, line: bytes) -> None:
+    write(place.open(), 1)
+    place.put("audit/v000001-v000001-1.jsonl", line)
+    with pytest.raises(LogDamaged, match=r"audit/v000001-v000001-1.jsonl cannot be read"):
+        audited(place.open(), 1)
+
+
 def test_a_missing_version_is_a_gap(log: DeltaLog) -> None:
     for version in (1, 2, 3):
         write(log, version)

@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 
 from engine_ext.errors import MalformedPart
-from engine_ext.format import (
-    Limits,
-    ParamDelta,
-    decode_part,
-    encode_part,
-    read_container,
-    xxh3_checksum,
-)
+from engine_ext.format import Limits, ParamDelta, decode_part, encode_part, read_container
+from engine_ext.format.checksum import xxh3_checksum
 from engine_ext.format.container import write_container
 from engine_ext.format.zstd_frames import compress_frame
 from tests.support.delta_bodies import forged

@@ -10,7 +10,7 @@ import torch
 
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import ChecksumMismatch, MalformedPart
-from engine_ext.format import slime_checksum, verify_checksum, xxh3_checksum
+from engine_ext.format.checksum import slime_checksum, verify_checksum, xxh3_checksum
 from tests.support.independent_encoder import xxh3
 
 POSITIONS = np.array([3, 1, 4, 1, 5], np.uint8)

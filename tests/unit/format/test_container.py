@@ -13,15 +13,9 @@ from safetensors import safe_open
 
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import ChecksumMismatch, DeltaError, MalformedPart, TooLarge
-from engine_ext.format import (
-    Limits,
-    PartGate,
-    Span,
-    compress_frame,
-    parse_header,
-    read_container,
-    write_container,
-)
+from engine_ext.format import Limits, PartGate, read_container
+from engine_ext.format.container import Span, parse_header, write_container
+from engine_ext.format.zstd_frames import compress_frame
 from tests.support.independent_encoder import (
     POSITIONS,
     PROPERTY,
@@ -201,7 +195,7 @@ BROKEN_HEADERS: list[tuple[str, Any, type[DeltaError], str]] = [
         changed(__values__={"shape": [8192], "data_offsets": [20, 20 + 16384]})
         | {"__positions__": {"dtype": "U8", "shape": [20], "data_offsets": [0, 20]}},
         TooLarge,
-        "the limit is 8192",
+        "the limit is 8192; send smaller parts",
     ),
 ]
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from engine_ext.format import Limits, ParamDelta, encode_part, read_container, write_container
+from engine_ext.format import Limits, ParamDelta, encode_part, read_container
+from engine_ext.format.container import write_container
 from engine_ext.format.identity import part_identity
 
 DELTA = ParamDelta(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from engine_ext.errors import ChecksumMismatch, DeltaError, MalformedPart, TooLarge
-from engine_ext.format import Limits, encode_part, manifest_checksum, parse_manifest
-from engine_ext.format.manifest import parse_version
+from engine_ext.format import Limits, encode_part
+from engine_ext.format.manifest import manifest_checksum, parse_manifest, parse_version
 from tests.support.independent_encoder import (
     BF16_PARAMS,
     good_metadata,

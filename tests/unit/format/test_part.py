@@ -15,8 +15,8 @@ from engine_ext.format import (
     decode_part,
     encode_part,
     read_container,
-    slime_checksum,
 )
+from engine_ext.format.checksum import slime_checksum
 from tests.support.independent_encoder import (
     BF16_PARAMS,
     EMBED,

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.errors import MalformedPart, NotUpdatable
-from engine_ext.format import ENCODINGS, decode_positions, encode_positions
-from engine_ext.format.positions import position_bytes
+from engine_ext.format import ENCODINGS
+from engine_ext.format.positions import decode_positions, encode_positions, position_bytes
 from tests.support.independent_encoder import PROPERTY
 
 # (encoding, indices, bytes, pos_width)

@@ -20,8 +20,8 @@ from engine_ext.format import (
     PartGate,
     decode_part,
     encode_part,
-    parse_manifest,
 )
+from engine_ext.format.manifest import parse_manifest
 from tests.support.independent_encoder import (
     EMBED,
     NORM,
@@ -143,6 +143,14 @@ def decode_or_none(body: bytes) -> DecodedPart | None:
     assert mapped.manifest == header.manifest
     assert_same(mapped, part.deltas)
     return part
+
+
+@pytest.mark.parametrize("encoding", FUZZED)
+def test_damaged_verified_file_is_no_part(encoding: str) -> None:
+    identity, file = verified_file(HASHED[encoding])
+    damaged = file.replace(b"bfloat16", b"bfloat1\xff")
+    assert damaged != file
+    assert read_verified(damaged, identity) is None
 
 
 @PROPERTY

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.errors import MalformedPart, TooLarge
-from engine_ext.format import ZSTD_MAGIC, FrameReader, compress_frame
-from engine_ext.format.zstd_frames import compress_planes, decompress_planes
+from engine_ext.format import ZSTD_MAGIC, FrameReader
+from engine_ext.format.zstd_frames import compress_frame, compress_planes, decompress_planes
 from tests.support.independent_encoder import PROPERTY, unwrap
 
 MIB = 1 << 20

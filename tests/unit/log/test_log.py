@@ -245,6 +245,7 @@ def done_of_file(name: str, size: int, content: str) -> str:
     [
         "{", "[]", '{"version": 1}', '{"a":' * 20_000, " " * (MAX_DONE_BYTES + 1),
         '{"version": 2, "base_version": 0, "files": {}}',
+        '{"version": 1, "base_version": 0, "files": {"\udcff": null}}',  # no UTF-8
         '{"version": 1, "base_version": 1, "files": {}}',
         *(done_of_file(name, 1, HASH) for name in ("../x", "..", ".", "", "a\0", "/x")),
         *(done_of_file("x", 1, bad) for bad in ("", "../x", HASH.upper(), HASH + "\n", HASH + "0")),
@@ -254,7 +255,7 @@ def done_of_file(name: str, size: int, content: str) -> str:
 )  # fmt: skip
 def test_impossible_done_is_damage(log: DeltaLog, place: Place, done: str) -> None:
     write(log, 1)
-    place.put(f"{FIRST}/{DONE}", done.encode())
+    place.put(f"{FIRST}/{DONE}", done.encode(errors="surrogateescape"))
     listing = log.listing()
     assert (listing.entries, listing.newest) == ([], 1)
     assert DONE in listing.damaged[FIRST]
@@ -395,7 +396,9 @@ def test_each_engine_has_one_heartbeat(log: DeltaLog, place: Place) -> None:
 def test_what_is_no_heartbeat_is_left_out(log: DeltaLog, place: Place) -> None:
     write_heartbeat(log, heartbeat())
     good = place.read(f"{FOLDER}/host-1-a.json")
-    for name, text in {"torn.json": good[:-5], "other.json": b"[]", "half.tmp": good}.items():
+    bad = {"torn.json": good[:-5], "other.json": b"[]", "half.tmp": good}
+    bad |= {"text.json": good.replace(b"-a", b"-\xff"), "deep.json": b'{"a":' * 10_000}
+    for name, text in bad.items():
         place.put(f"{FOLDER}/{name}", text)
     place.put(f"{FOLDER}/large.json", good + bytes(1 << 17))
     assert [one.name for one, _ in read_heartbeats(log)] == ["host-1-a"]

@@ -6,13 +6,14 @@ import gc
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.conformance.toy_models.device import DEVICE
-from engine_ext.placement import DeviceMemory, device_memory
+from engine_ext.placement import DeviceElements, DeviceMemory, DeviceRows, device_memory
 from tests.support.served_models import PROPERTY
 
 HERE = torch.empty(0, device=DEVICE).device
@@ -42,6 +43,16 @@ def test_no_memory_is_given_twice(steps: list[tuple[int, torch.dtype, int]]) -> 
     assert memory.free(HERE) <= 8192 - 512 * len(leases)
     held.clear()
     assert memory.free(HERE) == 8192
+
+
+def test_reserved_memory_is_not_counted_again() -> None:
+    """The undo has a limit of its own."""
+    flat = numbers(100, 0)
+    for memory, counted in ((DeviceMemory(8192, [HERE]), 0), (DeviceMemory(), 40)):
+        offsets, lease = memory.keep(torch.arange(10, dtype=torch.int32), HERE)
+        assert DeviceElements(flat, offsets, lease).nbytes == counted
+        rows = DeviceRows([flat], np.zeros(1, np.int64), ["w"], np.array([10]), offsets, lease)
+        assert rows.nbytes == counted
 
 
 def test_what_does_not_fit_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

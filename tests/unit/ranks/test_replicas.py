@@ -137,12 +137,19 @@ def test_large_values() -> None:
 
 
 @pytest.mark.usefixtures("hosted")
-def test_a_value_that_cannot_travel_fails_on_all_at_once() -> None:
-    def run(ranks: RankGroup) -> None:
-        with pytest.raises(RuntimeError, match="restart the engine"):
-            ranks.all_gather(object() if ranks.rank == 0 else None)
+@pytest.mark.parametrize("value", [object(), "a name \udcff", 1 << 64], ids=["type", "text", "int"])
+def test_a_value_that_cannot_travel_fails_on_all_at_once(
+    value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_TIMEOUT", datetime.timedelta(seconds=2))
 
-    on_all(1, run)
+    def run(ranks: RankGroup) -> str:
+        with pytest.raises(RuntimeError, match="restart the engine") as caught:
+            ranks.all_gather(value if ranks.rank == 0 else None)
+        return str(caught.value)
+
+    first, second = on_all(1, run)
+    assert first == second
 
 
 @pytest.mark.usefixtures("hosted")

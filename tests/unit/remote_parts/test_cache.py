@@ -155,43 +155,58 @@ def test_part_is_found_without_room_for_its_mark(
     assert origin.fetched == 1
 
 
-def test_a_mapped_part_stays(cache: PartCache) -> None:
+@pytest.fixture
+def grace(monkeypatch: pytest.MonkeyPatch) -> float:
+    """A short time in which a rank maps what it was given."""
+    monkeypatch.setattr(remote_cache, "_GRACE_S", 0.3)
+    monkeypatch.setattr(remote_cache, "_AGAIN_S", 0.05)
+    return 0.3
+
+
+def test_a_mapped_part_stays(cache: PartCache, grace: float) -> None:
     first, second = Origin(b"1" * 6000), Origin(b"2" * 6000)
     path = first.get(cache)
-    mapped = path.open("rb")
-    fcntl.flock(mapped, fcntl.LOCK_SH)  # as a rank does
-    age(path, 100)
-    with pytest.raises(SpoolFull, match="--delta-tuning cache-bytes"):
-        second.get(cache)
-    mapped.close()
+    with path.open("rb") as mapped:
+        fcntl.flock(mapped, fcntl.LOCK_SH)  # as a rank does
+        age(path, 100)
+        with pytest.raises(SpoolFull, match="--delta-tuning cache-bytes"):
+            second.get(cache)
     assert second.get(cache).is_file()
 
 
-def test_a_part_that_was_just_given_out_stays(cache: PartCache) -> None:
-    first, second = Origin(b"1" * 6000), Origin(b"2" * 6000)
+def removed_after(first: Path, cache: PartCache) -> float:
+    """Return the seconds after which a part gives way to another one."""
+    begin = time.monotonic()
+    Origin(b"2" * 6000).get(cache)
+    assert not first.exists()
+    return time.monotonic() - begin
+
+
+def test_a_part_that_was_just_given_out_stays(cache: PartCache, grace: float) -> None:
+    first = Origin(b"1" * 6000)
     age(first.get(cache), 100)
-    first.get(cache)  # read again
-    with pytest.raises(SpoolFull):
-        second.get(cache)
+    assert removed_after(first.get(cache), cache) >= grace
 
 
-def test_a_part_that_took_long_to_fetch_stays(cache: PartCache) -> None:
+def test_a_part_that_took_long_to_fetch_stays(cache: PartCache, grace: float) -> None:
     """On a file system that keeps no times of access, too."""
-    second = Origin(b"2" * 6000)
 
     class Slow(Origin):
         def __call__(self, file: BinaryIO) -> None:
             super().__call__(file)
             os.utime(file.name, (0, time.time()))
 
-    path = Slow(b"1" * 6000).get(cache)
-    with pytest.raises(SpoolFull):
-        second.get(cache)
-    assert path.exists()
+    assert removed_after(Slow(b"1" * 6000).get(cache), cache) >= grace
+
+
+def test_more_than_the_cache_holds_is_taken_in_turn(cache: PartCache, grace: float) -> None:
+    for number in range(4):
+        origin = Origin(bytes([number]) * 6000)
+        assert origin.get(cache).read_bytes() == origin.data
 
 
 def test_a_part_that_another_rank_is_given_meanwhile_stays(
-    cache: PartCache, monkeypatch: pytest.MonkeyPatch
+    cache: PartCache, monkeypatch: pytest.MonkeyPatch, grace: float
 ) -> None:
     first, second = Origin(b"1" * 6000), Origin(b"2" * 6000)
     path = first.get(cache)
@@ -199,7 +214,7 @@ def test_a_part_that_another_rank_is_given_meanwhile_stays(
     flock = fcntl.flock
 
     def given_out(file: Any, operation: int) -> None:
-        if operation & fcntl.LOCK_NB and getattr(file, "name", None) == str(path):
+        if operation & fcntl.LOCK_NB:
             age(path, -100)
         flock(file, operation)
 
@@ -207,6 +222,43 @@ def test_a_part_that_another_rank_is_given_meanwhile_stays(
     with pytest.raises(SpoolFull):
         second.get(cache)
     assert path.exists()
+
+
+@pytest.mark.parametrize("read_s", [0, 100])
+def test_a_part_is_mapped_while_room_is_made(
+    cache: PartCache, monkeypatch: pytest.MonkeyPatch, grace: float, read_s: float
+) -> None:
+    """One that a rank has, or one that it asks for just then."""
+    first, flock, threads = Origin(b"1" * 6000), fcntl.flock, list[threading.Thread]()
+    mapped: list[bytes | OSError] = []
+    path = first.get(cache)
+    age(path, read_s)
+
+    def map_it() -> None:
+        try:
+            with first.get(cache).open("rb") as file:
+                flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as a rank does
+                mapped.append(file.read())
+        except OSError as error:
+            mapped.append(error)
+
+    def other_process(file: Any, operation: int) -> None:
+        flock(file, operation)
+        is_part = path.exists() and os.path.samestat(os.fstat(fileno(file)), path.stat())
+        if operation == fcntl.LOCK_EX | fcntl.LOCK_NB and is_part and not threads:
+            threads.append(threading.Thread(target=map_it))
+            threads[0].start()
+            threads[0].join(0.1)
+
+    monkeypatch.setattr(fcntl, "flock", other_process)
+    Origin(b"2" * 6000).get(cache)
+    for thread in threads:
+        thread.join()
+    assert mapped in ([], [first.data])
+
+
+def fileno(file: Any) -> int:
+    return file if isinstance(file, int) else int(file.fileno())
 
 
 def test_a_part_that_cannot_fit_removes_nothing(cache: PartCache) -> None:
@@ -225,6 +277,28 @@ def test_what_killed_ranks_left_is_removed(cache: PartCache) -> None:
     with FileLock(lock, os.O_RDWR | os.O_CREAT, None):
         Origin(b"a part").get(cache)
         assert (left.exists(), busy.exists()) == (False, True)
+
+
+def test_what_another_rank_began_meanwhile_is_kept(
+    cache: PartCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began once the rank before it had removed its lock, which another one had open."""
+    lock, busy = (cache.folder / f"{'1' * 32}{end}" for end in (".fetch", ".fetching"))
+    lock.touch()
+    busy.write_bytes(b"2" * 100)
+    flock, others = fcntl.flock, list[FileLock]()
+
+    def begun(file: Any, operation: int) -> None:
+        if os.path.samestat(os.fstat(fileno(file)), lock.stat()):
+            monkeypatch.setattr(fcntl, "flock", flock)
+            lock.unlink()
+            others.append(FileLock(lock, os.O_RDWR | os.O_CREAT, None))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", begun)
+    Origin(b"a part").get(cache)
+    assert len(others) == 1
+    assert (lock.exists(), busy.exists()) == (True, True)
 
 
 def test_a_folder_that_was_removed_is_made_again(cache: PartCache) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,7 +21,7 @@ import xxhash
 from delta_server.part_server import PartServer
 from engine_ext.errors import PartUnavailable
 from engine_ext.ranks.operations import PartSource
-from engine_ext.remote_parts import PartCache, PartLocator, fetch
+from engine_ext.remote_parts import PartCache, fetch, locate_part
 from engine_ext.remote_parts.fetch import fetch_part
 
 DATA = os.urandom(3 << 20)
@@ -149,37 +152,52 @@ def test_a_cut_transfer_goes_on_where_it_stopped(
 def test_a_rank_beside_the_spool_reads_it_there(
     server: PartServer, part: Path, tmp_path: Path
 ) -> None:
-    locator = PartLocator(PartCache(str(tmp_path / "cache"), 1 << 30))
-    assert locator.locate(str(part), None) == str(part)
+    cache = PartCache(str(tmp_path / "cache"), 1 << 30)
+    assert locate_part(cache, str(part), None) == str(part)
     with server.offer(part) as source:
         pass
-    assert locator.locate(str(part), source) == str(part)
+    assert locate_part(cache, str(part), source) == str(part)
 
 
 def test_a_file_of_another_hosts_own_at_that_path_is_not_read(
     server: PartServer, part: Path, tmp_path: Path
 ) -> None:
-    locator = PartLocator(PartCache(str(tmp_path / "cache"), 1 << 30))
+    cache = PartCache(str(tmp_path / "cache"), 1 << 30)
     own = tmp_path / "its own"
     own.write_bytes(DATA[::-1])
     with server.offer(part) as source:
-        found = Path(locator.locate(str(own), source))
+        found = Path(locate_part(cache, str(own), source))
     assert found.parent == tmp_path / "cache"
     assert found.read_bytes() == DATA
 
 
 def test_a_rank_elsewhere_gets_a_copy(server: PartServer, part: Path, tmp_path: Path) -> None:
-    locator = PartLocator(PartCache(str(tmp_path / "cache"), 1 << 30))
+    cache = PartCache(str(tmp_path / "cache"), 1 << 30)
     with server.offer(part) as source:
-        found = Path(locator.locate("/no/such/spool/0.safetensors", source))
+        found = Path(locate_part(cache, "/no/such/spool/0.safetensors", source))
     assert found.parent == tmp_path / "cache"
     assert found.read_bytes() == DATA
 
 
+def test_a_copy_of_other_bytes_is_no_fault_of_the_sender(
+    server: PartServer, part: Path, tmp_path: Path
+) -> None:
+    cache = PartCache(str(tmp_path / "cache"), 1 << 30)
+    with server.offer(part) as source:
+        other = msgspec.structs.replace(source, content="0" * 32)
+        message = f"a part changed on its way here, from {source.url}; send it again"
+        with pytest.raises(PartUnavailable, match=re.escape(message)):
+            locate_part(cache, "/no/such/spool/0.safetensors", other)
+
+
 class SlowReader(BaseHTTPRequestHandler):
-    """A host that has to read the part first; `answers` are its next statuses."""
+    """A host that has to read the part first; `answers` are its next statuses.
+
+    It sends the part in a few pieces, with `pause_s` after each.
+    """
 
     answers: ClassVar[list[int]] = []
+    pause_s: ClassVar[float] = 0.0
 
     def do_GET(self) -> None:
         status = self.answers.pop(0)
@@ -187,23 +205,21 @@ class SlowReader(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(DATA) if status == 200 else 0))
         self.end_headers()
         if status == 200:
-            self.wfile.write(DATA)
+            with contextlib.suppress(ConnectionError):
+                for start in range(0, len(DATA), 1 << 18):
+                    self.wfile.write(DATA[start : start + (1 << 18)])
+                    time.sleep(self.pause_s)
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
 
-@pytest.mark.parametrize("in_time", [True, False])
-def test_a_part_that_is_still_read_is_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool
-) -> None:
+@pytest.fixture
+def slow_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[PartSource]:
     monkeypatch.setattr(fetch, "_AGAIN_S", 0.01)
-    if not in_time:
-        monkeypatch.setattr(fetch, "_LONGEST_READ_S", -60.0)
-    SlowReader.answers[:] = [202, 202, 200]
     server = ThreadingHTTPServer(("127.0.0.1", 0), SlowReader)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    source = PartSource(
+    yield PartSource(
         url=f"http://127.0.0.1:{server.server_port}/part",
         token="",
         size=len(DATA),
@@ -211,12 +227,31 @@ def test_a_part_that_is_still_read_is_asked_for_again(
         inode=0,
         modified_ns=0,
     )
-    try:
-        if in_time:
-            assert fetched(source, tmp_path) == DATA
-        else:
-            with pytest.raises(PartUnavailable, match="in time"):
-                fetched(source, tmp_path)
-    finally:
-        server.shutdown()
-        server.server_close()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_part_that_is_still_read_is_asked_for_again(
+    slow_reader: PartSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool
+) -> None:
+    SlowReader.answers[:] = [202, 202, 200]
+    if in_time:
+        assert fetched(slow_reader, tmp_path) == DATA
+        return
+    monkeypatch.setattr(fetch, "_LONGEST_READ_S", -60.0)
+    with pytest.raises(PartUnavailable, match="in time"):
+        fetched(slow_reader, tmp_path)
+
+
+def test_a_host_that_sends_too_slowly_is_left(
+    slow_reader: PartSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others wait for what it sends."""
+    SlowReader.answers[:] = [200]
+    monkeypatch.setattr(SlowReader, "pause_s", 0.05)
+    monkeypatch.setattr(fetch, "_LONGEST_READ_S", -len(DATA) / (1 << 20) + 0.2)
+    begin = time.monotonic()
+    with pytest.raises(PartUnavailable, match="it sends less than 1048576 bytes per second"):
+        fetched(slow_reader, tmp_path)
+    assert time.monotonic() - begin < 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -210,6 +211,23 @@ def test_full_cache_is_raised(group: list[Peer], tmp_path: Path) -> None:
     small = PartCache(str(tmp_path / "small"), 16)
     with pytest.raises(SpoolFull):
         peers_of(group).bring(small, CONTENT, SIZE)
+
+
+@pytest.mark.parametrize("only_source", [True, False])
+def test_broken_disk_is_no_fault_of_a_peer(
+    only_source: bool, group: list[Peer], cache: PartCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = peers_of(group)
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", broken)
+        with pytest.raises(OSError, match="broken"):
+            (peers.require if only_source else peers.bring)(cache, CONTENT, SIZE)
+    assert peers.bring(cache, CONTENT, SIZE)
+    assert {sum(peer.asked.values()) for peer in group[1:]} == {0}
 
 
 def test_engine_that_is_asked_can_fetch_meanwhile(group: list[Peer], cache: PartCache) -> None:

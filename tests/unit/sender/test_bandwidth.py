@@ -18,6 +18,12 @@ def answer(**seconds: float) -> dict[str, Any]:
     return {"timings_ms": {f"{name}_ms": value * 1e3 for name, value in seconds.items()}}
 
 
+def note(link: LinkSpeed, nbytes: int, seconds: float, told: dict[str, Any]) -> None:
+    """Take in a request that no other has crossed."""
+    with link.crossing() as start:
+        link.note(nbytes, seconds, told, start + seconds)
+
+
 def shown(
     speed: float, overhead: float, sizes: list[int], *, kept_back: bool, seed: int = 0
 ) -> LinkSpeed:
@@ -31,7 +37,7 @@ def shown(
     def more(seconds: float) -> float:
         return seconds * (1 + chance.random() / 3)
 
-    link.note(0, more(overhead), {"version": 3})
+    note(link, 0, more(overhead), {"version": 3})
     for number, size in enumerate(sizes):
         crossing, stage = size / speed, chance.random() * 0.05
         receive = 1e-4 if kept_back else crossing
@@ -42,7 +48,7 @@ def shown(
             # More than that follows a commit, before it is answered.
             told["timings_ms"]["total_ms"] = (receive + stage + 0.2) * 1e3
             seconds += 0.2
-        link.note(size, seconds, told)
+        note(link, size, seconds, told)
     return link
 
 
@@ -73,26 +79,26 @@ def test_small_parts_say_nothing(overhead: float) -> None:
 def test_a_link_that_has_become_slow_is_noticed() -> None:
     link = shown(6e9, 0.003, [4 << 20] * 30, kept_back=False)
     for _ in range(9):
-        link.note(4 << 20, 0.003 + (4 << 20) / 125e6, answer(receive=(4 << 20) / 125e6))
+        note(link, 4 << 20, 0.003 + (4 << 20) / 125e6, answer(receive=(4 << 20) / 125e6))
     assert link.measured == pytest.approx(125e6, rel=0.1)
 
 
 def test_a_single_late_answer_is_not_the_links() -> None:
     link = shown(300e6, 0.003, [4 << 20] * 8, kept_back=False)
-    link.note(4 << 20, 3.0, answer(receive=(4 << 20) / 300e6))
+    note(link, 4 << 20, 3.0, answer(receive=(4 << 20) / 300e6))
     assert link.measured == pytest.approx(300e6, rel=0.3)
 
 
 def test_an_engine_that_does_not_tell_of_its_work() -> None:
     link = LinkSpeed()
-    link.note(100, 5.0, {})  # too small to measure
+    note(link, 100, 5.0, {})  # too small to measure
     assert link.measured is None
     assert link.bytes_per_s == 125e6
-    link.note(1_000_000, 1.5, answer(stage=0.4, pause=0.1))
+    note(link, 1_000_000, 1.5, answer(stage=0.4, pause=0.1))
     assert link.measured == pytest.approx(1e6)
-    link.note(1_000_000, 1.0, {"timings_ms": "none"})
+    note(link, 1_000_000, 1.0, {"timings_ms": "none"})
     assert link.measured == pytest.approx(1e6)
-    link.note(1_000_000, 0.5, answer(stage=0.9))  # its clock is another's
+    note(link, 1_000_000, 0.5, answer(stage=0.9))  # its clock is another's
     assert link.measured == pytest.approx(1e6)
 
 
@@ -107,7 +113,7 @@ def test_of_several_posts_at_once(
     speed, size, overhead, now = LINKS[link], 8 << 20, 0.003, 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     found = LinkSpeed()
-    found.note(0, overhead, {"version": 3})
+    note(found, 0, overhead, {"version": 3})
     left: dict[int, float] = {}  # bytes of each post that have yet to cross
     open_posts: dict[int, tuple[Any, float, float]] = {}
     answers: dict[int, float] = {}  # when each will be answered

@@ -333,6 +333,17 @@ def test_the_engine_refuses(
     assert "failed: HTTP 422: NotUpdatable: [a.weight] is odd" in err
 
 
+def test_engine_with_other_names_is_said_in_a_line(
+    base: Path, target: Path, serve: Callable[..., object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"name": "other.weight", "status": "exact", "digested": True}
+    serve(accept, msgspec.to_builtins(engine_status(plan=[[row]])))
+    code = cli.main(["--base", str(base), "--target", str(target), "--url", URL])
+    said = capsys.readouterr().err
+    assert (code, "Traceback" in said) == (1, False)
+    assert "failed: none of the tensors of the base has a name that the engine knows" in said
+
+
 def test_interrupted(
     base: Path,
     target: Path,

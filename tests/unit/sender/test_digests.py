@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import SyncError
+from delta_sender import FullSyncRefused, SyncError
+from delta_sender.encode import acked_state
 from engine_ext.format.digest import Digest
 from tests.support.fake_engine import (
     Engine,
@@ -239,6 +240,31 @@ def test_tensors_outside_the_digest() -> None:
     digests = {part.manifest.part: part.manifest.digest_part for part in engine.log}
     assert digests[1] == Digest.ZERO.hex()
     assert sender.sync_full(model.items()).digest == report.digest
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
+def test_interrupted_first_digest_is_computed_again(
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other weights at the number of the base are found all the same."""
+    model, held = model_of(tensors=2), model_of(tensors=2)
+    train(held, 9)
+    engine = Engine.of(held)
+    sender = sender_of(engine, model)
+
+    def interrupted(*_: object, **__: object) -> Digest:
+        raise kind
+
+    with monkeypatch.context() as patch:
+        patch.setattr(acked_state, "tensor_digest", interrupted)
+        with pytest.raises(kind):
+            sender.sync(model.items())
+    model["layers.0.weight"].view(-1)[7] += 1
+    with pytest.raises(FullSyncRefused):
+        sender.sync(model.items())
+    assert engine.holds(held)
+    engine.restart(model)
+    assert sender.sync(model.items()).digest == engine.digest().hex()
 
 
 def test_no_digests_where_the_base_lacks_a_tensor(caplog: pytest.LogCaptureFixture) -> None:

@@ -208,6 +208,31 @@ def test_slow_engine_is_left_out(fleet: FleetRig, model: Model) -> None:
         assert hold(fleet, model) == [True] * 3
 
 
+def test_engines_that_are_all_late_are_no_success(fleet: FleetRig, model: Model) -> None:
+    ends, evicted = threading.Event(), list[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == COMMIT and b'"commit"' in request.read():
+            ends.wait(20)
+        return fleet.answer(request)
+
+    options: dict[str, Any] = {"evict": lambda url, error: evicted.append(url)}
+    with sender_of(fleet, model, answer, commit_window=0.3, **options) as sender:
+        train(model)
+        with pytest.raises(PartialSyncError, match="not done in time") as raised:
+            sender.sync(model.items())
+        assert not isinstance(raised.value, GroupAborted)
+        assert ({*raised.value.failures}, raised.value.reports) == ({*fleet.urls}, {})
+        assert sorted(evicted) == fleet.urls
+        assert states(sender) == ["prepared"] * 3
+        ends.set()
+        while sender.lagging:
+            time.sleep(0.01)
+        train(model, 1)
+        assert len(sender.sync(model.items())) == 3
+        assert hold(fleet, model) == [True] * 3
+
+
 def test_engine_lost_after_the_decision(fleet: FleetRig, model: Model) -> None:
     """The others commit; it starts again below them, and the next sync brings it there."""
     lost, evicted = fleet.urls[1], list[str]()
@@ -411,6 +436,7 @@ def test_step_without_answer_is_taken_again(
         {"commit": "each", "quorum": 2},
         {"commit": "each", "evict": print},
         {"quorum": 0},
+        {"quorum": 4},
         {"commit_window": 0.0},
     ],
 )

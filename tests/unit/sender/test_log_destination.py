@@ -15,6 +15,7 @@ import torch
 from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError, cli
 from engine_ext.log import open_log
 from engine_ext.log.catalog import DONE, REFUSED, route
+from engine_ext.log.folder_store import FolderDraft, FolderStore
 from engine_ext.log.writer import Draft, manifest_of
 from tests.support.fake_engine import (
     Engine,
@@ -147,6 +148,75 @@ def test_a_log_that_cannot_be_written_stops_the_sync(
         assert chain(tmp_path) == []
         sender.sync(model.items())
     assert (a.version, b.version) == (1, 1)
+    assert replayed(tmp_path, base).holds(model)
+
+
+def test_version_whose_answer_was_lost_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that start replay it, so that it must not be one that nobody has committed."""
+    model = model_of(tensors=3)
+    a, b = two(model)
+    publish = FolderDraft.publish
+
+    def lost(draft: FolderDraft, mark: str, data: bytes) -> None:
+        publish(draft, mark, data)
+        raise OSError(errno.EIO, "no answer")
+
+    monkeypatch.setattr(FolderDraft, "publish", lost)
+    with sender_of(a, b, model, delta_log=tmp_path) as sender:
+        for step in range(2):
+            train(model, step)
+            assert len(sender.sync(model.items())) == 2
+            assert a.version == b.version == step + 1
+    assert chain(tmp_path) == [(0, 1), (1, 2)]
+
+
+def test_version_that_cannot_be_refused_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log still has it, so the next version there applies to any other."""
+    model = model_of(tensors=3)
+    base, engine = copied(model), Engine.of(model)
+    engine.faults = {0: sends(error(507, "SpoolFull"))}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path) as sender:
+        train(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(FolderStore, "refuse", full)
+            with pytest.raises(SyncError, match="SpoolFull"):
+                sender.sync(model.items())
+        assert (chain(tmp_path), engine.version) == ([(0, 1)], 0)
+        train(model, 1)
+        assert not sender.sync(model.items()).full
+    assert chain(tmp_path) == [(0, 1), (None, 2)]
+    assert replayed(tmp_path, base).holds(model)
+
+
+def test_close_again_leaves_a_later_version_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the same number that another sender has written meanwhile."""
+    model = model_of(tensors=3)
+    base, engine = copied(model), Engine.of(model)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    first = DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path)
+    train(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(Draft, "finish", full)
+        with pytest.raises(SyncError, match="No space left"):
+            first.sync(model.items())
+    first.close()
+    with DeltaSender(A, base.items(), client=engine.client(), delta_log=tmp_path) as second:
+        second.sync(model.items())
+        first.close()
+    assert chain(tmp_path) == [(0, 1)]
     assert replayed(tmp_path, base).holds(model)
 
 

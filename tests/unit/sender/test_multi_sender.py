@@ -110,6 +110,19 @@ def test_one_that_refuses_is_brought_what_it_missed(failing: int, times: int) ->
     assert b.holds(model)
 
 
+def test_engine_with_other_names_keeps_no_other_back() -> None:
+    model = model_of(tensors=3)
+    a, b = Engine.of(model), Engine.of({"other.weight": model["layers.0.weight"]})
+    with sender_of(a, b, model) as sender:
+        for step in range(2):
+            train(model, step)
+            with pytest.raises(PartialSyncError, match="none of the tensors") as caught:
+                sender.sync(model.items())
+            assert ([*caught.value.reports], [*caught.value.failures]) == ([A], [B])
+            assert a.holds(model)
+            assert b.version == 0
+
+
 def test_who_missed_much_gets_all() -> None:
     model = model_of(tensors=3)
     a, b = two(model)

@@ -164,6 +164,45 @@ def test_from_other_weights_it_sends_all(file: Path) -> None:
     assert engine.holds(checkpoint)
 
 
+def test_url_names_the_same_engine_with_a_slash(file: Path) -> None:
+    model = model_of(tensors=3)
+    engine = Engine.of(model)
+    for url in (A, f"{A}/"):
+        known_at = Known(engine.version, engine.digest().hex())
+        state = StateFile(file).state
+        engines = {f"{A}/": known_at} if url == A else state.engines  # as older senders wrote it
+        file.write_bytes(msgspec.json.encode(msgspec.structs.replace(state, engines=engines)))
+        with DeltaSender(url, model.items(), client=engine.client(), state=file) as sender:
+            assert sender.version == engine.version
+            train(model, engine.version)
+            assert not sender.sync(model.items()).full
+        assert [*StateFile(file).state.engines] == [A]
+
+
+def test_close_again_leaves_a_later_senders_file_alone(file: Path) -> None:
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    first = sender_of(engine, model, file)
+    first.sync(model.items())
+    first.close()
+    synced(engine, model, file)
+    first.close()
+    assert StateFile(file).state.engines[A].version == engine.version == 3
+
+
+def test_other_weights_outside_the_digest_are_sent(file: Path) -> None:
+    """The file's digest covers every tensor, and the engine's does not."""
+    model = model_of(tensors=3)
+    engine = Engine.of(model, undigested={"layers.1.weight"})
+    base = copied(model)
+    synced(engine, model, file, 1)
+    for name in engine.digested:
+        base[name].copy_(model[name])
+    with sender_of(engine, base, file) as sender:
+        sender.sync(base.items())
+    assert engine.holds(base)
+
+
 @pytest.mark.parametrize("committed", [False, True])
 @pytest.mark.parametrize("went_on", [False, True])
 def test_killed_while_the_last_part_was_posted(file: Path, committed: bool, went_on: bool) -> None:

@@ -23,6 +23,8 @@ from safetensors.torch import save_file
 from delta_sender import DeltaSender, PartialSyncError, RunConflict, quantize_weight
 from delta_sender.diff.quantize import FORMS
 from tests.support.fake_engine import Engine
+from tests.support.gloo_ranks import run_ranks
+from tests.support.sharded_trainers import sharded
 from tests.support.trainer_models import change, make_model, save, saved
 
 NAME = "delta_sender.integrations.verl_checkpoint_engine"
@@ -42,6 +44,10 @@ class Registry:
 
 @pytest.fixture
 def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return import_verl(monkeypatch)
+
+
+def import_verl(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the module, imported together with the stand-ins."""
     base = ModuleType("verl.checkpoint_engine.base")
     base.CheckpointEngine, base.CheckpointEngineRegistry = object, Registry  # type: ignore[attr-defined]
@@ -232,6 +238,27 @@ def test_other_run_is_named(verl: Any, engine: Engine, tmp_path: Path, urls: lis
     assert engine.holds(base)
     owner.close()
     actor.close()
+
+
+def send_without_a_base(rank: int, folder: str) -> str:
+    """Let rank 1 lack the checkpoint; return what the rank raises."""
+    with pytest.MonkeyPatch.context() as patch:
+        cls = import_verl(patch).DeltaHTTPCheckpointEngine
+        base, urls = Path(folder, "none" if rank else "checkpoint"), ["http://engine"]
+        actor = cls(bucket_size=1, is_master=rank == 0, base=base, urls=urls)
+        given = SimpleNamespace(module=sharded(make_model("dense"), "fsdp"))
+        try:
+            asyncio.run(actor.send_weights(given))
+        except Exception as error:
+            return type(error).__name__
+    return "nothing"
+
+
+@pytest.mark.slow
+def test_rank_without_a_base_keeps_none_waiting(tmp_path: Path) -> None:
+    save(make_model("dense"), tmp_path / "checkpoint")
+    outcomes = run_ranks(send_without_a_base, 2, tmp_path, str(tmp_path), limit=40)
+    assert outcomes == ["RuntimeError", "FileNotFoundError"]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -12,7 +12,7 @@ import pytest
 
 from delta_server.part_server import PartServer
 from engine_ext.ranks.operations import PartSource
-from engine_ext.remote_parts import PartCache, PartLocator
+from engine_ext.remote_parts import PartCache, locate_part
 from engine_ext.remote_parts.fetch import fetch_part
 from tests.support.delta_bodies import NEXT, delta_part
 from tests.support.endpoint_rig import Rig, assert_error
@@ -29,12 +29,12 @@ class Elsewhere:
     def __init__(self, cache: Path) -> None:
         self.cache = cache
         self.sources: list[PartSource] = []
-        self._locator = PartLocator(PartCache(str(cache), 1 << 20))
+        self._cache = PartCache(str(cache), 1 << 20)
 
     def locate(self, path: str, source: PartSource | None) -> str:
         assert source is not None
         self.sources.append(source)
-        return self._locator.locate(f"/no/such/host{path}", source)
+        return locate_part(self._cache, f"/no/such/host{path}", source)
 
 
 @pytest.fixture
@@ -90,9 +90,9 @@ def test_a_rank_that_gets_no_part_refuses_the_sync(
 
 
 def test_a_full_cache_refuses_the_sync(hosts: Rig, elsewhere: Elsewhere, tmp_path: Path) -> None:
-    small = PartLocator(PartCache(str(tmp_path / "small"), 16))
-    hosts.engine.receivers[1]._staging._locate = lambda path, source: small.locate(
-        f"/no/such/host{path}", source
+    small = PartCache(str(tmp_path / "small"), 16)
+    hosts.engine.receivers[1]._staging._locate = lambda path, source: locate_part(
+        small, f"/no/such/host{path}", source
     )
     assert_error(hosts.send(delta_part()), 507, "SpoolFull")
     hosts.engine.receivers[1]._staging._locate = elsewhere.locate
@@ -121,14 +121,14 @@ def test_restarted_engine_verifies_its_cache_again(tmp_path: Path) -> None:
     """On the same port, with the same part as its first one."""
     part = tmp_path / "part"
     part.write_bytes(b"a part" * 100)
-    locator = PartLocator(PartCache(str(tmp_path / "cache"), 1 << 20))
+    cache = PartCache(str(tmp_path / "cache"), 1 << 20)
     port = 0
     for _ in range(2):
         server = PartServer("127.0.0.1", port)
         port = urlsplit(server.url).port or 0
         try:
             with server.offer(part) as source:
-                found = Path(locator.locate("/no/such/host", source))
+                found = Path(locate_part(cache, "/no/such/host", source))
                 assert found.read_bytes() == part.read_bytes()
         finally:
             server.close()

@@ -169,6 +169,17 @@ def test_weights_that_sleep_are_not_let_generate(callers: Rig) -> None:
     assert callers.engine.paused
 
 
+def test_an_engine_that_is_half_awake_is_not_let_generate(callers: Rig) -> None:
+    """It has its weights, and no KV cache."""
+    callers.post("/pause")
+    callers.engine.set_asleep(False, other=True)
+    end_longer_than(callers, 0)
+    assert callers.engine.paused
+    callers.engine.set_asleep(False)
+    end_longer_than(callers, 0)
+    assert not callers.engine.paused
+
+
 def test_without_the_flag_a_pause_lasts(callers: Rig) -> None:
     callers.post("/pause")
     assert callers.send(delta_part()).json()["status"] == "committed"
@@ -209,3 +220,19 @@ def test_an_engine_that_sleeps_is_not_called_paused(callers: Rig) -> None:
     callers.post("/pause", peer=("10.0.0.3", 4))
     callers.engine.set_asleep(True)
     assert present(callers.status().health.paused).by == "10.0.0.3"
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_sleep_is_no_pause_of_who_asks_for_it(callers: Rig, weights: bool) -> None:
+    """As vLLM sleeps, and as it is with weights that alone are awake again."""
+
+    async def sleep() -> None:
+        callers.engine.set_asleep(weights, other=True)
+        callers.engine.paused = True
+
+    callers.run(callers.service.committer.run_external_change(sleep))
+    assert callers.status().health.paused is None
+    assert paused_since() == 0
+    end_longer_than(callers, 0)
+    assert callers.engine.paused
+    assert callers.status().health.paused is None

@@ -122,7 +122,10 @@ def test_disk_request_types(keys: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b'"x"', b"{}", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000],
+    [
+        *(b"", b"{", b"[]", b'"x"', b"{}", b"\xff\xfe", b'{"model_path": "\xff"}'),
+        *(b"[" * 100_000, b'{"a":' * 100_000),
+    ],
     ids=lambda body: repr(body[:9]),
 )
 def test_what_is_no_disk_request(body: bytes) -> None:

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable
-from engine_ext.format import xxh3_checksum
+from engine_ext.format.checksum import xxh3_checksum
 from tests.support.delta_bodies import (
     bare,
     delta_part,
@@ -194,6 +194,21 @@ def test_a_refused_body_leaves_the_engine_unchanged(rig: Rig, refusal: Refusal) 
     assert_error(response, refusal.status, refusal.kind, **refusal.operands)
     assert rig.engine.events == []
     rig.assert_untouched()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [one.body for one in REFUSALS if one.operands.get("limit") == MAX_BODY_BYTES]
+    + [zstd_declaring(1 << 40, GOOD)],
+    ids=["body", "decompressed", "frame declares"],
+)
+def test_size_limit_says_how_to_stay_below_it(rig: Rig, body: bytes) -> None:
+    error = rig.send(body).json()["error"]
+    assert (error["type"], error["limit"]) == ("TooLarge", MAX_BODY_BYTES)
+    assert error["message"].endswith(
+        f"the limit is {MAX_BODY_BYTES}; send smaller parts (bucket_bytes=), or raise the engine's "
+        "--delta-tuning max-body-bytes"
+    )
 
 
 BROKEN_PACKED = [

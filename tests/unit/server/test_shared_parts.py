@@ -263,6 +263,14 @@ def test_peer_whose_log_proves_nothing_is_not_joined(
     assert "nothing shows that one leads to the other" in problem["message"]
 
 
+@pytest.mark.parametrize("offer", [b"", b'{"digest": "\xff"}', b"[" * 10_000])
+def test_peer_that_offers_no_versions_is_not_joined(fleet: Fleet, offer: bytes) -> None:
+    fleet.answers[PARTS] = offer
+    rig = fleet.join()
+    assert same(rig.engine.weights, fresh_weights())
+    assert "a peer's offer cannot be read" in present(present(rig.status().log).problem)["message"]
+
+
 def test_peer_that_is_down_leaves_the_checkpoint(fleet: Fleet) -> None:
     rig = fleet.join(peers=("http://127.0.0.1:9",))
     assert same(rig.engine.weights, fresh_weights())

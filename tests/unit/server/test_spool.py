@@ -36,12 +36,12 @@ from engine_ext.format import (
     ParamDelta,
     Verifier,
     decode_part,
-    manifest_checksum,
     read_container,
     sign,
-    write_container,
-    xxh3_checksum,
 )
+from engine_ext.format.checksum import xxh3_checksum
+from engine_ext.format.container import write_container
+from engine_ext.format.manifest import manifest_checksum
 from tests.support.delta_bodies import STEP, delta_part, part_of, pieces, sparse, zstd_declaring
 from tests.support.independent_encoder import sendable
 from tests.support.verified_part import read_verified

@@ -6,19 +6,23 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import pytest
+import torch
 
 from engine_ext.conformance import toy_models
 from engine_ext.conformance.toy_models import PlainCopy, ToyModel, every_model
 from engine_ext.dtypes import TORCH_DTYPE
+from engine_ext.errors import NotUpdatable
 from tests.support.served_models import (
     attempt,
     base_checkpoint,
     delta_between,
+    dense_delta,
     memory,
     named_in,
     parts_of,
     random_tensor,
     serve,
+    stage,
     target_checkpoint,
 )
 from tests.unit.sync.applier_cases import APPLY, DENSE, assert_freshly_loaded, deltas_for, sync_id
@@ -74,6 +78,28 @@ def test_exact_or_refused(
         assert named_in(refusal)
         assert named_in(refusal) <= set(names)
     assert (refusal is None) == is_updatable(model, names, dense, apply)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float8_e4m3fnuz])
+@APPLY
+def test_tensor_of_a_foreign_dtype_is_refused(dtype: torch.dtype, apply: str) -> None:
+    """The others can be updated."""
+
+    class Foreign(ToyModel):
+        shapes: ClassVar = {"weight": (6, 4), "phases": (3, 2)}
+        dtypes: ClassVar = {"phases": dtype}
+
+    base = base_checkpoint(Foreign)
+    served = serve(Foreign, base, apply=apply)
+    name = str(dtype).removeprefix("torch.")
+    assert f"no delta can have its dtype, {name}" in served.placement["phases"].reason
+    assert [row["dtype"] for row in served.applier.plan.table()] == ["bfloat16", name]
+    target = target_checkpoint(base, ["weight"])
+    served.applier.write(stage(served, parts_of(deltas_for(base, target, ["weight"], False))))
+    assert torch.equal(served.model.weight, target["weight"])
+    other = dense_delta("phases", torch.zeros(3, 2))
+    with pytest.raises(NotUpdatable, match=f"it is {name} "):
+        stage(served, parts_of([other]))
 
 
 @pytest.mark.parametrize("model", every_model(), ids=sync_id)

@@ -188,11 +188,11 @@ class AckedState:
         Before a full sync the digest is zero, as it replaces every tensor.
         """
         first_time = not self.plan.names
+        self.plan_is_current, self.digest = False, None
         self.plan = plan = EnginePlan.read(answer, self._names, self._ignored)
-        self.plan_is_current = plan.is_known
-        self.digest = None
         if plan.is_known and keep_digest and not plan.missing:
             self.digest = Digest.ZERO if full else self._held_digest()
+        self.plan_is_current = plan.is_known  # unless it was interrupted
         if first_time and plan.ignored:
             logger.warning("left out, as the engine ignores them: %s", some_of(plan.ignored))
         if first_time and plan.missing:
@@ -208,7 +208,8 @@ class AckedState:
 
         Its digest counts and not its version, whose number another sender can have chosen. Tensors
         that the digest does not cover are only taken to be the base's if the destination has been
-        started with them, or is at the very version of this run.
+        started with them, or is at the very version of this run and nothing says that it can hold
+        other bytes.
 
         Args:
             run: The name of the sender's run.
@@ -221,7 +222,7 @@ class AckedState:
         self.found_other = None if held.digest == self.digest.hex() else status
         if self.found_other is not None:
             return False
-        is_own = (held.run, held.number) == (run, self.version)
+        is_own = not self.needs_full and (held.run, held.number) == (run, self.version)
         if not (held.loaded or is_own):
             unproven = frozenset(self.plan.names).difference(self.plan.digested)
             if unproven and not self.resends_unproven:

@@ -74,11 +74,14 @@ class TransferDestination(EngineClient):
     def __init__(
         self, url: str, options: SenderOptions, client: SyncClient, channel: Channel
     ) -> None:
+        if options.commit == "all_or_none":
+            raise ValueError(
+                "the weight-transfer API commits a sync at once, whatever other engines do; use "
+                "commit='each', or MultiSender without a client of that API"
+            )
         super().__init__(url, replace(options, posts_in_flight=1))
         self._sync_client, self._channel = client, channel
         self._options = {"pause_mode": options.pause_mode, "flush_cache": options.flush_cache}
-        self._key = options.hmac_key
-        self._wait_s = options.timeout
         self._group: Group | None = None
         self._run: Run | None = None  # that has claimed the engine
         # Parts are delivered by other threads, which have a current GPU of their own.
@@ -107,7 +110,7 @@ class TransferDestination(EngineClient):
         """
         if last:
             self.highest_posted = max(self.highest_posted, version)
-        give_up = time.monotonic() + self._wait_s
+        give_up = time.monotonic() + self._timeout
         while True:
             self.check_open()
             try:
@@ -139,7 +142,7 @@ class TransferDestination(EngineClient):
         """Send one part over the channel."""
         client, channel = self._sync_client, self._channel
         options = self._options | ({} if self.reason is None else {"reason": self.reason})
-        signed = {} if self._key is None else {"signature": sign(self._key, body)}
+        signed = {} if self._hmac_key is None else {"signature": sign(self._hmac_key, body)}
         if channel.kind == "inline" or len(body) <= channel.inline_bytes:
             part = base64.b64encode(body).decode()
             self._call(client.update_weights, {"part": part, **signed, **options})
@@ -156,9 +159,9 @@ class TransferDestination(EngineClient):
         with tempfile.TemporaryDirectory(prefix="delta-", dir=self._channel.folder) as folder:
             path = Path(folder, f"{name}.safetensors")
             path.write_bytes(body)
-            if self._key is not None:
+            if self._hmac_key is not None:
                 beside = path.with_name(path.name + SIGNATURE_SUFFIX)
-                beside.write_text(sign(self._key, body))
+                beside.write_text(sign(self._hmac_key, body))
             Path(folder).chmod(0o755)  # the engine might be another user's
             yield path
 

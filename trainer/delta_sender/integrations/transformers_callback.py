@@ -15,7 +15,7 @@ from delta_sender.models import Checkpoint, any_rank, named_tensors
 from delta_sender.models.model_sync import on_all_ranks, sync_model
 from delta_sender.options import SenderOptions
 from delta_sender.publish.multi_sender import MultiSender
-from delta_sender.results import SyncReport, raising_as_one
+from delta_sender.results import SyncReport, figures, raising_as_one
 
 
 class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
@@ -153,12 +153,7 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
 
     def _note(self, seconds: float) -> None:
         """Add a sync to those that the next log has: bytes and seconds add up."""
-        reports, noted = list(self.reports.values()), self._unlogged
-        pauses = [r.engine.get("timings_ms", {}).get("pause_ms", 0.0) for r in reports]
-        self._unlogged = {
-            "delta/version": max(r.version for r in reports),
-            "delta/bytes": noted.get("delta/bytes", 0) + max(r.wire_bytes for r in reports),
-            "delta/density": max(r.density for r in reports),
-            "delta/seconds": noted.get("delta/seconds", 0.0) + seconds,
-            "delta/pause_ms": noted.get("delta/pause_ms", 0.0) + max(pauses),
-        }
+        found = {**figures(self.reports.values()), "seconds": seconds}
+        for name in ("bytes", "seconds", "pause_ms"):
+            found[name] += self._unlogged.get(f"delta/{name}", 0)
+        self._unlogged = {f"delta/{name}": value for name, value in found.items()}

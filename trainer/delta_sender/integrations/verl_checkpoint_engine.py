@@ -31,8 +31,8 @@ from delta_sender.models.model_sync import on_all_ranks
 from delta_sender.models.reader import is_named, refuse_left_out
 from delta_sender.options import DEFAULTS
 from delta_sender.publish.multi_sender import MultiSender
-from delta_sender.results import SyncReport, raising_as_one
-from delta_sender.sharded import ShardedSender, model_shards
+from delta_sender.results import SyncReport, figures, raising_as_one
+from delta_sender.sharded import Shard, ShardedSender, model_shards
 from engine_ext.files import read_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -178,8 +178,12 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _sync_shards(self, model: Any, step: int | None) -> dict[str, float] | None:
         began = time.monotonic()
-        base = dict(read_checkpoint(self._base))
-        shards = model_shards(model, base)
+
+        def read() -> tuple[dict[str, torch.Tensor], list[Shard]]:
+            base = dict(read_checkpoint(self._base))
+            return base, model_shards(model, base)
+
+        base, shards = on_all_ranks(read)
         assert self._urls is not None
         if not isinstance(self._sender, ShardedSender) or self._opened != self._urls:
             self.close()
@@ -222,14 +226,8 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if unchanged and unchanged == self._warns_after:
             # Adapters under Megatron have the names of the base, and verl does not pass them on.
             logger.warning(f"{UNCHANGED}. With LoRA, {_MERGE}", unchanged)
-        pauses = [r.engine.get("timings_ms", {}).get("pause_ms", 0.0) for r in reports]
-        return {
-            "delta_http/version": max(r.version for r in reports),
-            "delta_http/bytes": max(r.wire_bytes for r in reports),
-            "delta_http/density": max(r.density for r in reports),
-            "delta_http/pause_ms": max(pauses),
-            "delta_http/seconds": time.monotonic() - began,
-        }
+        found = {**figures(reports), "seconds": time.monotonic() - began}
+        return {f"{BACKEND}/{name}": value for name, value in found.items()}
 
     def _open(self) -> MultiSender:
         """Return the sender of the urls; servers that came or went make a new one."""

@@ -135,19 +135,22 @@ def from_stream(
 
     Args:
         tensors: All tensors under their names in the model, adapters merged, in any order. Any name
-            of tied ones will do. A value head is dropped.
+            of tied ones will do; those that are given under several must be equal. A value head is
+            dropped.
         frozen: Which tensors can be left out, because they are not trained; they are then the
             base's. True: all parameters. Otherwise patterns of names, as of `fnmatch`.
         live: The model that is trained. Persistent buffers that `tensors` leaves out are read from
             it; a buffer has no gradient, but it can be trained all the same.
 
     Raises:
-        ValueError: A tensor is missing, is not known, or has another shape.
+        ValueError: A tensor is missing, is not known, or has another shape, or tied ones differ.
     """
     state, source = plan.state, iter(tensors)
     group_of = {key: group for group in plan.groups for key in group.keys}
     missing = {id(group): set(group.keys) for group in plan.groups}
     pending: dict[str, torch.Tensor] = {}
+    tied = set(state.aliases.values())
+    given_first: dict[str, tuple[str, torch.Tensor]] = {}  # of tied ones: a name, and a copy
 
     def take(given: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         key = state.aliases.get(plain_name(given), plain_name(given))
@@ -157,13 +160,17 @@ def from_stream(
             raise ValueError(f"{given}: not a tensor of the model{_class_of(state.model)}")
         group = group_of[key]
         if key not in missing[id(group)]:
-            return  # a further name of a tied tensor
+            if key in given_first:
+                _refuse_untied(given_first[key], (given, plain(given, tensor)))
+            return
         if tensor.shape != state.tensors[key].shape:
             wanted = list(state.tensors[key].shape)
             raise ValueError(f"{given}: {list(tensor.shape)}, but {wanted} in the model")
         copied = plain(given, tensor)
         pending[key] = tensor.detach().clone() if copied is tensor else copied
         missing[id(group)].remove(key)
+        if key in tied:
+            given_first[key] = given, pending[key]
         if not missing[id(group)]:
             yield from plan.build(group, {key: pending.pop(key) for key in group.keys}).items()
 
@@ -186,6 +193,27 @@ def from_stream(
     finally:
         for _ in source:
             pass
+
+
+def _refuse_untied(first: tuple[str, torch.Tensor], second: tuple[str, torch.Tensor]) -> None:
+    """Refuse a tensor that differs from one which the model ties to it.
+
+    Raises:
+        ValueError: Its bits are others.
+    """
+    (name, held), (other, tensor) = first, second
+    kinds = [(one.shape, one.dtype) for one in (held, tensor)]
+    if kinds[0] == kinds[1] and torch.equal(_bytes(held), _bytes(tensor)):
+        return
+    raise ValueError(
+        f"{other}: tied to {name} in the model, but given with other values; set "
+        "tie_word_embeddings=False in the base that engines are started with, or train the two "
+        "as one"
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:

@@ -74,13 +74,11 @@ class LinkSpeed:
                 del self._begun[request]
                 self._rate()
 
-    def note(
-        self, nbytes: int, seconds: float, answer: dict[str, Any], ended: float | None = None
-    ) -> None:
+    def note(self, nbytes: int, seconds: float, answer: dict[str, Any], ended: float) -> None:
         """Take in a request with a body of `nbytes` that was answered after `seconds`.
 
-        `ended` is the time of the answer, inside of `crossing`; None if no other post was in
-        flight.
+        To be called inside of `crossing`, at whose end it is rated; `ended` is the time of the
+        answer.
         """
         timings = answer.get("timings_ms")
         timings = timings if isinstance(timings, dict) else {}
@@ -99,13 +97,10 @@ class LinkSpeed:
                 return
             overhead = 0.0 if arriving is None else min(self._overheads)
             link = rest - overhead
-            end = (ended or 0.0) - work
+            end = ended - work
             post = _Post(end - max(link, 1e-9), end, nbytes, link <= overhead)
-            if ended is None:
-                self._keep(post, nbytes)
-            else:  # rated at the end of `crossing`
-                self._ended.append(post)
-                self._unrated.append(post)
+            self._ended.append(post)
+            self._unrated.append(post)
 
     def _rate(self) -> None:
         """Rate the posts that no request in flight can have crossed with."""

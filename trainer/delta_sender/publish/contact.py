@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from delta_sender.publish.destination import Destination
 from delta_sender.publish.session import Session
+from delta_sender.results import SyncError
 from delta_sender.run import Run
 
 _AGAIN_S: Final = 1.0
@@ -23,8 +24,8 @@ def meet_all(sessions: Sequence[Session], lag_limit: float | None) -> None:
     """Let sessions meet their engines that have not, before the next sync gets its number.
 
     Those that are not done `lag_limit` seconds after the first one, or fail, are left to
-    `Session.sync`. If others have met theirs in an earlier sync, they have one second at most:
-    an engine that cannot be reached must not keep those waiting.
+    `Session.sync`, which raises their error. If others have met theirs in an earlier sync, they
+    have one second at most: an engine that cannot be reached must not keep those waiting.
     """
     ended, done = Condition(), dict[Session, bool]()
 
@@ -51,7 +52,8 @@ def meet_all(sessions: Sequence[Session], lag_limit: float | None) -> None:
             ended.wait(left)
         ready = [session for session, found in done.items() if found]
     for session in ready:
-        session.meet()
+        with contextlib.suppress(SyncError):
+            session.meet()
 
 
 def release_all(destinations: Sequence[Destination], run: Run, posting: Iterable[Thread]) -> None:

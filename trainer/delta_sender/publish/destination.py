@@ -96,6 +96,8 @@ class Destination(Protocol):
     def take_step(self, action: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Take one step of a commit of several receivers; return the answer.
 
+        The receiver has staged all that was delivered, and committed nothing of it.
+
         Args:
             action: ``prepare``, ``record``, ``commit`` or ``abort``.
             fields: Of the request, see ``POST /delta_commit``.
@@ -111,10 +113,14 @@ class Destination(Protocol):
         `highest_posted` must be at least `version` before the last part leaves: the receiver can
         commit then, whatever becomes of the answer.
 
+        With the option ``commit="all_or_none"`` the receiver must hold what the last part
+        completes, until `take_step` commits it. A destination that cannot do this refuses the
+        option where it is made.
+
         Returns:
             The answer: "status", ``committed`` or ``already_applied`` if the last part made the
-            receiver commit; and "digest" if it keeps one (hex), which is compared with the
-            sender's.
+            receiver commit, and ``staged`` if it holds all; and "digest" if it keeps one (hex),
+            which is compared with the sender's.
 
         Raises:
             SyncError: The part was not taken, or no answer came. One whose `error` has an

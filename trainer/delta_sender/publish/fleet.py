@@ -28,6 +28,8 @@ from delta_sender.results import (
 logger = logging.getLogger(__name__)
 
 ABORTED: Final = {"type": "GroupAborted", "engine_state": "unchanged"}
+_LATE: Final = "it was not done in time"
+_TAKES_PART: Final = ("committed", "failed", "prepared")  # states of a `FleetOutcome`
 
 Evict = Callable[[str, SyncError], object]
 _Phase = Literal["prepare", "record", "commit", "abort"]
@@ -293,7 +295,7 @@ class FleetRound:
     def _outcome(self, member: _Member) -> FleetOutcome:
         if member.state in ("committed", "aborted"):
             return FleetOutcome(member.state, None)
-        error = member.error or SyncError("it was not done in time")
+        error = member.error or SyncError(_LATE)
         if member.has_prepared:
             has_failed = bool(self.is_committed and error.error.get("engine_state"))
             return FleetOutcome("failed" if has_failed else "prepared", error)
@@ -348,7 +350,8 @@ def check_outcomes(
 
     Raises:
         GroupAborted: None has committed.
-        PartialSyncError: Some of those that had prepared have not committed.
+        PartialSyncError: Some of those that had prepared have not committed, or none has answered
+            in time.
     """
     if not is_committed:
         found = {url: one.error for url, one in outcomes.items() if one.error is not None}
@@ -361,5 +364,8 @@ def check_outcomes(
         except Exception:  # the others have committed
             logger.exception("%s was not evicted", url)
     failures = {url: one for url, one in failures.items() if outcomes[url].state != "left out"}
+    if not (failures or reports):
+        taking_part = {url: one for url, one in outcomes.items() if one.state in _TAKES_PART}
+        failures = {url: one.error or SyncError(_LATE) for url, one in taking_part.items()}
     if failures:
         raise PartialSyncError(failures, dict(reports))

@@ -111,9 +111,10 @@ class LogDestination(Destination):
 
     def close(self) -> None:
         """Drop what is not complete, and let another sender write."""
-        if self._draft is not None:
+        draft, self._draft = self._draft, None  # another sender can write it after this
+        if draft is not None:
             with contextlib.suppress(OSError):
-                self._end_draft(self._draft)
+                self._end_draft(draft)
         if self._writer is not None:
             self._writer.close()
 

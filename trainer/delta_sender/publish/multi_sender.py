@@ -81,8 +81,8 @@ class MultiSender(Sender):
     The other keyword arguments are documented in `SenderOptions`.
 
     Raises:
-        ValueError: An option has an unknown value, no url is given or one twice, or the state file
-            is not one.
+        ValueError: An option has an unknown value, no url is given or one twice, there are fewer
+            engines than `quorum`, or the state file is not one.
         BlockingIOError: Another sender writes into the log, or uses the state file.
     """
 
@@ -189,9 +189,10 @@ class MultiSender(Sender):
 
         Raises:
             GroupAborted: With ``commit="all_or_none"``: no engine commits, as not all, or not as
-                many as `quorum`, could prepare.
+                many as `quorum`, could prepare, or the delta log could not be written.
             PartialSyncError: Some engines did not commit. Those in its `reports` did. With
-                ``commit="all_or_none"``: an engine was lost after all had prepared.
+                ``commit="all_or_none"``: an engine was lost after all had prepared; or none has
+                answered in `commit_window`, so that `reports` is empty and all are `lagging`.
             ValueError: Names, shapes or dtypes are not the base's, or a weight to quantise is not
                 finite. No engine commits anything. Nothing was sent if `tensors` is a collection
                 and not an iterator, and `quantize` is not set.

@@ -36,7 +36,7 @@ from delta_sender.publish.session_thread import (
     latest_sync,
     wait_for,
 )
-from delta_sender.publish.state_file import Known, StateFile, StateTracker
+from delta_sender.publish.state_file import Known, StateFile, StateTracker, state_key
 from delta_sender.results import (
     FleetOutcome,
     PartialSyncError,
@@ -78,8 +78,8 @@ class Publisher:
         options: Read at every sync.
 
     Raises:
-        ValueError: No url is given or one twice, the state file is not one, or `delta_log` names no
-            log.
+        ValueError: No url is given or one twice, there are fewer than `quorum`, the state file is
+            not one, or `delta_log` names no log.
         BlockingIOError: Another sender writes into the log, or uses the state file.
     """
 
@@ -98,8 +98,7 @@ class Publisher:
         self.options, self.notifier, self._is_log = options, notifier, is_log
         if options.adapter is not None and options.delta_log is not None:
             raise ValueError("a delta log has versions of the model's weights, not of adapters")
-        if not urls or len({url.rstrip("/") for url in urls}) < len(urls):
-            raise ValueError("give every engine's url, each once")
+        options.check_engines(urls)
         self._urls = list(urls)
         log = None if options.delta_log is None else open_log(log_of(options.delta_log))
         sends_differences = EncodingPolicy(options.encoding).may_send_differences
@@ -137,9 +136,7 @@ class Publisher:
                 self.sessions.append(session)
             if log is not None:
                 engines = [session.destination for session in self.sessions]
-                self._log_destination = LogDestination(
-                    *(log, engines, options.hmac_key), settles=options.commit != "each"
-                )
+                self._log_destination = LogDestination(log, engines, options.hmac_key, settles=True)
                 opened.callback(self._log_destination.close)
                 self._log = self._log_session()
             opened.pop_all()
@@ -254,8 +251,7 @@ class Publisher:
             self.notifier.close()
         for session in self._all:
             session.destination.close()
-        if self._tracker.file is not None:
-            self._tracker.file.close()
+        self._tracker.close()
 
     def release(self) -> None:
         """Stop sending, drop what is staged, and let other runs claim the destinations.
@@ -517,7 +513,15 @@ class Publisher:
             self._log.state.missed = without_old(sync_round.changes)
             self._is_inconsistent = False
         else:
-            self._log_destination.writer.refuse(sync_round.version)
+            try:
+                self._log_destination.writer.refuse(sync_round.version)
+            except OSError as error:  # the engines' own error says more
+                logger.warning(
+                    "version %d stays in the delta log, though no engine has committed it: %s",
+                    sync_round.version,
+                    error,
+                )
+                self._log.state.lose_track()
 
     def _write_state(self, threads: Sequence[SessionThread], content: str) -> None:
         for thread in threads:
@@ -531,7 +535,7 @@ class Publisher:
     def _state_key(self, url: str) -> str:
         """Return what the state file calls an engine, or an adapter in it."""
         adapter = self.options.adapter
-        return url if adapter is None else f"{url}?adapter={adapter}"
+        return state_key(url if adapter is None else f"{url}?adapter={adapter}")
 
     def _url_of(self, session: Session) -> str:
         return self._urls[self.sessions.index(session)]

@@ -144,15 +144,15 @@ class Session:
         if self.is_met:
             return
         self.ask()
-        contact, self._contact, self.is_met = self._contact, None, True
-        if contact is None or contact.status is None:
-            return
-        state = self.state
-        state.read_plan(contact.plan, keep_digest=self._options.digest, full=False)
-        state.find_base(contact.status, self.run.name)
-        # Numbers of a run are not used twice, and the engine's does not go back.
-        numbers = (contact.claimed.get("highest"), contact.status.version.number)
-        state.highest_used = max([n for n in numbers if isinstance(n, int)], default=0)
+        contact, self._contact = self._contact, None
+        if contact is not None and contact.status is not None:
+            state = self.state
+            state.read_plan(contact.plan, keep_digest=self._options.digest, full=False)
+            state.find_base(contact.status, self.run.name)
+            # Numbers of a run are not used twice, and the engine's does not go back.
+            numbers = (contact.claimed.get("highest"), contact.status.version.number)
+            state.highest_used = max([n for n in numbers if isinstance(n, int)], default=0)
+        self.is_met = True  # unless it was interrupted
 
     def sync(self, sync_round: SyncRound, fleet: FleetRound | None = None) -> Committed:
         """Send one round, in as many attempts as `Recovery` knows.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,6 +61,15 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 prepare(State)
 
 
+def state_key(url: str) -> str:
+    """Return what the file calls an engine, or an adapter in it: the root without its last slash.
+
+    Args:
+        url: As it was given, or with ``?adapter=NAME``.
+    """
+    return re.sub(r"/+(?=\?adapter=|$)", "", url, count=1)
+
+
 class StateFile:
     """The file; `state` is its content.
 
@@ -73,10 +83,12 @@ class StateFile:
         self._lock: FileLock | None = None
         self.state = State()
         try:
-            self.state = msgspec.json.decode(path.read_bytes(), type=State)
+            state = msgspec.json.decode(path.read_bytes(), type=State)
+            engines = {state_key(key): known for key, known in state.engines.items()}
+            self.state = msgspec.structs.replace(state, engines=engines)
         except FileNotFoundError:
             pass
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not a sender's state: {error}; without it the sender opens a new run"
             ) from error
@@ -142,6 +154,12 @@ class StateTracker:
         # What each engine has acknowledged, by url; `write` writes it.
         self.known = {} if file is None else dict(file.state.engines)
         self.recompute_digest()
+
+    def close(self) -> None:
+        """Release the file; nothing is written from now on: another sender can use it."""
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
     def recompute_digest(self) -> None:
         """Compute the digest of every tensor of the snapshot."""

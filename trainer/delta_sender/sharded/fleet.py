@@ -18,7 +18,7 @@ from delta_sender.publish.fleet import ABORTED, FleetRound, check_outcomes
 from delta_sender.publish.session import Committed
 from delta_sender.publish.session_thread import SessionThread
 from delta_sender.results import FleetOutcome, RankError, ShardedReport, SyncError, SyncReport
-from delta_sender.sharded.ranks import Ranks, described
+from delta_sender.sharded.ranks import Ranks, described, error_of
 from delta_sender.sharded.session import ShardedSession
 
 
@@ -54,14 +54,16 @@ class ShardedFleet:
             SyncError: An engine knows none of the tensors; on all ranks.
             RankError: A rank has died, or does not answer.
         """
-        failures: dict[str, SyncError] = {}
+        failures: dict[str, BaseException] = {}
 
         def meet(url: str, session: ShardedSession) -> None:
             try:
                 if session.ask_early():
                     session.meet()
-            except SyncError as failed:
+            except BaseException as failed:
                 failures[url] = failed
+                if not isinstance(failed, SyncError):  # on this rank alone
+                    session.ranks.leave("a rank has failed")
 
         unmet = [(url, one) for url, one in self._sessions.items() if not one.is_met]
         if not unmet:  # on no rank
@@ -106,7 +108,7 @@ class ShardedFleet:
         for thread in threads.values():
             thread.join()
         for session in self._sessions.values():
-            session.engine.client.gives_up = False
+            session.destination.client.gives_up = False
         self._check_ranks([thread.outcome for thread in threads.values()], failure)
         return self._finish(sync_round, threads, fleet, failure)
 
@@ -150,8 +152,8 @@ class ShardedFleet:
         """
         sync_round.fail(SyncError("the others have ended this sync", 409, dict(ABORTED)))
         for session in self._sessions.values():
-            has_prepared = fleet is not None and fleet.has_prepared(session.engine)
-            session.engine.client.gives_up = not has_prepared
+            has_prepared = fleet is not None and fleet.has_prepared(session.destination)
+            session.destination.client.gives_up = not has_prepared
 
     def _check_ranks(self, outcomes: list[Any], failure: SyncError | None = None) -> None:
         """Check that all ranks are still in step, whatever has become of the engines.
@@ -167,8 +169,9 @@ class ShardedFleet:
             said = self._ranks.exchange(said[0])
         if not any(said) and not self._ranks.has_left:
             return
-        why = next((one for one in (*unknown, *outcomes) if isinstance(one, RankError)), failure)
-        text = "the ranks are not in step any more" if why is None else str(why)
+        lost = [*unknown, *(one for one in outcomes if isinstance(one, RankError))]
+        why = lost[0] if lost else failure
+        text = "the ranks are not in step any more; make a new sender" if why is None else str(why)
         self.leave(f"a rank has failed: {text}")
         raise RankError(f"engines might have committed, all or none; {text}", []) from why
 
@@ -219,7 +222,7 @@ class ShardedFleet:
 
         is_committed, outcomes = self._ranks.from_leader(told)
         self.outcomes = {
-            url: FleetOutcome(state, None if said is None else _error_of(said))
+            url: FleetOutcome(state, None if said is None else error_of(said))
             for url, (state, said) in outcomes.items()
         }
         return bool(is_committed)
@@ -229,10 +232,3 @@ class ShardedFleet:
         for session in self._sessions.values():
             session.ranks.leave(why)
         self._ranks.leave(why)
-
-
-def _error_of(said: Mapping[str, Any]) -> SyncError:
-    """Return the error that `described` has described."""
-    if "status" not in said:
-        return RankError(said["message"], [])
-    return SyncError.of(said["message"], said["status"], said["error"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from delta_sender.results import RankError, SyncError
+from delta_sender.results import EngineBusy, EngineUnreachable, RankError, SyncError
 from delta_sender.sharded.copies import differing
 from engine_ext.format import Digest
 
@@ -212,9 +212,22 @@ def _new_group(numbers: Sequence[int], rank: int, timeout: timedelta) -> dist.Pr
 
 def described(error: Exception) -> dict[str, Any]:
     """Return what other ranks need to know of an error."""
-    if isinstance(error, SyncError) and not isinstance(error, RankError):
-        return {"message": str(error), "status": error.status, "error": error.error}
-    return {"message": _text(error)}
+    if not isinstance(error, SyncError) or isinstance(error, RankError):
+        return {"message": _text(error)}
+    said = {"message": str(error), "status": error.status, "error": error.error}
+    return {**said, "class": type(error).__name__, "unanswered": error.unanswered}
+
+
+def error_of(said: Mapping[str, Any]) -> SyncError:
+    """Return the error that `described` has described."""
+    if "status" not in said:
+        return RankError(said["message"], [])
+    named = {one.__name__: one for one in (EngineBusy, EngineUnreachable)}
+    message, status, error = said["message"], said["status"], said["error"]
+    make = named.get(said["class"], SyncError.of)
+    found = make(message, status, error)
+    found.unanswered = said["unanswered"]
+    return found
 
 
 def raise_first(failures: dict[int, dict[str, Any]], own: Exception | None) -> NoReturn:
@@ -232,8 +245,7 @@ def raise_first(failures: dict[int, dict[str, Any]], own: Exception | None) -> N
     if broken:
         texts = "; ".join(f"rank {rank}: {one['message']}" for rank, one in broken.items())
         raise RankError(f"not sent, as ranks have failed: {texts}", [*broken]) from own
-    one = failures[first_cause(failures)]
-    raise SyncError.of(one["message"], one["status"], one["error"]) from own
+    raise error_of(failures[first_cause(failures)]) from own
 
 
 def first_cause(failures: dict[int, dict[str, Any]]) -> int:

@@ -45,9 +45,9 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     tensor at a time.
 
     If a rank fails or disagrees with the others, all ranks raise the same `RankError`, and the
-    engine is unchanged; the next sync can succeed. If one dies, the others raise as soon as they
-    notice, at the latest after `rank_timeout` seconds, and the sender cannot be used any more; make
-    a new one.
+    engine is unchanged; the next sync can succeed. If one dies, or meets an error that the others
+    do not learn of (memory, a disk), they raise as soon as they notice, at the latest after
+    `rank_timeout` seconds, and the sender cannot be used any more; make a new one.
 
     With ``commit="all_or_none"`` there can be several engines, which commit as one; see
     `MultiSender`. Each rank encodes its share for each of them. Rank 0 decides, and its `evict` is
@@ -80,7 +80,8 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
     Raises:
         RankError: The shards do not make up the tensors, copies of one on several ranks differ, or
             a rank has failed; on all ranks.
-        ValueError: An option has an unknown value, or several engines do not commit as one.
+        ValueError: An option has an unknown value, a url is given twice, there are fewer engines
+            than `quorum`, or several do not commit as one.
     """
 
     def __init__(
@@ -119,8 +120,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         self._options = SenderOptions.among(locals())
         urls = [url] if isinstance(url, str) else list(url)
         check_urls(urls)
-        if not urls or len({one.rstrip("/") for one in urls}) < len(urls):
-            raise ValueError("give every engine's url, each once")
+        self._options.check_engines(urls)
         if len(urls) > 1 and commit == "each":
             raise ValueError("several engines take commit='all_or_none'")
         shards = list(shards)
@@ -161,8 +161,16 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
             warm_up(self._snapshot.dtypes.values(), options.encoding)
         except Exception as error:
             failure = error
-        facts = {"encoding": options.encoding, "version": options.base_version}
-        self._ranks.agree({**facts, "number of engines": len(urls)}, failure)
+        # What decides which messages ranks exchange.
+        facts = {
+            "encoding": options.encoding,
+            "digest": options.digest,
+            "full": options.full,
+            "commit": options.commit,
+            "version": options.base_version,
+            "number of engines": len(urls),
+        }
+        self._ranks.agree(facts, failure)
         sessions = {}
         for url, client in clients.items():
             ranks = self._ranks  # one engine needs no others: nothing is done at the same time
@@ -182,7 +190,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
 
     @property
     def epoch(self) -> int:
-        """Which opening of the run this sender is: 1."""
+        """Which opening of the run this sender is, from 1."""
         return self._session.run.epoch
 
     @property
@@ -210,8 +218,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         self.release()
         for session in self._sessions.values():
             session.destination.close()
-            session.ranks.leave("the sender is closed")
-        self._ranks.leave("the sender is closed")
+        self._leave("the sender is closed")
 
     def release(self) -> None:
         """Stop sending, drop what is staged in the engine, and let other runs claim it.
@@ -226,6 +233,11 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         if claimed and not self._is_released:
             release_all(claimed, self._session.run, [])
         self._is_released = True
+
+    def _leave(self, why: str) -> None:
+        for session in self._sessions.values():
+            session.ranks.leave(why)
+        self._ranks.leave(why)
 
     def sync(self, shards: Shards, *, step: int | None = None) -> ShardedReport:
         """Send what changed since the last sync, from all ranks.
@@ -278,7 +290,10 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
             }
             sync_round = self._read(shards, facts, started, full=full)
             return self._finish(sync_round)
-        except Exception:
+        except SyncError:  # the same on every rank
+            raise
+        except Exception:  # on this one alone: the others must not wait for it
+            self._leave("a rank has failed")
             raise
         except BaseException:  # an interruption leaves the ranks at different steps
             self._ranks.leave("interrupted")
@@ -336,9 +351,6 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
             self._snapshot.advance(sync_round.changes)
         except SyncError:
             session.state.note_failed(sync_round.changes)
-            raise
-        except Exception:  # not agreed on: the ranks are at different steps
-            self._ranks.leave("a rank has failed")
             raise
         finally:
             sync_round.leave()

@@ -110,9 +110,11 @@ class ShardedSession(Session):
         owned: Which tensors that is part of.
 
     Attributes:
-        engine: As given.
         ranks: Those that agree on this engine's syncs.
     """
+
+    destination: SharedEngine
+    state: ShardedState
 
     def __init__(
         self,
@@ -124,9 +126,9 @@ class ShardedSession(Session):
         ranks: Ranks,
     ) -> None:
         version = options.base_version
-        self._state = ShardedState(snapshot, version, owned, ranks)
-        super().__init__(engine, snapshot, options, version, run, state=self._state)
-        self.engine, self._owned, self.ranks = engine, owned, ranks
+        state = ShardedState(snapshot, version, owned, ranks)
+        super().__init__(engine, snapshot, options, version, run, state=state)
+        self._owned, self.ranks = owned, ranks
 
     @property
     def _is_in_fleet(self) -> bool:
@@ -152,7 +154,7 @@ class ShardedSession(Session):
 
     def agree_on_missed(self, ranks: Ranks) -> None:
         """See `ShardedState.agree_on_missed`."""
-        self._state.agree_on_missed(ranks)
+        self.state.agree_on_missed(ranks)
 
     def _commit_in_fleet(self, answer: dict[str, Any], sync_id: str) -> dict[str, Any]:
         """Commit what all ranks have posted with the other engines; on the leader.
@@ -172,9 +174,9 @@ class ShardedSession(Session):
         if self._is_in_fleet:
             self._check_version(sync_round, attempt)
         if attempt.full or not state.plan_is_current:
-            plan = self.engine.plan()
+            plan = self.destination.plan()
             state.read_plan(plan, keep_digest=self._options.digest, full=attempt.full)
-        self.engine.announce(attempt.reason)
+        self.destination.announce(attempt.reason)
         try:
             return self._commit(sync_round, attempt)
         except BaseException:
@@ -183,14 +185,14 @@ class ShardedSession(Session):
             raise
 
     def _commit(self, sync_round: SyncRound, attempt: Attempt) -> Committed:
-        state, started = self._state, time.perf_counter()
+        state, started = self.state, time.perf_counter()
         source = OwnedChanges(
             self.ranks,
             self._owned,
             state,
             sync_round,
             attempt,
-            self.engine.client.speed.bytes_per_s,
+            self.destination.client.speed.bytes_per_s,
         )
         builder = PartBuilder(
             sync_round,
@@ -208,7 +210,7 @@ class ShardedSession(Session):
         body = _last_part(attempt, digest, number, metadata)
         state.posted = PostedSync(attempt.version, sync_round.sync_ids(), digest, state.is_proven)
         try:
-            answer = self.engine.commit(body, attempt.version, number)
+            answer = self.destination.commit(body, attempt.version, number)
             if self._is_in_fleet:
                 if answer["status"] != "staged":
                     self._check_applied(answer)
@@ -243,7 +245,7 @@ class ShardedSession(Session):
             digest=None if digest is None else digest.hex(),
             engine=answer,
             picked=dict(sum((Counter(one["picked"]) for one in reports), start=Counter())),
-            link_bytes_per_s=self.engine.speed.measured,
+            link_bytes_per_s=self.destination.speed.measured,
             **sync_round.observed.in_report(),
             rank_bytes=tuple(wire),
             rank_nnz=tuple(one["nnz"] for one in reports),
@@ -260,18 +262,17 @@ class ShardedSession(Session):
             RankError: A rank has failed; the same on every rank.
         """
         buckets, first = self._numbered(builder)
-        client, failure = self.engine.client, None
+        client, failure = self.destination.client, None
         client.at_once = self._options.posts_in_flight
         queue = PostQueue(client, sync_round, waits=False)
         try:
             with queue.encoding():
                 self._put_all(queue, builder, source, buckets, first)
             queue.finish()
-        except RankError:
+        except BaseException as raised:
             queue.abandon()
-            raise
-        except Exception as raised:
-            queue.abandon()
+            if isinstance(raised, RankError) or not isinstance(raised, Exception):
+                raise
             reason = queue.reason(raised)
             failure = reason if isinstance(reason, Exception) else raised
         sent = source.sent

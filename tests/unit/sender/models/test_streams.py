@@ -114,3 +114,17 @@ def test_other_shapes_are_refused() -> None:
     model = make_model("dense")
     with pytest.raises(ValueError, match=r"embed_tokens.weight: \[2\], but \[64, 32\] in the mod"):
         list(checkpoint_names([("model.embed_tokens.weight", torch.ones(2))], model))
+
+
+def test_tied_tensor_that_was_trained_alone_is_refused() -> None:
+    """As an untied copy of a tied head is: one that PEFT trains and saves."""
+    model = make_model("tied")
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    given = dict(model.state_dict())
+    assert given.keys() >= {*names}
+    assert_same(checkpoint_names(given.items(), model), saved(model))
+    given[names[1]] = given[names[1]] + 1
+    for order in (given, dict(reversed(given.items()))):
+        with pytest.raises(ValueError, match="tie_word_embeddings=False") as caught:
+            list(checkpoint_names(order.items(), model))
+        assert all(name in str(caught.value) for name in names)

@@ -239,6 +239,8 @@ def test_several_engines_of_ranks_commit_as_one(fleet: FleetRig, model: Model) -
         sender_of(fleet, model, commit="each", commit_window=10.0)
     with pytest.raises(ValueError, match="each once"):
         ShardedSender([fleet.urls[0]] * 2, whole(model), commit="all_or_none")
+    with pytest.raises(ValueError, match="quorum is 4, of 3 engines"):
+        sender_of(fleet, model, quorum=4)
 
 
 # Several ranks, in processes of their own -------------------------------------------------------

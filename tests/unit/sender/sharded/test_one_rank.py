@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from delta_sender import FullSyncRefused, RankError, Shard, ShardedSender, SyncError
+from delta_sender import (
+    EngineBusy,
+    EngineUnreachable,
+    FullSyncRefused,
+    RankError,
+    Shard,
+    ShardedSender,
+    SyncError,
+)
 from delta_sender.encode import part_builder
+from delta_sender.encode.part_builder import EncodedPart
+from delta_sender.publish.post_queue import PostQueue
 from tests.support.fake_engine import (
     Engine,
     Model,
@@ -200,6 +212,55 @@ def test_an_unknown_outcome_is_found_out(fault: Any, monkeypatch: pytest.MonkeyP
         train(model, 3)
         assert not sender.sync(whole(model)).full
     assert engine.holds(model)
+
+
+def test_refusal_after_a_lost_answer_of_a_rank_is_none(naps: list[float]) -> None:
+    """The engine has committed what it refuses to take again."""
+    model = model_of()
+    engine = Engine.of(model)
+    engine.faults = {1: loses, 2: sends(error(507, "SpoolFull"))}
+    with sender_of(engine, model) as sender:
+        train(model)
+        with pytest.raises(SyncError, match="SpoolFull") as raised:
+            sender.sync(whole(model))
+        assert raised.value.unanswered
+        train(model, 2)
+        report = sender.sync(whole(model))
+        assert (report.base_version, report.version, report.full) == (1, 2, False)
+    assert engine.holds(model)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [(breaks, EngineUnreachable), (sends(error(429, "SyncInProgress")), EngineBusy)],
+)
+def test_error_of_a_rank_keeps_its_class(
+    fault: Any, kind: type[SyncError], naps: list[float]
+) -> None:
+    model = model_of()
+    engine = Engine.of(model)
+    engine.faults = dict.fromkeys(range(99), fault)
+    with sender_of(engine, model, timeout=0.01) as sender, pytest.raises(kind) as raised:
+        sender.sync(whole(model))
+    assert type(raised.value) is kind
+
+
+def test_interrupted_share_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, put = model_of(), PostQueue.put
+    engine = Engine.of(model)
+
+    def interrupted(queue: PostQueue, part: EncodedPart) -> None:
+        put(queue, part)
+        while not engine.log:
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PostQueue, "put", interrupted)
+    with sender_of(engine, model) as sender:
+        train(model)
+        with pytest.raises(KeyboardInterrupt):
+            sender.sync(whole(model))
+        assert not [one for one in threading.enumerate() if one.name == "delta-post"]
 
 
 @pytest.mark.parametrize("digest", [True, False])

@@ -12,6 +12,7 @@ import pytest
 
 from delta_sender import Shard, ShardedSender, SyncError
 from delta_sender.publish.http_client import EngineClient
+from delta_sender.sharded import owned
 from tests.support.fake_engine import Engine, Model, model_of, train
 from tests.support.gloo_ranks import run_ranks
 from tests.support.sharded_trainers import served
@@ -162,6 +163,52 @@ def test_full_sync_is_refused_on_all_ranks(tmp_path: Path) -> None:
         outcomes = run_ranks(run, RANKS, tmp_path, url, "nothing")
     assert all("FullSyncRefused" in outcome for outcome in outcomes)
     assert (engine.version, engine.requests) == (0, [])
+
+
+def first_digest_fails(rank: int, urls: list[str], commit: str) -> tuple[str, float, str]:
+    """Let rank 1 fail where it computes the first digest; return what follows, and when."""
+    model = model_of()
+    options: dict[str, Any] = {"commit": commit, "rank_timeout": LIMIT_S}
+    with ShardedSender(urls, rows(model, rank), **options) as sender:
+        if rank == 1:
+            pytest.MonkeyPatch().setattr(owned, "box_digest", raises)
+        start = time.monotonic()
+        with pytest.raises((SyncError, MemoryError)) as failed:
+            sender.sync(rows(model, rank))
+        seconds = time.monotonic() - start
+        with pytest.raises(SyncError) as again:
+            sender.sync(rows(model, rank))
+    return type(failed.value).__name__, seconds, str(again.value)
+
+
+@pytest.mark.parametrize("commit", ["each", "all_or_none"])
+def test_rank_that_fails_alone_keeps_none_waiting(tmp_path: Path, commit: str) -> None:
+    with served(Engine.of(model_of())) as url:
+        outcomes = run_ranks(first_digest_fails, RANKS, tmp_path, [url], commit)
+    kind = "MemoryError" if commit == "each" else "RankError"
+    assert [outcome[0] for outcome in outcomes] == ["RankError", kind, "RankError"], outcomes
+    assert max(outcome[1] for outcome in outcomes) < LIMIT_S / 2
+    assert all("make a new " in outcome[2] for outcome in outcomes)
+
+
+def start_with_other_options(rank: int, url: str) -> list[str]:
+    """Give rank 1 other options, one by one; return what each sender says."""
+    said, model = [], model_of()
+    others: list[dict[str, Any]] = [{"digest": False}, {"full": "allow"}, {"commit": "all_or_none"}]
+    for other in others:
+        with pytest.raises(SyncError) as failed:
+            ShardedSender(
+                url, rows(model, rank), rank_timeout=LIMIT_S, **(other if rank == 1 else {})
+            )
+        said.append(str(failed.value))
+    return said
+
+
+def test_ranks_that_start_with_other_options(tmp_path: Path) -> None:
+    for said in run_ranks(start_with_other_options, RANKS, tmp_path, "http://engine"):
+        assert [text.partition(": ")[0] for text in said] == [
+            f"not sent, as ranks disagree about the {name}" for name in ("digest", "full", "commit")
+        ]
 
 
 def train_what_is_ignored(rank: int, url: str) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from engine_ext.model import StorageIndex
 from engine_ext.startup.recomputed import ModuleRebuild, share_in_place
 from engine_ext.startup.recomputed.compare import RebuildError
+from engine_ext.startup.recomputed.perturbation import Perturbation
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
@@ -57,6 +60,15 @@ class Captured(Method):
         layer.copies = [cls.first.t().contiguous()]
 
 
+class Picky(SecondCopy):
+    """Fails for bits that no checkpoint has."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if bool((layer.weight.abs() > 1e6).any()):
+            raise ValueError("out of range")
+        super().process_weights_after_loading(layer)
+
+
 def shared(layer: Any) -> tuple[ModuleRebuild, int]:
     rebuild = rebuild_of(layer)
     return rebuild, share_in_place(rebuild, StorageIndex(layer))
@@ -81,6 +93,22 @@ def test_what_stays_has_no_memory_of_its_own(method: type[Method], names: set[st
     live = dict(layer.named_parameters())
     for name, tensor in rebuild.weights():
         assert (tensor.data_ptr() == live[name].data_ptr()) == (name in names)
+
+
+def test_nothing_stays_where_other_bits_cannot_be_processed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine starts, with a copy of the weights."""
+    layer = loaded(Picky)
+
+    def within(self: Perturbation, tensor: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(put=lambda seed: tensor.detach().fill_(2e6))
+
+    monkeypatch.setattr(Perturbation, "within", within)
+    with caplog.at_level(logging.INFO):
+        rebuild, freed = shared(layer)
+    assert (rebuild.in_place, freed) == (set(), 0)
+    assert "out of range" in caplog.text
 
 
 @pytest.mark.host_memory

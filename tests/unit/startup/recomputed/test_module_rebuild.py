@@ -49,7 +49,7 @@ def rebuild_of(layer: Any, context: Any = contextlib.nullcontext) -> ModuleRebui
     states = UnprocessedModules(1 << 20)
     states.keep(processing(layer), False)
     layer.quant_method.process_weights_after_loading(layer)
-    return ModuleRebuild("lin", states.states[0], context)
+    return ModuleRebuild("lin", states.states[0], context, lambda module: None)
 
 
 @pytest.mark.host_memory

@@ -12,6 +12,7 @@ from torch import nn
 
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Placement, Status, TensorSpec, certify_placement
+from engine_ext.ranks import SingleRank
 from engine_ext.startup import LoaderDryRun
 from engine_ext.startup.recomputed import (
     ModuleRebuild,
@@ -49,9 +50,9 @@ def proven(
     placement = LoaderDryRun(unprocessed, unprocessed.load_weights, index).trace(specs)
     certify_placement(placement, checkpoint.items())
     before = served(model)
-    rebuild = ModuleRebuild("lin", states.states[0], contextlib.nullcontext)
+    rebuild = ModuleRebuild("lin", states.states[0], contextlib.nullcontext, no_probe)
     rebuild.bind(index)
-    found = prove_rebuilds(model, [rebuild], placement, probe)
+    found = prove_rebuilds(model, [rebuild], placement, probe, SingleRank())
     assert served(model) == before
     return placement, len(found)
 
@@ -204,5 +205,5 @@ def test_what_no_checkpoint_tensor_is_written_to_is_left_out() -> None:
     states = UnprocessedModules(1 << 20)
     layer = Layer(Int8())
     states.keep(processing(layer), False)
-    rebuild = ModuleRebuild("lin", states.states[0], contextlib.nullcontext)
-    assert prove_rebuilds(layer, [rebuild], {}, no_probe) == []
+    rebuild = ModuleRebuild("lin", states.states[0], contextlib.nullcontext, no_probe)
+    assert prove_rebuilds(layer, [rebuild], {}, no_probe, SingleRank()) == []

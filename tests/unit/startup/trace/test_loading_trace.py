@@ -35,7 +35,7 @@ def processed(model: ToyModel, loading: LoadingTrace | None, *, reads: bool = Tr
         )
     if loading is not None:
         loading.refuse_lost(placement, reads=reads)
-        compose(placement, {}, loading.sharing_changed(model, model))
+        compose(placement, {}, loading.sharing_changed(model, model, {}))
     return placement
 
 
@@ -158,7 +158,7 @@ def test_freed_memory_is_not_shared_with_next_model() -> None:
     draft.weight = old
     loading.trace(draft, draft.load_weights, tensors.items, path="draft", prefix="draft.")
     both = torch.nn.ModuleDict({"target": target, "draft": draft})
-    assert loading.sharing_changed(both, both) == {}
+    assert loading.sharing_changed(both, both, {}) == {}
     names = [name for prefix in ("", "draft.") for name in (prefix + n for n in PackedAway.shapes)]
     assert loading.specs is not None
     assert [spec.name for spec in loading.specs] == names
