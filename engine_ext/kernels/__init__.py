@@ -1,9 +1,10 @@
 """Compiled loops over the elements of a tensor, for any device.
 
 Gather and scatter by offset, written with numba for the host (`gather_scatter`, `jit`, `simd`) and
-with Triton for accelerators (`triton`); PyTorch's operators do the same if neither is installed.
+with Triton for accelerators (`triton`); NumPy's and PyTorch's operators do the same where these are
+not installed.
 
-Imports: `engine_ext.dtypes`, `engine_ext.errors`. numba and Triton are optional.
+Imports: `engine_ext.dtypes`. numba and Triton are optional.
 """
 
 from engine_ext.kernels.gather_scatter import (

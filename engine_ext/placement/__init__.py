@@ -26,7 +26,7 @@ from engine_ext.placement.place_again import place_again
 from engine_ext.placement.plan import Plan, covered, make_plan
 from engine_ext.placement.repacked import CHUNK, flat_bits, smallest_block, unmoved
 from engine_ext.placement.segments import Placed, Placement, Repack, Segment, Status, TensorSpec
-from engine_ext.placement.targets import Target
+from engine_ext.placement.targets import Target, are_whole
 
 __all__ = [
     "CHUNK",
@@ -48,6 +48,7 @@ __all__ = [
     "Target",
     "TensorSpec",
     "WholeBox",
+    "are_whole",
     "as_host",
     "box_loop",
     "boxes",

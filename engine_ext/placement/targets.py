@@ -6,6 +6,7 @@ its elements, the ranks that hold the same elements, and the live memory as inte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,3 +92,15 @@ class Target:
         if self.host is not None:
             return chosen, HostElements(self.host, offsets)
         return chosen, DeviceElements(self.flat, torch.from_numpy(offsets).to(self.flat.device))
+
+
+def are_whole(targets: Sequence[Target], numel: int) -> bool:
+    """Return whether all elements of a tensor are on this rank.
+
+    Args:
+        targets: of the tensor on this rank, as `make_targets` has made them.
+        numel: of the tensor.
+    """
+    own = [target for number, target in enumerate(targets) if target.first == number]
+    held = sum(math.prod(one.segment.sizes) // one.locator.copies for one in own)
+    return bool(own) and held == numel

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -56,7 +56,13 @@ from engine_ext.startup.recomputed import (
     share_in_place,
     share_views,
 )
-from engine_ext.startup.trace import LoaderDryRun, LoadingTrace, dropped_aliases, place_tied
+from engine_ext.startup.trace import (
+    LoaderDryRun,
+    LoadingTrace,
+    LoadWeights,
+    dropped_aliases,
+    place_tied,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +137,7 @@ def trace_model(
         by_loading = rebuild_by_loading(
             *(dry_run, again.loader, again.context, placement, checkpoint),
             names=untraceable,
-            reserve=again.states.reserve,
+            reserve=again.states.reserve_anew(),
             rebuilt=outputs.keys(),
             processed={*loaded.repacks, *refusals},
         )
@@ -251,11 +257,19 @@ def _log_summary(traced: Traced) -> None:
 
 
 def trace_again(
-    loaded: LoadedModel, traced: Traced, index: StorageIndex, moved: Sequence[str]
+    loaded: LoadedModel,
+    model: torch.nn.Module,
+    load_weights: LoadWeights,
+    before: Placement,
+    tied: Mapping[str, str],
+    index: StorageIndex,
+    moved: Sequence[str],
 ) -> Placement:
     """Trace the whole checkpoint through the loader again, after something has moved tensors.
 
     Args:
+        model: that was traced; its loader is `load_weights`.
+        before: the placement that it gave, of the same checkpoint; so did `tied`.
         index: of the traced model as it is now.
         moved: the live tensors that were moved, by name.
 
@@ -270,9 +284,9 @@ def trace_again(
             "captured read the memory before; restart the engine",
             tensors=list(moved),
         )
-    specs = [placed.spec for placed in traced.placement.values()]
-    placement = traced.dry_run.at(index).trace(specs)
-    place_tied(placement, index, traced.tied, lambda name, other: False)
+    dry_run = LoaderDryRun(model, load_weights, index, loaded.refuse_while)
+    placement = dry_run.trace([placed.spec for placed in before.values()])
+    place_tied(placement, index, tied, lambda name, other: False)
     compose(placement, loaded.repacks)
     return placement
 

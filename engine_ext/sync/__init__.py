@@ -13,24 +13,20 @@ adapters.
 Imports: every room of `engine_ext` below the adapters. Never an engine, never the HTTP side.
 """
 
-from engine_ext.sync.adapter_receivers import AdapterReceivers, AdapterStore, AdapterStores
+from engine_ext.sync.adapter_receivers import AdapterReceivers, AdapterStore
 from engine_ext.sync.assemble import make_receiver
 from engine_ext.sync.background_staging import BackgroundStaging
 from engine_ext.sync.delta_applier import DeltaApplier
-from engine_ext.sync.masked import MaskedApplier, apply_masked
+from engine_ext.sync.masked import apply_masked
 from engine_ext.sync.receiver import Receiver
-from engine_ext.sync.scrubber import Scrubber
 from engine_ext.sync.staged import StagedPart, UndoLog
 
 __all__ = [
     "AdapterReceivers",
     "AdapterStore",
-    "AdapterStores",
     "BackgroundStaging",
     "DeltaApplier",
-    "MaskedApplier",
     "Receiver",
-    "Scrubber",
     "StagedPart",
     "UndoLog",
     "apply_masked",

@@ -92,8 +92,13 @@ class Applier(Protocol):
         Those of the checkpoint, or live ones that hold none of it.
         """
 
-    def check_in_place(self) -> None:
-        """Check that nothing has moved; raise BaseMismatch, with the names as ``moved``."""
+    def check_rollback(self, logs: Sequence[UndoLog]) -> None:
+        """Check that committed syncs can be undone.
+
+        Raises:
+            BaseMismatch: something has moved; the names are in ``moved``.
+            NotUpdatable: the engine has come to keep copies of what they have written.
+        """
 
     def place_again(self) -> None:
         """Let a ``full`` sync be written to where the live tensors are now.

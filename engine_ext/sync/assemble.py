@@ -117,7 +117,12 @@ def make_delta_applier(
         post_load=post_load,
         certified=traced.certified,
         ranks=loaded.ranks,
-        trace_again=functools.partial(trace_again, loaded, traced),
+        # Not with `traced`, whose index would keep a parameter that something has replaced.
+        trace_again=functools.partial(
+            trace_again,
+            loaded,
+            *(dry_run.model, dry_run.load_weights, traced.placement, traced.tied),
+        ),
         later=later,
         memory=memory,
     )

@@ -48,8 +48,8 @@ class BackgroundStaging:
         The HTTP side sees when it has ended on every rank of its host, or one of them has died: the
         part's pipe has no writer then.
         """
-        pipe = _open_pipe(begun.pipe)
         future = self._threads.submit(self._stage, begun, stage)
+        pipe = _open_pipe(begun.pipe)
         self._parts[begun.part.part] = future
         self._running.add(future)
         future.add_done_callback(self._running.discard)

@@ -88,7 +88,10 @@ def check_no_overlap(staged: Sequence[StagedPart]) -> None:
                 alone.add(param.name)
     for name, params in by_name.items():
         if len(params) > 1 and (name in alone or _overlap(params)):
-            raise NotUpdatable(f"{name}: two parts send the same elements", tensor=name)
+            raise NotUpdatable(
+                f"{name}: two parts send the same elements; send each element in one part",
+                tensor=name,
+            )
 
 
 def _overlap(params: Sequence[StagedParam]) -> bool:

@@ -33,21 +33,28 @@ def agree(staged: Sequence[StagedPart], summaries: Sequence[dict[str, Any]]) -> 
     counted = sum(answer["counted"] for answer in summaries)
     nnz = totals(staged).nnz
     if counted != nnz:
-        raise NotUpdatable(f"{nnz - counted} of {nnz} elements are on no rank")
+        names = sorted(totals(staged).names)
+        raise NotUpdatable(
+            f"{nnz - counted} of {nnz} elements of {names[:8]} are on no rank; leave out what no "
+            "rank holds",
+            tensors=names,
+        )
     full = all(part.manifest.full for part in staged)
     if not full:
         _check_replicas(summaries)
     before = Digest.total(Digest.parse(answer["digest"]) for answer in summaries)
     for number, part in enumerate(staged):
         change = Digest.total(Digest.parse(answer["changes"][number]) for answer in summaries)
-        _check_digest("the digest of a part's change", part.manifest.digest_part, change, number)
+        _check_digest(
+            "the digest of a part's change", part.manifest.digest_part, change, number, full
+        )
         if not part.manifest.full:
-            _check_digest("the model's digest", part.manifest.digest_before, before, number)
+            _check_digest("the model's digest", part.manifest.digest_before, before, number, full)
     # A full sync replaces everything that the digest before it covers.
     added = Digest.total(Digest.parse(answer["added"]) for answer in summaries)
     after = added if full else before + added
     for number, part in enumerate(staged):
-        _check_digest("the digest after the sync", part.manifest.digest_after, after, number)
+        _check_digest("the digest after the sync", part.manifest.digest_after, after, number, full)
 
 
 def _check_replicas(summaries: Sequence[dict[str, Any]]) -> None:
@@ -60,14 +67,20 @@ def _check_replicas(summaries: Sequence[dict[str, Any]]) -> None:
             holders[tuple(ranks)] += 1
     for ranks, found in changes.items():
         if len(found) > 1 or holders[ranks] != len(ranks):
-            raise BaseMismatch(f"ranks {list(ranks)} hold different copies of the same weights")
+            raise BaseMismatch(
+                f"ranks {list(ranks)} hold different copies of the same weights; send a full sync"
+            )
 
 
-def _check_digest(what: str, declared: str | None, actual: Digest, part: int) -> None:
+def _check_digest(what: str, declared: str | None, actual: Digest, part: int, full: bool) -> None:
     if declared is not None and Digest.parse(declared) != actual:
+        why = (
+            "send the full sync without digests, or update the sender"
+            if full
+            else "the engine's weights are not the ones the delta was made from; send a full sync"
+        )
         raise BaseMismatch(
-            f"{what} is {actual.hex()}, but part {part} declares {declared}: the engine's weights "
-            "are not the ones the delta was made from; send a full sync",
+            f"{what} is {actual.hex()}, but part {part} declares {declared}: {why}",
             expected=declared,
             actual=actual.hex(),
         )

@@ -8,7 +8,7 @@ all of them, writes, and recomputes the derived tensors that depend on what was 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
-from engine_ext.errors import BaseMismatch
+from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.format import (
     DecodedPart,
     Digest,
@@ -101,6 +101,7 @@ class DeltaApplier:
         self.post_load = post_load or PostLoad(model, index, plan.placement, SingleRank())
         self._ranks = ranks or SingleRank()
         self._later = later
+        self._refused: dict[str, str] = {}  # since start-up: why, by tensor
         self._proof = GatheredProof(plan, self._ranks)
         self._unsent = UnsentTensors(index, plan.placement, self.post_load)
         self._places = MovedTensors(model, index, plan.placement, self.post_load, trace_again)
@@ -215,13 +216,15 @@ class DeltaApplier:
         Raises:
             BaseMismatch: a weight has moved. Nothing was written.
             NotUpdatable: parts overlap, tied tensors would get different values, a ``full`` sync
-                leaves tensors out, or cannot bring back all that something else has changed, or the
-                old values would not fit the undo log. Nothing was written.
+                leaves tensors out, or cannot bring back all that something else has changed, the
+                engine has come to keep copies, or the old values would not fit the undo log.
+                Nothing was written.
         """
         self.check_in_place()
         if full:
             self._unsent.check()
         whole = totals(staged)
+        self._check_no_copies(name for name in self._refused if name in whole.names)
         if not whole.is_checked:
             checks.check_no_overlap(staged)
             check_tied(staged, self.plan.tied, self.plan.dropped)
@@ -279,7 +282,34 @@ class DeltaApplier:
         found = {} if self._later is None else self._later.refuse(self.plan.placement)
         for name, reason in found.items():
             logger.warning("delta updates will refuse %s from now on: %s", name, reason)
+        self._refused |= found
         return True
+
+    def check_rollback(self, logs: Sequence[UndoLog]) -> None:
+        """Check that committed syncs can be undone; search for copies again.
+
+        Raises:
+            BaseMismatch: see `check_in_place`.
+            NotUpdatable: the engine has come to keep copies of what they have written.
+        """
+        self.check_in_place()
+        self.search_again()
+        written = {name for log in logs for name in log.live_names}
+        self._check_no_copies(
+            name
+            for name in self._refused
+            if any(t.segment.live.name in written for t in self.plan.targets.get(name, ()))
+        )
+
+    def _check_no_copies(self, names: Iterable[str]) -> None:
+        """Raise NotUpdatable if there is one of these tensors, which were refused since."""
+        for name in names:
+            reason = self._refused[name]
+            raise NotUpdatable(
+                f"{name}: this engine cannot update it exactly: {reason}; restart the engine",
+                tensor=name,
+                reason=reason,
+            )
 
     def moved(self) -> list[str]:
         """Return the weights and the recomputed tensors that are not where they were placed.
@@ -352,7 +382,7 @@ class DeltaApplier:
         }
         writes = (write for part in totals(staged).writes for write in part.all)
         for write in writes if memory else ():
-            if isinstance(write.elements, WholeBox):
+            if write.keep and isinstance(write.elements, WholeBox):
                 write.memory = memory.pop(id(write.elements.segment), None)
         self.put(staged, compares=self.compares_while_writing(staged))
         self._after_write(self._written(staged))
@@ -366,7 +396,9 @@ class DeltaApplier:
         Raises:
             BaseMismatch: one of them was not in memory. Some elements were written.
         """
-        put_all(totals(staged).writes, self.threads, compares=compares)
+        # What the engine's processing computes can be a view of a weight.
+        shared = any(part.rebuilt.modules for part in staged)
+        put_all(totals(staged).writes, self.threads, compares=compares, shared=shared)
 
     def compares_while_writing(self, staged: Sequence[StagedPart]) -> bool:
         """Return whether `put` compares the old values, and not `check_base`.

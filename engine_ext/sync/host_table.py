@@ -135,7 +135,7 @@ class LocatedBatch(msgspec.Struct, frozen=True, eq=False, gc=False):
 class HostTable:
     """Stages sparse params in host memory; made at start-up.
 
-    It has the addresses of live tensors, and does not keep their memory: the plan does.
+    It has the addresses of live tensors, and keeps their memory.
 
     Args:
         plan: of this rank. The table has those of its digested tensors whose live tensors have the

@@ -133,8 +133,8 @@ class InitialSyncApplier(ExpandsParts):
         """Return nothing: the reload does not depend on where the weights are."""
         return []
 
-    def check_in_place(self) -> None:
-        """Accept any state, see `moved`."""
+    def check_rollback(self, logs: Sequence[UndoLog]) -> None:
+        """Do nothing: there is no sync to undo."""
 
     def place_again(self) -> None:
         """Do nothing, see `moved`."""

@@ -24,7 +24,7 @@ from engine_ext.dtypes import bits_dtype
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.format import DecodedPart, ParamDelta, state_hash
 from engine_ext.kernels import Bits
-from engine_ext.placement import Plan, as_host, checkpoint_bits
+from engine_ext.placement import Plan, are_whole, as_host, checkpoint_bits
 from engine_ext.ranks import Bytes, RankGroup, ReplicaRanks, gather_bytes, run_on_all_or_none
 from engine_ext.sync.staged import StagedPart
 from engine_ext.sync.thread_pool import ThreadPool
@@ -44,7 +44,8 @@ def prove_here(part: DecodedPart, plan: Plan, threads: ThreadPool) -> dict[str, 
         NotUpdatable: the package that computes the checksum is not installed.
     """
     found = {delta.name: delta for delta in part.deltas if delta.new_checksum is not None}
-    whole = [delta for delta in found.values() if _is_whole(delta, plan)]
+    targets = plan.targets
+    whole = [d for d in found.values() if are_whole(targets.get(d.name, ()), d.numel)]
 
     def prove(delta: ParamDelta) -> None:
         state = _NewState(delta)
@@ -244,17 +245,6 @@ def _positions(first: NDArray[np.int64], lengths: NDArray[np.int64]) -> slice | 
     before = np.cumsum(lengths) - lengths
     found: NDArray[np.int64] = np.repeat(first - before, lengths) + np.arange(lengths.sum())
     return found
-
-
-def _is_whole(delta: ParamDelta, plan: Plan) -> bool:
-    """Return whether this rank holds all elements of a tensor."""
-    targets = plan.targets.get(delta.name, ())
-    held = 0
-    for number, target in enumerate(targets):
-        if target.first == number:
-            copies = target.locator.copies
-            held += int(np.prod(target.segment.sizes, dtype=np.int64)) // copies
-    return bool(targets) and held == delta.numel
 
 
 def _runs(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
@@ -32,7 +31,7 @@ from engine_ext.ranks import RankGroup
 from engine_ext.startup import LockstepRunner, Rebuild, RebuildError, Recomputed, module_place
 from engine_ext.sync.device_table import keep_on_device
 from engine_ext.sync.staged import StagedModule, StagedModules, StagedPart, Write
-from engine_ext.sync.totals import part_totals
+from engine_ext.sync.totals import are_same, part_totals
 from engine_ext.sync.writes import read_old
 
 logger = logging.getLogger(__name__)
@@ -125,7 +124,8 @@ class PostLoad:
         Rebuilt values that are no parameters or buffers count from the first rebuild in which they
         differed. The caller looks at the parameters and buffers of the `traced` model itself.
         """
-        found = {path for path, place in self._places.items() if not place.unchanged()}
+        places = self._places.copy()  # the scrubbing thread looks, too, while a rebuild adds some
+        found = {path for path, place in places.items() if not place.unchanged()}
         found.update(path for one in self.recomputed for path in one.moved())
         return found if traced is self.model else found.union(self._index.moved(self.model))
 
@@ -287,6 +287,5 @@ class PostLoad:
 
 def _is_of(staged: Sequence[StagedPart]) -> bool:
     """Return whether the modules in the first part were rebuilt with these other parts."""
-    others, made_with = staged[1:], staged[0].rebuilt.others
-    alike = made_with is not None and len(made_with) == len(others)
-    return alike and all(map(operator.is_, made_with or (), others))
+    made_with = staged[0].rebuilt.others
+    return made_with is not None and are_same(made_with, staged[1:])

@@ -47,11 +47,10 @@ class Scrubber:
     Args:
         find: a weak reference to the receiver's method, so that the thread keeps nothing alive.
         rank: for the log.
-        share: of one core.
     """
 
-    def __init__(self, find: Find, rank: int, share: float = SHARE) -> None:
-        self._find, self._rank, self._share = find, rank, share
+    def __init__(self, find: Find, rank: int) -> None:
+        self._find, self._rank = find, rank
         self._interval: float | None = None
         # Guards everything below but the two locks.
         self._lock = threading.Lock()
@@ -196,7 +195,7 @@ class Scrubber:
         # A tensor that was disturbed is not read again at once: the write might take a while.
         if worked < _LEAST_WORK_S and not self._writing:
             return True
-        stopped = self._stopped.wait(max(worked, _LEAST_WORK_S) * (1 / self._share - 1))
+        stopped = self._stopped.wait(max(worked, _LEAST_WORK_S) * (1 / SHARE - 1))
         self._rested_at = time.thread_time()
         return not stopped
 

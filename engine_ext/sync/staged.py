@@ -47,7 +47,7 @@ class Write(msgspec.Struct, eq=False, gc=False):
         old: the old bits, in host memory; None until `read_old` or `put`.
         batch: what they were read with, if it was a batch of elements on devices.
         lease: of the memory of `new`, see `engine_ext.placement.device_memory`.
-        memory: where `put` can keep the old bits of a box.
+        memory: where the old bits of a box can be kept.
         written: whether `undo` must restore the old bits.
     """
 
@@ -81,7 +81,9 @@ class Write(msgspec.Struct, eq=False, gc=False):
     def read_old(self) -> None:
         """Read the old bits, unless they are known or not to be kept."""
         if self.keep and self.old is None:
-            self.old = self.elements.read()
+            memory, self.memory = self.memory, None
+            box = self.elements
+            self.old = box.read(memory) if isinstance(box, WholeBox) else box.read()
 
     def unchanged(self) -> bool:
         """Return whether live memory still holds the old bits, as far as they are known."""
@@ -115,17 +117,15 @@ class Write(msgspec.Struct, eq=False, gc=False):
                 raise BaseMismatch(CHANGED)
             return
         reads = self.keep and self.old is None
-        memory, self.memory = self.memory, None
         if reads and isinstance(elements, HostElements):
             self.old = elements.swap(self.new)
             self.written = True
             return
-        if reads and isinstance(elements, WholeBox):
-            if elements.swaps(self.new):
-                self.old = elements.swap(self.new, memory)
-                self.written = True
-                return
-            self.old = elements.read(memory)
+        if reads and isinstance(elements, WholeBox) and elements.swaps(self.new):
+            memory, self.memory = self.memory, None
+            self.old = elements.swap(self.new, memory)
+            self.written = True
+            return
         self.read_old()
         self.written = True
         elements.put(self.new)
@@ -243,12 +243,6 @@ class StagedPart:
     def nnz(self) -> int:
         """Elements that the part changes, on all ranks together; without those skipped."""
         return sum(param.nnz for param in self.params)
-
-    @property
-    def writes(self) -> list[Write]:
-        own = [write for param in self.params if not param.tied for write in param.writes]
-        own += self.together
-        return own + [write for made in self.rebuilt.modules.values() for write in made.writes]
 
 
 @dataclass(slots=True)

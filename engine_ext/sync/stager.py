@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Final
 
 import msgspec
@@ -35,6 +34,7 @@ from engine_ext.placement import (
     Plan,
     Target,
     WholeBox,
+    are_whole,
     as_host,
     checkpoint_bits,
     has_nan,
@@ -85,7 +85,7 @@ def stage_part(
     manifest = part.manifest
     # Sparse deltas are not retained; see `_Stager._box`.
     whole = any(delta.indices is None for delta in part.deltas) and all(
-        _holds_all(delta, plan.targets.get(delta.name, ())) for delta in part.deltas
+        are_whole(plan.targets.get(delta.name, ()), delta.numel) for delta in part.deltas
     )
     stager = _Stager(
         *(plan.rank, manifest.full, undo, manifest.digest_part is not None, whole, threads, memory)
@@ -155,12 +155,6 @@ def _spans(delta: ParamDelta, targets: Sequence[Target]) -> list[tuple[int, int]
     first, end = min(first for first, _ in ends), max(end for _, end in ends)
     indices = delta.indices
     return [span for span in spans if indices[span[0]] < end and indices[span[1] - 1] >= first]
-
-
-def _holds_all(delta: ParamDelta, targets: Sequence[Target]) -> bool:
-    """Return whether all elements of a tensor are on this rank."""
-    own = [target for number, target in enumerate(targets) if target.first == number]
-    return delta.numel <= sum(prod(t.segment.sizes) // t.locator.copies for t in own)
 
 
 def _size(piece: tuple[_Piece, _OnDevices]) -> int:

@@ -104,7 +104,7 @@ NO_STREAMS: Final = StagedStreams(frozenset(), [], [])
 class StreamTable:
     """Stages gaps of elements on devices; made at start-up.
 
-    It has the addresses of live tensors; the plan keeps their memory.
+    It has the addresses of live tensors, and keeps their memory.
 
     Args:
         plan: of this rank. The table has those of its digested and exact tensors whose boxes are on

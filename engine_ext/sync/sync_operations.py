@@ -229,7 +229,7 @@ class SyncOperations:
             skipped, whole = Counter[str](), totals(staged)
             for part in staged:
                 skipped.update(part.skipped)
-            tensors, elements = whole.sent(skipped)
+            nnz, tensors, elements = whole.sent(skipped)
             digest = self._applier.digest.hex()  # whatever can fail comes before the version moves
             self._sync_state.commit(whole.names, proven=whole.proven)
             committed = ops.CommittedSync(
@@ -241,7 +241,7 @@ class SyncOperations:
                 full=sync.full,
                 apply=apply,
                 parts=len(staged),
-                nnz=whole.nnz,
+                nnz=nnz,
                 tensors=tensors,
                 elements=elements,
                 vote_ms=vote_ms,
@@ -274,8 +274,11 @@ class SyncOperations:
             self._sync_state.check_not_held()
             self._sync_state.check_writable(full=False)
             if not self._undo or self._sync_state.previous is None:
-                raise Conflict("there is no version to go back to: the old values were not kept")
-            self._applier.check_in_place()
+                raise Conflict(
+                    "there is no version to go back to: the old values were not kept; send the "
+                    "older version as a full sync"
+                )
+            self._applier.check_rollback(self._undo)
             return []
 
         begun = time.perf_counter()
@@ -311,7 +314,7 @@ class SyncOperations:
     def _ready(self, version: int, sync_id: str | None) -> Sequence[StagedPart]:
         """Return the parts of the staged sync, if it is this one and can be written at once."""
         if not self._is_staged(version, sync_id):
-            raise Conflict(f"no sync to version {version} is staged")
+            raise Conflict(f"no sync to version {version} is staged; send it again")
         staged = self._checked()
         if not self._applier.is_prepared(staged):
             raise Conflict("the sync was not prepared; send it again")
@@ -384,7 +387,7 @@ class SyncOperations:
         """Return the parts of the staged sync; raises DeltaError if it cannot be written now."""
         sync = self._sync_state.sync
         if sync is None or not sync.complete:
-            raise Conflict("the sync lacks parts")
+            raise Conflict("the sync lacks parts; send it again")
         # The engine might have gone to sleep since the parts were admitted.
         self._sync_state.check_writable(full=sync.full)
         staged = self._staging.results(sync.slots)

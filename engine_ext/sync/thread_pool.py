@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Final, TypeVar
 
@@ -51,7 +52,8 @@ class ThreadPool:
             todo[-1][1].append(item)
             room -= size(item)
 
-        failed = threading.Event()
+        errors: list[BaseException] = []
+        state, running, ended = threading.Condition(), 0, False
 
         def work() -> None:
             try:
@@ -61,20 +63,39 @@ class ThreadPool:
                     except IndexError:  # another thread might have taken the last one
                         return
                     for item in own:
-                        if failed.is_set():
+                        if errors:
                             return
                         found.append(function(item))
-            except BaseException:
-                failed.set()
+            except BaseException as error:
+                errors.append(error)
                 todo.clear()
-                raise
 
-        others = min(self._threads, len(todo)) - 1
-        futures = [self._executor.submit(work) for _ in range(others)]
+        def help_out() -> None:
+            nonlocal running
+            with state:
+                if ended:  # the others have done it while this was queued
+                    return
+                running += 1
+            try:
+                work()
+            finally:
+                with state:
+                    running -= 1
+                    state.notify()
+
         try:
+            # Also with the threads that there are; what was queued for another one can run later.
+            with contextlib.suppress(RuntimeError):
+                for _ in range(min(self._threads, len(todo)) - 1):
+                    self._executor.submit(help_out)
             work()
         finally:
-            wait(futures)
-        while futures:  # no variable holds one: its error has this frame, and so all items
-            futures.pop().result()
+            with state:
+                ended = True
+                state.wait_for(lambda: not running)
+        if errors:
+            try:
+                raise errors[0]
+            finally:  # nothing here holds one: an error has this frame, and so all items
+                errors.clear()
         return [*chain.from_iterable(results)]

@@ -173,16 +173,22 @@ class SyncTotals:
             "replicas": [[list(ranks), change.hex()] for ranks, change in replicas.items()],
         }
 
-    def sent(self, skipped: Counter[str]) -> tuple[int, int]:
-        """Return how many tensors the sync has sent without those skipped; elements of these."""
-        left_out = [self.numel[name] for name in skipped if name in self.numel]
-        return len(self.numel) - len(left_out), sum(self.numel.values()) - sum(left_out)
+    def sent(self, skipped: Counter[str]) -> tuple[int, int, int]:
+        """Return what the sync has sent without the tensors skipped.
+
+        Returns:
+            How many elements; of how many tensors; how many elements these have.
+        """
+        left_out = [name for name in skipped if name in self.numel]
+        nnz = self.nnz - sum(skipped[name] for name in left_out)
+        elements = sum(self.numel.values()) - sum(self.numel[name] for name in left_out)
+        return nnz, len(self.numel) - len(left_out), elements
 
 
 def totals(staged: Sequence[StagedPart]) -> SyncTotals:
     """Return the totals of all parts of a sync; kept with the first part."""
     known: SyncTotals | None = staged[0].totals if staged else None
-    if known is not None and not _is_of(known, staged):
+    if known is not None and not are_same(known.others, staged[1:]):
         known = None
     if known is not None and _has_modules_of(known, staged):
         return known
@@ -194,9 +200,9 @@ def totals(staged: Sequence[StagedPart]) -> SyncTotals:
     return found
 
 
-def _is_of(known: SyncTotals, staged: Sequence[StagedPart]) -> bool:
-    others = staged[1:]
-    return len(known.others) == len(others) and all(map(operator.is_, known.others, others))
+def are_same(parts: Sequence[StagedPart], others: Sequence[StagedPart]) -> bool:
+    """Return whether these are the same objects, in the same order."""
+    return len(parts) == len(others) and all(map(operator.is_, parts, others))
 
 
 def _has_modules_of(known: SyncTotals, staged: Sequence[StagedPart]) -> bool:

@@ -40,7 +40,10 @@ class PartWrites:
 
     def __init__(self, writes: Sequence[Write]) -> None:
         self.all = [*writes]
-        on_devices, in_host = _divided(writes)
+        self._divide()
+
+    def _divide(self) -> None:
+        on_devices, in_host = _divided(self.all)
         self.reading = [write for write in on_devices if write.keep and write.old is None]
         self.known = [write for write in on_devices if not (write.keep and write.old is None)]
         self.batch = DeviceBatch([_elements(write) for write in self.known])
@@ -48,6 +51,12 @@ class PartWrites:
         self.sample = [*_sample([write for write in self.alone if write.old is not None])]
         self._unknown = [write for write in self.all if write.old is None]
         self._pairs = [(write.elements, write.old) for write in self.all if write.old is not None]
+
+    def read_old(self) -> None:
+        """Read the old bits that are to be kept and are not known."""
+        if any(write.keep for write in self._unknown):
+            read_old(self.all)
+            self._divide()
 
     def undo_pairs(self) -> list[tuple[LiveElements, Any]]:
         """Return the elements that were written, with their old bits, in any order."""
@@ -90,13 +99,21 @@ class _Table:
         self.written = False
 
 
-def put_all(parts: Sequence[PartWrites], threads: ThreadPool, *, compares: bool) -> None:
+def put_all(
+    parts: Sequence[PartWrites], threads: ThreadPool, *, compares: bool, shared: bool = False
+) -> None:
     """Write the new bits of all; see `Write.put`, which compares in host memory only.
+
+    Args:
+        shared: whether two writes can be to the same memory: all old bits are read before any new
+            ones are written, or one write would take the other's new bits for old ones.
 
     Raises:
         BaseMismatch: see `Write.put`.
         Exception: some are written; `undo_all` takes them back.
     """
+    for part in parts if shared else ():
+        part.read_old()
     for part in parts:
         if part.reading:
             batch = DeviceBatch([_elements(write) for write in part.reading])

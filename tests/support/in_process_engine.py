@@ -118,7 +118,7 @@ class Shard(ExpandsParts):
     def place_again(self) -> None:
         """The weights do not move."""
 
-    def check_in_place(self) -> None:
+    def check_rollback(self, logs: Sequence[UndoLog]) -> None:
         """The weights do not move."""
 
     def rank_summary(self, staged: Sequence[StagedPart]) -> dict[str, Any]:

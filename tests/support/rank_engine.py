@@ -75,8 +75,8 @@ class RecordingApplier(ExpandsParts):
     def moved(self) -> list[str]:
         return []
 
-    def check_in_place(self) -> None:
-        self._step("check_in_place")
+    def check_rollback(self, logs: Sequence[UndoLog]) -> None:
+        self._step("check_rollback")
 
     def place_again(self) -> None:
         pass

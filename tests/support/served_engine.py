@@ -24,6 +24,7 @@ from engine_ext.sync.staged import StagedPart, UndoLog
 from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, app_of
 from tests.support.in_process_engine import Engine
 from tests.support.quantised_engine import Serving, loaded, served
+from tests.support.staged_writes import writes_of
 from tests.support.toy_quantised import Model
 
 RANKS = 2
@@ -67,7 +68,7 @@ class FaultyApplier:
         if self.writes is None:
             self._applier.write(staged, given_up)
             return
-        own = [one for part in staged for one in part.writes]
+        own = writes_of(*staged)
         compares = self._applier.compares_while_writing(staged)
         for one in own[: self.writes]:
             one.put(compares)

@@ -23,20 +23,17 @@ from engine_ext.kernels.triton.block_sums import _curve, _mix
 
 BLOCK: Final = 1024  # symbols of a program
 
-ROW_COLUMNS: Final = 8
-"""A row is a box of live memory: the live tensor's address; the box's first flat index, and one
-more than its last; the offset of its first element; its first dimension's number and how many it
-has; the seeds of the digest in both lanes."""
-DIM_COLUMNS: Final = 3
-"""A dimension, outermost first: size, stride in flat indices, stride in live memory."""
+# A row is a box of live memory: the live tensor's address; the box's first flat index, and one more
+# than its last; the offset of its first element; its first dimension's number and how many it has;
+# the seeds of the digest in both lanes. A dimension, outermost first: size, stride in flat indices,
+# stride in live memory. A program: its item, the symbols of the item before it, how many it has.
+
 ITEM_COLUMNS: Final = 12
 """An item is some symbols of a tensor and a row of it: the row; where the lowest bytes of its
 symbols begin; where the next ones do, or -1 if there are none; one more than the index before; the
 tensor's size; where its values begin, and how many there are; its first and last program; the
 distance of two symbols' bytes; where their two upper bytes are, or -1 if there are none; the symbol
 that does not end a gap, or -1."""
-PROGRAM_COLUMNS: Final = 3
-"""A program: its item, the symbols of the item before it, and how many it has."""
 
 _COLUMNS: Final = tl.constexpr(ITEM_COLUMNS)
 _DIGEST_BLOCK: Final = tl.constexpr(DIGEST_BLOCK)

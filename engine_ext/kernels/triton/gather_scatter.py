@@ -89,11 +89,6 @@ def rows(
     return table
 
 
-def visit(table: NDArray[np.int64], old: torch.Tensor, **modes: bool) -> torch.Tensor:
-    """Visit the elements of a table's rows; arguments and result as of `prepare`."""
-    return prepare(table, old, **modes)()
-
-
 def prepare(
     table: NDArray[np.int64],
     old: torch.Tensor,

@@ -131,13 +131,13 @@ def _exchanges(live: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> b
         wide=wide,
     )
     old = torch.empty_like(sent)
-    gather_scatter.visit(table, old, wide=wide, keep=True, write=True)
+    gather_scatter.prepare(table, old, wide=wide, keep=True, write=True)()
     after = live.cpu().clone()
-    others = gather_scatter.visit(table, old, wide=wide, compare=True).sum()
+    others = gather_scatter.prepare(table, old, wide=wide, compare=True)().sum()
     found = old.cpu()
     sent.copy_(old)
-    gather_scatter.visit(table, live, wide=wide, write=True)
-    same = gather_scatter.visit(table, old, wide=wide, compare=True).sum()
+    gather_scatter.prepare(table, live, wide=wide, write=True)()
+    same = gather_scatter.prepare(table, old, wide=wide, compare=True)().sum()
     exchanged = all(map(torch.equal, (after, found, live.cpu()), (new, before[at], before)))
     return exchanged and (int(others), int(same)) == (sum(counts), 0)
 

@@ -107,6 +107,7 @@ class UnprocessedModules:
         self.nbytes = 0
         self.moved_too = moved_too
         self._limit = limit
+        self._traced = 0
         self._known: dict[int, str | None] = {}
         self._memory = host_copies.HostMemory()
 
@@ -180,6 +181,18 @@ class UnprocessedModules:
         fits = self.nbytes + size <= self._limit
         self.nbytes += size if fits else 0
         return fits
+
+    def reserve_anew(self) -> Callable[[int], bool]:
+        """Return `reserve` for what one trace keeps; what the trace before has kept is released."""
+        self.release(self._traced)
+        self._traced = 0
+
+        def reserve(size: int) -> bool:
+            fits = self.reserve(size)
+            self._traced += size if fits else 0
+            return fits
+
+        return reserve
 
 
 def _state(

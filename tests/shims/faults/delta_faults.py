@@ -265,6 +265,8 @@ def _once(applier: Any, method: str, then: Callable[[], None]) -> None:
 
     Several parts might have got the method to stage them with before the first of them calls it.
     """
+    from engine_ext.sync.totals import totals
+
     original = getattr(applier, method)
     left = [None]
 
@@ -276,7 +278,7 @@ def _once(applier: Any, method: str, then: Callable[[], None]) -> None:
         setattr(applier, method, original)
         if method == "write":
             # A pipeline stage holds nothing of some parts.
-            next(write for part in staged for write in part.writes).put()
+            next(write for part in totals(staged).writes for write in part.all).put()
         then()
         return None
 

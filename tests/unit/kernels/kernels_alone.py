@@ -70,6 +70,7 @@ from tests.support.served_models import (
     serve,
     stage,
 )
+from tests.support.staged_writes import writes_of
 
 BLOCK = 16
 QUICK = settings(deadline=None, database=None, max_examples=10)
@@ -348,7 +349,7 @@ def test_no_old_value_crosses_the_bus_in_a_commit(monkeypatch: pytest.MonkeyPatc
     target = {name: changed(tensor, 7, 0.6) for name, tensor in base.items()}
     deltas = [delta_between(name, base[name], target[name]) for name in base]
     staged = [served.applier.stage(part) for part in parts_of(deltas)]
-    writes: list[Any] = [write for part in staged for write in part.writes]
+    writes: list[Any] = writes_of(*staged)
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("old values are sent to the device")

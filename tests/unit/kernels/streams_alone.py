@@ -52,6 +52,7 @@ from tests.support.served_models import (
     serve,
     serve_ranks,
 )
+from tests.support.staged_writes import writes_of
 from tests.support.thread_ranks import Shard, shards
 from tests.unit.sync.test_staging_tables import OneRank, elements_of, shard_of
 
@@ -116,13 +117,13 @@ def assert_alike(served: Served, body: bytes) -> StagedPart:
     staged = on_device(served).applier.stage_unpacked(unpacked(body))
     assert memory(served.model) == before
     assert by_name(staged) == by_name(expected)
-    assert elements_of(staged.writes) == elements_of(expected.writes)
+    assert elements_of(writes_of(staged)) == elements_of(writes_of(expected))
     return staged
 
 
 def rows_of(staged: StagedPart) -> int:
     """How many tensors' elements the stream table has staged."""
-    many = [write.elements for write in staged.writes if isinstance(write.elements, DeviceRows)]
+    many = [write.elements for write in writes_of(staged) if isinstance(write.elements, DeviceRows)]
     return sum(len(one.names) for one in many)
 
 
@@ -245,7 +246,7 @@ def test_one_launch_stages_all_tensors(model: type[ToyModel]) -> None:
     with mock.patch.object(gap_expand, "stage", wraps=gap_expand.stage) as launched:
         staged = assert_alike(served, body_between(base, target, "gap8_exp"))
     assert launched.call_count == 1
-    assert len(staged.writes) == 1
+    assert len(writes_of(staged)) == 1
     commit_and_back(served, [staged], model, {**whole, **target})
 
 
@@ -379,7 +380,7 @@ def test_a_weight_that_changed_after_staging_is_seen() -> None:
     target = {name: changed(tensor, 7, 0.6) for name, tensor in base.items()}
     served = on_device(serve(FusedQkv, base, apply="scatter"))
     staged = served.applier.stage_unpacked(unpacked(body_between(base, target, "gap8_exp")))
-    [write] = staged.writes
+    [write] = writes_of(staged)
     rows: Any = write.elements
     for number in range(len(rows.names)):
         one = rows.of(number)

@@ -19,6 +19,7 @@ from engine_ext.errors import MalformedPart, NotUpdatable
 from engine_ext.format import ParamDelta, PartId, UnpackedPart, encode_part
 from engine_ext.ranks.operations import BeginPart
 from engine_ext.sync.background_staging import BackgroundStaging, map_part
+from tests.support.descriptors import open_descriptors
 
 DELTA = ParamDelta("w", "bfloat16", (4,), np.array([2]), np.array([7], np.uint16))
 IDENTITY, FILE = verified_file(encode_part([DELTA], encoding="deltas", current_version=1))
@@ -192,3 +193,16 @@ def test_cut_file_is_refused(path: Path, size: int) -> None:
     staging.start(begin(0, path), lambda part, _: pytest.fail("it was staged"))
     with pytest.raises(MalformedPart if size else ValueError):
         staging.results([0])
+
+
+def test_a_part_that_cannot_be_begun_leaves_no_pipe_open(
+    readers: list[Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    before = open_descriptors()
+    with pytest.raises(RuntimeError, match="new thread"):
+        start(BackgroundStaging(1), 0, readers[0], lambda part, threads: part)
+    assert open_descriptors() == before

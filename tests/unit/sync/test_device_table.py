@@ -35,6 +35,7 @@ from tests.support.served_models import (
     stage,
     target_checkpoint,
 )
+from tests.support.staged_writes import writes_of
 
 
 def served_on(model: type[ToyModel], on_device: bool) -> Served:
@@ -87,7 +88,7 @@ def test_a_weight_that_changed_after_staging_is_seen() -> None:
     for number in range(sum(delta.nnz for delta in deltas)):
         served = served_on(FusedQkv, True)
         staged = [served.applier.stage(part) for part in parts_of(deltas)]
-        writes: list[Any] = [write for part in staged for write in part.writes]
+        writes: list[Any] = writes_of(*staged)
         places = [(write, n) for write in writes for n in range(write.elements.offsets.numel())]
         write, element = places[number]
         write.elements.flat[write.elements.offsets[element].long()] ^= 1
@@ -104,7 +105,7 @@ def test_a_write_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) 
     deltas = [delta_between(name, base[name], target[name]) for name in base]
     exchange = gather_scatter.exchange
     served = served_on(Narrowed, True)
-    writes = [w for part in stage(served, parts_of(deltas)) for w in part.writes]
+    writes = writes_of(*stage(served, parts_of(deltas)))
     unread = sum(write.old is None for write in writes)
     assert unread > 1
     for failing in range(unread):
@@ -133,7 +134,7 @@ def test_what_is_staged_is_one_array() -> None:
     base = base_checkpoint(FusedQkv)
     target = target_checkpoint(base, base)
     staged = stage(served, parts_of([delta_between(n, base[n], target[n]) for n in base]))
-    writes: list[Any] = [write for part in staged for write in part.writes]
+    writes: list[Any] = writes_of(*staged)
     assert len(writes) > 1
     for tensors in ([w.new for w in writes], [w.elements.offsets for w in writes]):
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1

@@ -17,6 +17,7 @@ from engine_ext.conformance.toy_models import (
     PaddedVocab,
     PlainCopy,
     RepackedInPlace,
+    Skipped,
     Tied,
     ToyModel,
     every_model,
@@ -183,6 +184,17 @@ def digest(checkpoint: Checkpoint) -> Digest:
     return sum((tensor_digest(n, bits(t)) for n, t in checkpoint.items()), start=Digest.ZERO)
 
 
+def test_an_ignored_tensor_is_not_counted(tmp_path: Path) -> None:
+    base = base_checkpoint(Skipped)
+    unloaded = Unloaded(Skipped, tmp_path)
+    sent = {name: tensor.numel() for name, tensor in base.items()}
+    answer = unloaded.send_full(base)["ok"]
+    ignored = sent.pop("rotary")
+    assert answer["skipped"] == {"rotary": ignored}
+    assert answer["nnz"] == answer["elements"] == sum(sent.values())
+    assert answer["tensors"] == len(sent)
+
+
 def test_it_says_what_it_waits_for(tmp_path: Path) -> None:
     unloaded = Unloaded(PlainCopy, tmp_path)
     [status] = unloaded.engine.status()
@@ -236,6 +248,18 @@ def test_digests_of_a_full_sync_are_checked(tmp_path: Path) -> None:
     unloaded.engine.call("abort")
     assert memory(unloaded.model) == before
     assert unloaded.send_full(base, digest_after=right)["ok"]["digest"] == right
+
+
+@pytest.mark.parametrize("declared", ["digest_after", "digest_part"])
+def test_wrong_digest_of_a_full_sync_is_the_senders(tmp_path: Path, declared: str) -> None:
+    """Another full sync with the same digest would be refused again."""
+    unloaded = Unloaded(PlainCopy, tmp_path)
+    assert "ok" in unloaded.send_full(base_checkpoint(PlainCopy))
+    again: dict[str, Any] = {"current_version": 2, declared: "0" * 32}
+    answer = unloaded.send_full(base_checkpoint(PlainCopy, 7), **again)
+    assert kind(answer) == "BaseMismatch"
+    message = answer["error"]["message"]
+    assert message.endswith("send the full sync without digests, or update the sender")
 
 
 def test_what_the_reload_makes_of_it_is_compared(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from tests.support.served_models import (
     random_tensor,
     serve,
 )
+from tests.support.staged_writes import writes_of
 from tests.support.thread_ranks import Shard, shards
 
 NAN = float("nan")
@@ -60,7 +61,7 @@ def sparse(
 def holds_new(served: Served, delta: ParamDelta) -> bool:
     """Return whether live memory holds the delta's new bits."""
     [part] = parts_of([delta])
-    return all(write.holds() for write in served.applier.stage(part).writes)
+    return all(write.holds() for write in writes_of(served.applier.stage(part)))
 
 
 @PROPERTY

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -201,3 +203,14 @@ def test_tied_tensor_is_followed_under_both_names(tmp_path: Path) -> None:
     give_memory(serving.models[0].norm)
     assert corrupted(serving) == ["norm"]
     assert_heals(serving)
+
+
+def test_a_replaced_parameter_is_freed_once_it_is_followed(tmp_path: Path) -> None:
+    serving = Serving(Plain, tmp_path)
+    plain = serving.models[0].plain
+    before = weakref.ref(plain.weight)
+    plain.weight = nn.Parameter(plain.weight.detach().clone() + 1, requires_grad=False)
+    errors_of(serving.sync(target_of(serving, seed=11), full=True), none=True)
+    serving.assert_fresh()
+    gc.collect()
+    assert before() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,9 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from engine_ext.placement import DeviceElements, flat_bits
+from engine_ext.startup.recomputed import module_rebuild
+from engine_ext.startup.recomputed.compare import Place
+from engine_ext.startup.recomputed.rebuild import Difference
+from engine_ext.sync.post_load import PostLoad
 from tests.support.quantised_engine import Serving
 from tests.support.rank_engine import errors_of, part_id
-from tests.support.served_models import changed, delta_between, one_part
+from tests.support.served_models import changed, delta_between, dense_delta, one_part
 from tests.support.toy_quantised import (
     OUT,
     Attribute,
@@ -427,30 +433,80 @@ class ParameterBeside(ViewBeside):
         layer.scale = layer.weight.float().sum()
 
 
-@pytest.mark.parametrize("method", [ViewBeside, ParameterBeside])
-@pytest.mark.parametrize("first", ["lin.bias", "lin.weight"])
-def test_memory_that_two_writes_share_is_written_exactly(
-    tmp_path: Path, method: type[Method], first: str
-) -> None:
-    """The first part also writes what the module computes, before or after the weight."""
-    serving = Serving(one_layer(method), tmp_path)
-    before = serving.served()
+def differences_on_a_device(path: str, live: torch.Tensor, new: torch.Tensor) -> Iterator[Any]:
+    """Take live tensors of a module for those of a device, which are written before the others."""
+    memory, other = flat_bits(live), flat_bits(new)
+    found = (memory != other).nonzero().view(-1)
+    if len(found):
+        yield Difference(path, DeviceElements(memory, found), other[found])
+
+
+def stage_in_parts(serving: Serving, first: str, *, full: bool) -> tuple[Any, dict[str, Any]]:
+    """Stage a part for each tensor, this one first; return the sync and the new checkpoint."""
     names = sorted(serving.current, key=lambda name: name != first)
     target = {name: changed(serving.current[name], seed) for seed, name in enumerate(names)}
+    kind: dict[str, Any] = {"full": True, "base_version": None} if full else {}
     parts = [
         one_part(
-            [delta_between(name, serving.current[name], target[name])],
+            [
+                dense_delta(name, target[name])
+                if full
+                else delta_between(name, serving.current[name], target[name])
+            ],
             **{"current_version": 1, "num_parts": len(names), "sync_id": "a", "part": number},
+            **kind,
         )
         for number, name in enumerate(names)
     ]
     for part in parts:
         errors_of(serving.stage(part), none=True)
-    errors_of(serving.engine.commit(part_id(parts[0])), none=True)
+    return part_id(parts[0]), target
+
+
+@pytest.fixture(params=["host", "device"])
+def _order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rebuilt tensors are in host memory, or are taken for those of a device."""
+    if request.param == "device":
+        monkeypatch.setattr(module_rebuild, "tensor_differences", differences_on_a_device)
+
+
+@pytest.mark.usefixtures("_order")
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("method", [ViewBeside, ParameterBeside])
+@pytest.mark.parametrize("first", ["lin.bias", "lin.weight"])
+def test_memory_that_two_writes_share_is_written_exactly(
+    tmp_path: Path, method: type[Method], first: str, full: bool
+) -> None:
+    """The first part also writes what the module computes, before or after the weight."""
+    serving = Serving(one_layer(method), tmp_path)
+    before = serving.served()
+    sync, target = stage_in_parts(serving, first, full=full)
+    errors_of(serving.engine.commit(sync), none=True)
     serving.current |= target
     serving.assert_fresh()
     errors_of(serving.engine.call("rollback"), none=True)
     assert serving.served() == before
+
+
+@pytest.mark.usefixtures("_order")
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("method", [ViewBeside, ParameterBeside])
+def test_memory_that_two_writes_share_is_restored_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: type[Method], full: bool
+) -> None:
+    serving = Serving(one_layer(method), tmp_path)
+    before = serving.served()
+    sync, _ = stage_in_parts(serving, "lin.weight", full=full)
+
+    def fail(*arguments: object) -> Any:
+        monkeypatch.undo()
+        raise OSError("the write fails")
+
+    monkeypatch.setattr(PostLoad, "recomputed_from", fail)
+    errors = errors_of(serving.engine.commit(sync))
+    assert [error["type"] for error in errors] == ["WriteUndone"]
+    assert serving.served() == before
+    serving.assert_fresh()
 
 
 @pytest.mark.parametrize("method", [ViewBeside, ParameterBeside])
@@ -462,3 +518,20 @@ def test_memory_that_two_threads_write_is_written_exactly(
         target = {"lin.weight": changed(serving.current["lin.weight"], seed)}
         errors_of(serving.sync(target), none=True)
     serving.assert_fresh()
+
+
+def test_places_are_compared_while_a_rebuild_adds_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scrubbing thread compares them at any time."""
+    serving = Serving(one_layer(ViewBeside), tmp_path)
+    target = {"lin.weight": changed(serving.current["lin.weight"], 3)}
+    unchanged = Place.unchanged
+
+    def stage_meanwhile(place: Place) -> bool:
+        monkeypatch.undo()
+        errors_of(serving.stage(serving.body(target)), none=True)
+        return unchanged(place)
+
+    monkeypatch.setattr(Place, "unchanged", stage_meanwhile)
+    assert serving.applier().moved() == []

@@ -44,8 +44,16 @@ from tests.support.served_models import (
     serve_ranks,
     target_checkpoint,
 )
+from tests.support.staged_writes import writes_of
 from tests.unit.sync.test_moved_tensors import Unprocessed, assert_heals, give_memory, states
 from tests.unit.sync.test_post_load import target_of
+
+SHARE = module.SHARE
+
+
+@pytest.fixture(autouse=True)
+def _without_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARE", 1.0)
 
 
 class Owner:
@@ -53,7 +61,7 @@ class Owner:
 
     def __init__(self, served: Served) -> None:
         self.applier: Any = served.applier
-        self.scrubber = Scrubber(weakref.WeakMethod(self.current), 0, share=1.0)
+        self.scrubber = Scrubber(weakref.WeakMethod(self.current), 0)
         self.scrubber._interval = 60.0  # its thread is not started
 
     def current(self) -> Any:
@@ -211,7 +219,7 @@ def slowly(applier: Any) -> None:
 
     def write(staged: Sequence[Any], given_up: Any) -> None:
         for part in staged:
-            for one in part.writes:
+            for one in writes_of(part):
                 one.put()
                 time.sleep(1e-3)
 
@@ -364,7 +372,7 @@ def test_it_rests_for_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nineteen times as long as it works, at five per cent; disturbed tensors come first."""
     served = serve(PlainCopy, base_checkpoint(PlainCopy))
     owner = Owner(served)
-    owner.scrubber._share = module.SHARE
+    monkeypatch.setattr(module, "SHARE", SHARE)
     clock = iter(range(10_000))
     monkeypatch.setattr(time, "thread_time", lambda: float(next(clock)))
     rests: list[float] = []

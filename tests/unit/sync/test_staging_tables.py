@@ -54,6 +54,7 @@ from tests.support.served_models import (
     small_pieces,
     target_checkpoint,
 )
+from tests.support.staged_writes import writes_of
 from tests.support.thread_ranks import Shard, shards
 from tests.unit.sync.applier_cases import DENSE, deltas_for
 from tests.unit.sync.test_appliers import SYNCS
@@ -219,7 +220,7 @@ def test_every_loader_is_staged_alike_by_all_tables(
         staged: list[Any] = []
         with suppress(NotUpdatable):
             for part in (served.applier.stage(part) for part in parts):
-                staged += elements_of(part.writes), digests_of(part.params)
+                staged += elements_of(writes_of(part)), digests_of(part.params)
         found.append((written, staged))
     assert found[0] == found[1] == found[2]
 
@@ -402,7 +403,7 @@ def test_nothing_of_the_part_is_kept() -> None:
     part = part_between(base, {name: changed(base[name], 7) for name in base})
     for piece in (5, 1 << 16):
         with small_pieces(piece):
-            writes: Any = served.applier.stage(part).writes
+            writes: Any = writes_of(served.applier.stage(part))
         old = {id(b): b for w in writes for b in (w.old.base, w.elements.offsets.base)}
         new = {id(b): b for w in writes for b in (w.new.base,)}
         assert len(old) == len(new) == 1

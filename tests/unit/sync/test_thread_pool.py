@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -107,3 +108,39 @@ def test_an_error_keeps_no_item_alive(in_caller: bool) -> None:
         ThreadPool(THREADS).map(work, items)
     del raised, items
     assert not any(one() for one in known)
+
+
+def test_fewer_threads_than_wanted_do_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def limited(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    pool = ThreadPool(THREADS)
+    for _ in range(2):
+        assert pool.map(lambda n: n * n, range(50)) == [n * n for n in range(50)]
+
+
+def test_busy_threads_are_not_waited_for() -> None:
+    """Their helpers are of other maps; what was queued for them does nothing later."""
+    pool, goes_on = ThreadPool(2), threading.Event()
+    busy, called = threading.Barrier(5), list[int]()
+
+    def block(_: int) -> None:
+        busy.wait(WAIT_S)
+        assert goes_on.wait(WAIT_S)
+
+    with ThreadPoolExecutor(3) as callers:
+        others = [callers.submit(pool.map, block, range(2)) for _ in range(2)]
+        try:
+            busy.wait(WAIT_S)
+            callers.submit(pool.map, called.append, range(4)).result(5)
+        finally:
+            goes_on.set()
+    for other in others:
+        other.result()
+    assert called == [0, 1, 2, 3]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.quantised_engine import Serving, refusal
-from tests.support.rank_engine import errors_of
+from tests.support.rank_engine import errors_of, part_id
 from tests.support.toy_quantised import Int8, Layer, Method, Model, linear_shapes
 from tests.unit.sync.test_post_load import target_of
 
@@ -178,3 +178,49 @@ def test_dummy_engine_is_searched_after_its_first_sync(tmp_path: Path) -> None:
     number(serving.models[0].first)
     message = refusal(serving.sync(target_of(serving, "first.bias")))
     assert "first.largest since it has generated" in message
+
+
+def test_staged_sync_is_refused_once_the_engine_keeps_a_copy(tmp_path: Path) -> None:
+    serving = Serving(Generating, tmp_path, ranks=2)
+    body = serving.body(target_of(serving, "first.weight"))
+    errors_of(serving.stage(body), none=True)
+    for model in serving.models:
+        single(model.first)
+    before = serving.served()
+    serving.engine.status()
+    message = refusal(serving.engine.commit(part_id(body)))
+    assert "the engine keeps first.wide since it has generated" in message
+    assert message.endswith("restart the engine")
+    assert serving.served() == before
+
+
+@pytest.mark.parametrize("copied", ["first", "second"])
+def test_rollback_is_refused_once_the_engine_keeps_a_copy(tmp_path: Path, copied: str) -> None:
+    """A copy of what the sync has not written keeps nothing from being rolled back."""
+    serving = Serving(Generating, tmp_path, ranks=2)
+    base = dict(serving.current)
+    errors_of(serving.sync(target_of(serving, "first.weight", "int8.weight")), none=True)
+    for model in serving.models:
+        single(getattr(model, copied))
+    before = serving.served()
+    answers = serving.rollback(base)
+    if copied == "first":
+        message = refusal(answers)
+        assert "the engine keeps first.wide since it has generated" in message
+        assert message.endswith("restart the engine")
+        assert serving.served() == before
+    else:
+        errors_of(answers, none=True)
+        serving.assert_digests()
+
+
+def test_rollback_of_a_rebuilt_module_is_refused_with_a_copy(tmp_path: Path) -> None:
+    serving = Serving(Generating, tmp_path)
+    base = dict(serving.current)
+    errors_of(serving.sync(target_of(serving, "int8.weight")), none=True)
+    serving.models[0].absorbed = serving.models[0].int8(torch.eye(6)) * 2
+    before = serving.served()
+    message = refusal(serving.rollback(base))
+    assert message.startswith("int8.")
+    assert "absorbed since it has generated" in message
+    assert serving.served() == before

@@ -213,3 +213,14 @@ def test_parameters_that_share_memory_in_part_are_refused(tmp_path: Path) -> Non
     before = serving.served()
     refusal(serving.sync({"embed": changed(base["embed"], 3)}))
     assert serving.served() == before
+
+
+def test_refused_first_syncs_take_no_more_memory(tmp_path: Path) -> None:
+    size = 2 * (OUT * 6 + OUT)
+    serving = Serving(Mamba, tmp_path, dummy=True, shadow_bytes=size + 6 * OUT)
+    few = {name: tensor for name, tensor in serving.base.items() if name != "norm"}
+    for _ in range(9):
+        assert "the engine keeps norm" in refusal(serving.sync(few, full=True))
+    errors_of(serving.sync(serving.base, full=True), none=True)
+    assert serving.statuses()["mixer.A_log"] == "rebuilt"
+    serving.assert_fresh()
