@@ -26,7 +26,6 @@ from engine_ext.ranks import SingleRank
 from engine_ext.settings import Settings
 from engine_ext.startup import LoaderDryRun, compose
 from engine_ext.sync import DeltaApplier, StagedPart, apply_masked
-from engine_ext.sync.totals import totals
 from scripts.process_memory import peak_resident, reset_peak
 
 _MEMORY_DENSITY: Final = 0.02
@@ -209,8 +208,9 @@ def read_alone(applier: DeltaApplier, part: DecodedPart) -> float:
 
     By as many threads as PyTorch has.
     """
-    parts = totals([applier.stage(part)]).writes
-    found = [write.elements for one in parts for write in one.all]
+    staged = applier.stage(part)
+    writes = [*staged.together, *(write for param in staged.params for write in param.writes)]
+    found = [write.elements for write in writes]
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         list(threads.map(lambda elements: elements.nbytes, found))  # starts the threads
         start = time.perf_counter()

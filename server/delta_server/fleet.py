@@ -279,7 +279,7 @@ class FleetCommits:
         if version is None:
             raise MalformedPart("the version that is to be prepared is missing")
         if await self._recorded(group) is not None:
-            raise GroupAborted(f"group {group} has decided, send the sync again under a new group")
+            raise GroupAborted(f"group {group} has decided; send the sync again under a new group")
         held = await self._coordinator.held()
         part = held.complete_sync(version, request.sync_id)
         if part is None:

@@ -160,7 +160,15 @@ class FleetRound:
         """
         member = self._member(destination)
         fields = {"group": self._group, "version": self._version, "sync_id": sync_id}
-        self._check_open()
+        with self._changed:
+            is_late = self._phase != "prepare"
+        if is_late:  # its parts are staged
+            abort = Unsettled("abort", fields)
+            note(abort)
+            with contextlib.suppress(SyncError):  # no answer: the next sync takes it again
+                abort.settle(destination)
+                note(None)
+            raise SyncError(f"too late for its group: {self._why()}", 409, dict(ABORTED))
         try:
             destination.take_step("prepare", {**fields, "lease": self._lease})
         except SyncError as failed:
@@ -220,11 +228,6 @@ class FleetRound:
             if failed.error.get("engine_state") != "committed":
                 raise
             return destination.take_step(action, fields)
-
-    def _check_open(self) -> None:
-        with self._changed:
-            if self._phase != "prepare":
-                raise SyncError(f"too late for its group: {self._why()}", 409, dict(ABORTED))
 
     def _enter(self, member: _Member) -> _Phase:
         """Note that a destination has prepared; return what follows when the others have, too."""
