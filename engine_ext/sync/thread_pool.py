@@ -23,7 +23,7 @@ class ThreadPool:
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._executor = ThreadPoolExecutor(
-            threads, thread_name_prefix="delta-write", initializer=same_device()
+            max(threads - 1, 1), thread_name_prefix="delta-write", initializer=same_device()
         )
 
     def map(

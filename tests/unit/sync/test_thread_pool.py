@@ -127,7 +127,7 @@ def test_fewer_threads_than_wanted_do_all_of_it(monkeypatch: pytest.MonkeyPatch)
 
 def test_busy_threads_are_not_waited_for() -> None:
     """Their helpers are of other maps; what was queued for them does nothing later."""
-    pool, goes_on = ThreadPool(2), threading.Event()
+    pool, goes_on = ThreadPool(3), threading.Event()
     busy, called = threading.Barrier(5), list[int]()
 
     def block(_: int) -> None:
