@@ -51,7 +51,6 @@ from engine_ext.sync.stream_table import NO_STREAMS, StagedStreams, StreamTable
 from engine_ext.sync.thread_pool import ThreadPool
 from engine_ext.sync.tied import check_tied
 from engine_ext.sync.totals import Advance, part_totals, totals
-from engine_ext.sync.unsent_tensors import UnsentTensors
 from engine_ext.sync.writes import are_unchanged, put_all, restore, undo_all
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,6 @@ class DeltaApplier:
         self._later = later
         self._refused: dict[str, str] = {}  # since start-up: why, by tensor
         self._proof = GatheredProof(plan, self._ranks)
-        self._unsent = UnsentTensors(index, plan.placement, self.post_load)
         self._places = MovedTensors(model, index, plan.placement, self.post_load, trace_again)
         self.threads = ThreadPool(threads)
         self._memory = memory or DeviceMemory()
@@ -216,13 +214,10 @@ class DeltaApplier:
         Raises:
             BaseMismatch: a weight has moved. Nothing was written.
             NotUpdatable: parts overlap, tied tensors would get different values, a ``full`` sync
-                leaves tensors out, or cannot bring back all that something else has changed, the
-                engine has come to keep copies, or the old values would not fit the undo log.
-                Nothing was written.
+                leaves tensors out, the engine has come to keep copies, or the old values would not
+                fit the undo log. Nothing was written.
         """
         self.check_in_place()
-        if full:
-            self._unsent.check()
         whole = totals(staged)
         self._check_no_copies(name for name in self._refused if name in whole.names)
         if not whole.is_checked:
@@ -433,8 +428,6 @@ class DeltaApplier:
         self._digests, self._digest = digests, self._digest + advance.total
         self._advance_copies(staged)
         known = self.post_load.committed(staged)
-        if any(part.manifest.full for part in staged):
-            self._unsent.settle()
         if not whole.keeps:
             return None
         old = [pair for part in whole.writes for pair in part.undo_pairs()]
@@ -481,7 +474,6 @@ class DeltaApplier:
     def forget(self) -> None:
         """Rely no more on what the weights were computed to: something else might change them."""
         self.post_load.forget()
-        self._unsent.expect_change()
 
     def describe(self) -> dict[str, Any]:
         """Return the apply mode, certification summary and digest of this rank, as JSON."""
