@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -29,9 +29,11 @@ _HOOKS: Final = (dict, OrderedDict, list)
 _REGISTRIES: Final = ("_parameters", "_buffers", "_modules")
 # Attributes that torch's compiler gives the tensors that it meets; they hold none.
 _MARKS: Final = "_dynamo_"
+_SEQUENCES: Final = (list, tuple, set, frozenset, deque)
+_CONTAINERS: Final = frozenset({dict, *_SEQUENCES})  # without attributes
 _NO_LEAVES: Final = (
     *(torch.nn.Module, type, types.ModuleType, types.FunctionType),
-    *(dict, list, tuple, set, frozenset),
+    *(dict, *_SEQUENCES),
 )
 
 
@@ -69,7 +71,7 @@ def reachable_tensors(
 
 
 def reachable_containers(model: torch.nn.Module) -> Iterator[dict[Any, Any] | list[Any]]:
-    """Yield every dict and list reachable from a module, and the ``__dict__`` of plain objects."""
+    """Yield every dict and list reachable from a module, and the ``__dict__`` of other objects."""
     seen: dict[int, int] = {}
     for module in model.modules():
         for name, value in module.__dict__.items():
@@ -79,10 +81,11 @@ def reachable_containers(model: torch.nn.Module) -> Iterator[dict[Any, Any] | li
                 yield value
                 continue
             for _, found in walk(value, name, seen, {}):
-                is_other = not isinstance(found, (dict, list, torch.Tensor))
-                container = getattr(found, "__dict__", None) if is_other else found
-                if isinstance(container, (dict, list)):
-                    yield container
+                if isinstance(found, (dict, list)):
+                    yield found
+                attributes = getattr(found, "__dict__", None)
+                if isinstance(attributes, dict) and not isinstance(found, torch.Tensor):
+                    yield attributes
 
 
 def walk(
@@ -166,10 +169,13 @@ def _parts(value: object, name: str, opaque: tuple[str, ...]) -> list[tuple[str,
     if isinstance(value, torch.Tensor):
         own = vars(value).items()
         return [(f"{name}.{part}", item) for part, item in own if not part.startswith(_MARKS)]
+    items: list[tuple[str, Any]] = []
     if isinstance(value, dict):
-        return [(f"{name}[{key!r}]", item) for key, item in list(value.items())]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [(f"{name}[{number}]", item) for number, item in enumerate(value)]
+        items = [(f"{name}[{key!r}]", item) for key, item in list(value.items())]
+    elif isinstance(value, _SEQUENCES):
+        items = [(f"{name}[{number}]", item) for number, item in enumerate(tuple(value))]
+    if type(value) in _CONTAINERS:
+        return items
     if isinstance(value, functools.partial):
         return [(f"{name}.{part}", getattr(value, part)) for part in ("func", "args", "keywords")]
     if isinstance(value, types.MethodType):
@@ -184,12 +190,21 @@ def _parts(value: object, name: str, opaque: tuple[str, ...]) -> list[tuple[str,
     if isinstance(value, (torch.nn.Module, type, types.ModuleType)):
         return []
     if opaque and type(value).__module__.startswith(opaque):
-        return []
-    of_classes = [cls.__dict__.get("__slots__", ()) for cls in type(value).__mro__]
-    slots = [s for found in of_classes for s in ((found,) if isinstance(found, str) else found)]
-    fields = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
+        return items
+    fields = {slot: getattr(value, slot) for slot in _slots(type(value)) if hasattr(value, slot)}
     fields |= getattr(value, "__dict__", {})
-    return [(f"{name}.{part}", item) for part, item in fields.items()]
+    return items + [(f"{name}.{part}", item) for part, item in fields.items()]
+
+
+def _slots(cls: type) -> list[str]:
+    """Return the slots of a class and of its bases; private names are mangled."""
+    slotted = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
+    return [
+        name
+        for attributes in slotted
+        for name, member in attributes.items()
+        if isinstance(member, types.MemberDescriptorType)
+    ]
 
 
 def _is_empty(value: Any) -> bool:

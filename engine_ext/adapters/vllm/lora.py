@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Final
 
 import torch
 
 from engine_ext.adapters.vllm.refusals import LORA_WITH_DEFERRED_ATTENTION
+from engine_ext.model import Known
 from engine_ext.startup import with_modules
+
+_ADAPTERS: Final = re.compile(r"(^|\.)lora_manager\._registered_adapters\b")
 
 
 def without_lora(model: torch.nn.Module) -> Any:
@@ -30,3 +34,8 @@ def without_lora(model: torch.nn.Module) -> Any:
         if is_deferred_attention_layer(module) and id(module) not in live:
             raise RuntimeError(f"{LORA_WITH_DEFERRED_ATTENTION.message} ({path})")
     return base
+
+
+def with_adapters(known: Known) -> Known:
+    """Return a function that also knows the weights of adapters, which come from other files."""
+    return lambda path, tensor: bool(_ADAPTERS.search(path)) or known(path, tensor)

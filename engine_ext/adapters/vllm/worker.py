@@ -23,7 +23,7 @@ from engine_ext.adapters.vllm.checkpoint import (
 from engine_ext.adapters.vllm.draft import always_shares, around_load, roles
 from engine_ext.adapters.vllm.features import may_span_hosts, weight_changes
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
-from engine_ext.adapters.vllm.lora import without_lora
+from engine_ext.adapters.vllm.lora import with_adapters, without_lora
 from engine_ext.adapters.vllm.lora_adapters import LoadedAdapters
 from engine_ext.adapters.vllm.postload import (
     copied_on_first_use,
@@ -192,7 +192,7 @@ def build_receiver(
         repacks=seen.repacks,
         refusals={**seen.refusals, **states.refusals(model), **copied_on_first_use(model)},
         learned=seen.learned,
-        constants=seen.constants,
+        constants=with_adapters(seen.constants),
         recomputations=recomputations(model, config),
         refuse_while=active_wrapper,
         loading=loading,

@@ -50,3 +50,20 @@ def test_values_that_are_equal_are_no_other_contents() -> None:
     assert not guard.contents_changed()
     model.sizes["e"] = model.sizes.pop("a")
     assert guard.contents_changed()
+
+
+class Cache(dict[str, int]):
+    """A dict with an attribute."""
+
+    newest = "a"
+
+
+def test_attributes_of_a_dict_are_contents() -> None:
+    model: Any = nn.Linear(2, 3)
+    model.cache = Cache(a=1)
+    model.cache.newest = "a"
+    guard = ModelStateGuard(model, bits=False)
+    model.cache.newest = "b"
+    assert guard.contents_changed()
+    guard.restore()
+    assert (model.cache.newest, guard.contents_changed()) == ("a", False)

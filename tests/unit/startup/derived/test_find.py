@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -70,6 +71,26 @@ class Slotted:
     tensor: torch.Tensor
 
 
+class Mangled:
+    __slots__ = ("__tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__tensor = tensor
+
+
+class NamedDict(dict[str, int]):
+    """A dict with an attribute."""
+
+
+class NamedList(list[int]):
+    """A list with an attribute."""
+
+
+def named(container: Any, tensor: torch.Tensor) -> Any:
+    container.tensor = tensor
+    return container
+
+
 class Plain:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -95,6 +116,10 @@ HANGS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "tuple": (lambda t: (t, None), "[0]"),
     "object": (lambda t: SimpleNamespace(x=Plain(t)), ".x.tensor"),
     "slots": (Slotted, ".tensor"),
+    "private slots": (Mangled, "._Mangled__tensor"),
+    "deque": (lambda t: deque([t]), "[0]"),
+    "attribute of a dict": (lambda t: named(NamedDict(a=1), t), ".tensor"),
+    "attribute of a list": (lambda t: named(NamedList(), t), ".tensor"),
     "method": (lambda t: Plain(t).method, ".__self__.tensor"),
     "closure": (closure, ".tensor"),
     "tensor": (on_tensor, ".kept"),
