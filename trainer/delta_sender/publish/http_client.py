@@ -75,6 +75,7 @@ class EngineClient(Destination):
         self._limit = options.bandwidth_limit
         self.highest_posted = 0
         self.at_once = self._most_at_once = options.posts_in_flight
+        self._delivers: int | None = None  # the version whose parts are being posted
         self._owns_client = options.client is None
         # A connection to a host that is gone never opens; it is not given the time of a request.
         timeout = httpx.Timeout(options.timeout, connect=min(options.timeout, _CONNECT_S))
@@ -180,8 +181,8 @@ class EngineClient(Destination):
         Raises:
             SyncError: The engine refused it or could not be reached; see `SyncError.unanswered`.
         """
-        if part == 0:
-            self.at_once = self._most_at_once
+        if version != self._delivers:  # which part is posted first is not certain
+            self._delivers, self.at_once = version, self._most_at_once
         if last:
             self.highest_posted = max(self.highest_posted, version)
         signed = {} if self._hmac_key is None else {SIGNATURE_HEADER: sign(self._hmac_key, body)}
