@@ -186,6 +186,14 @@ def test_evict_that_fails_keeps_all_back(fleet: FleetRig, model: Model) -> None:
         assert hold(fleet, model) == [True] * 3
 
 
+def all_follow(sender: MultiSender, fleet: FleetRig, model: Model) -> bool:
+    """Wait for those that lag; return whether all hold the model after one more step."""
+    while sender.lagging:
+        time.sleep(0.01)
+    train(model, 1)
+    return len(sender.sync(model.items())) == 3 and hold(fleet, model) == [True] * 3
+
+
 def test_slow_engine_is_left_out(fleet: FleetRig, model: Model) -> None:
     slow, ends = fleet.urls[2], threading.Event()
 
@@ -201,11 +209,7 @@ def test_slow_engine_is_left_out(fleet: FleetRig, model: Model) -> None:
         assert time.monotonic() - start < 5  # the window is for those that commit
         assert states(sender) == ["committed", "committed", "left out"]
         ends.set()
-        while sender.lagging:
-            time.sleep(0.01)
-        train(model, 1)
-        assert len(sender.sync(model.items())) == 3
-        assert hold(fleet, model) == [True] * 3
+        assert all_follow(sender, fleet, model)
 
 
 def test_engines_that_are_all_late_are_no_success(fleet: FleetRig, model: Model) -> None:
@@ -226,11 +230,7 @@ def test_engines_that_are_all_late_are_no_success(fleet: FleetRig, model: Model)
         assert sorted(evicted) == fleet.urls
         assert states(sender) == ["prepared"] * 3
         ends.set()
-        while sender.lagging:
-            time.sleep(0.01)
-        train(model, 1)
-        assert len(sender.sync(model.items())) == 3
-        assert hold(fleet, model) == [True] * 3
+        assert all_follow(sender, fleet, model)
 
 
 def test_engine_lost_after_the_decision(fleet: FleetRig, model: Model) -> None:

@@ -319,15 +319,24 @@ def test_engine_settles_when_the_lease_ends(
     fleet.close()
 
 
-def test_processes_of_an_engine_settle_once(tmp_path: Path) -> None:
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[tuple[FleetRig, Process]]:
+    """A fleet of one engine that has recorded a sync, and another HTTP process of this engine."""
     fleet = FleetRig(tmp_path, 1)
-    [a] = fleet.urls
-    rig = fleet.rigs[a]
+    [rig] = fleet.rigs.values()
     rig.engine.shared = True
     other = Process(rig)
     other.service.fleet.ask = rig.service.fleet.ask
-    prepare(fleet, a)
-    record(fleet, a)
+    prepare(fleet, fleet.urls[0])
+    record(fleet, fleet.urls[0])
+    yield fleet, other
+    other.service.intake.close()
+    fleet.close()
+
+
+def test_processes_of_an_engine_settle_once(processes: tuple[FleetRig, Process]) -> None:
+    fleet, other = processes
+    [rig] = fleet.rigs.values()
     works = [rig.service.fleet.settle(), other.service.fleet.settle()]
 
     async def settle() -> list[Any]:
@@ -336,19 +345,11 @@ def test_processes_of_an_engine_settle_once(tmp_path: Path) -> None:
     assert True in rig.run(settle())
     assert (versions(fleet), rig.engine.writes) == ([VERSION + 1], [1, 1])
     assert not rig.engine.paused
-    other.service.intake.close()
-    fleet.close()
 
 
-def test_commit_that_another_process_was_faster_with(tmp_path: Path) -> None:
-    fleet = FleetRig(tmp_path, 1)
-    [a] = fleet.urls
-    rig = fleet.rigs[a]
-    rig.engine.shared = True
-    other = Process(rig)
-    other.service.fleet.ask = rig.service.fleet.ask
-    prepare(fleet, a)
-    record(fleet, a)
+def test_commit_that_another_process_was_faster_with(processes: tuple[FleetRig, Process]) -> None:
+    fleet, other = processes
+    [rig] = fleet.rigs.values()
     call, asked, both = rig.engine.call, [], asyncio.Event()
 
     async def late(request: Operation[Any]) -> list[Any]:
@@ -374,8 +375,6 @@ def test_commit_that_another_process_was_faster_with(tmp_path: Path) -> None:
     ]
     assert {answer["version"] for _, answer in answers} == {VERSION + 1}
     assert (rig.engine.writes, rig.engine.paused) == ([1, 1], False)
-    other.service.intake.close()
-    fleet.close()
 
 
 def test_commit_that_cannot_be_noted_is_answered(fleet: FleetRig) -> None:
