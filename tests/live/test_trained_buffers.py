@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from delta_sender import DeltaSender, checkpoint_names, named_tensors
 from delta_sender.diff.snapshot import Snapshot
 from delta_sender.models import empty_model
 from scripts.live_engine.process import EngineProcess
+from tests.support.shown_examples import examples
 
-PAGE = Path(__file__).parents[2] / "docs" / "sender.md"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
@@ -26,9 +25,7 @@ def test_trained_bias_arrives_with_all_its_bits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    [example] = re.findall(
-        r"<!-- example: float32 -->\n```python\n(.*?)```", PAGE.read_text(), re.S
-    )
+    example = examples("sender.md")["float32"]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoint").symlink_to(checkpoint("deepseek_v3"))
     exec(example, {})

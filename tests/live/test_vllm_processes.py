@@ -205,13 +205,24 @@ def test_requests_of_another_process_in_flight(live: Live, mode: str) -> None:
 def test_a_version_is_kept_across_processes(live: Live) -> None:
     """A request of one process for a version ends when another one commits."""
     first, second = live.clients
-    wanted = {"X-Weight-Version": str(live.trainer.version)}
-    options = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    before = live.trainer.version
+    options = {"max_tokens": 240, "n": 8, "ignore_eos": True, "temperature": 0}
+
+    def ask() -> httpx.Response:
+        """Ask for the version until it is refused: one request is in flight at the commit."""
+        while True:
+            wanted = {"X-Weight-Version": str(before)}
+            answer = live.generate(second, **options, headers=wanted)
+            if answer.status_code != 200:
+                return answer
+            spans = [choice["weight_spans"] for choice in answer.json()["choices"]]
+            assert spans == 8 * [[[0, before]]]
+
     with ThreadPoolExecutor(1) as threads:
-        asking = threads.submit(live.generate, second, **options, headers=wanted)
+        asking = threads.submit(ask)
         time.sleep(0.3)
         done = first.post("/update_weights_delta", content=live.next(), headers=OCTETS)
-        answer = asking.result()
+        answer = asking.result(60)
     assert done.json()["status"] == "committed", done.text
     assert answer.status_code == 409, answer.text
     assert answer.json()["error"]["version"] == live.trainer.version

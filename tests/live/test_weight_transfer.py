@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
 from tests.support.plain_trainer import Trainer, container, split
+from tests.support.shown_examples import examples
 from tests.support.trainer_models import change, saved
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainer-frameworks.md"
 BACKEND = ("--weight-transfer-config", json.dumps({"backend": "delta_updates"}))
 
 
@@ -146,7 +145,7 @@ def test_the_example_of_the_docs_runs(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its checkpoint is what the engine holds by then."""
-    [example] = re.findall(r"<!-- example: vllm -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
+    example = examples("trainer-frameworks.md")["vllm"]
     monkeypatch.chdir(tmp_path)
     tiny_models.save_checkpoint(scene.base, tmp_path / "checkpoint", scene.trainer.tensors)
     given: dict[str, Any] = {"data": [1, 2], "train": lambda model, seed: change(model, seed, 0.01)}

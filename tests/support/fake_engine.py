@@ -297,6 +297,18 @@ class Engine:
         )
 
 
+class AdapterEngine(Engine):
+    """One that knows adapters."""
+
+    def status(self) -> httpx.Response:
+        answer = super().status().json()
+        return httpx.Response(200, json={**answer, "adapter": self.named(self.questions[-1])})
+
+    @staticmethod
+    def named(request: httpx.Request) -> str | None:
+        return request.url.params.get("adapter")
+
+
 def sends(response: httpx.Response) -> Callable[[Handler, httpx.Request], httpx.Response]:
     """Return a fault: a fixed answer; nothing is taken."""
     return lambda take, request: response

@@ -1,26 +1,34 @@
-"""The examples of the trainers' page run; those of TRL with stand-ins for its trainers."""
+"""The examples of the trainers' page run, and that of an adapter; TRL's trainers have stand-ins."""
 
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 from typing import Any
 
 import httpx
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 import trl
 import trl.experimental.async_grpo as async_grpo
+from safetensors.torch import load_file
 from trl.generation import vllm_client, vllm_generation
 
-from tests.support.fake_engine import Engine
+from delta_sender import DeltaSender
+from tests.support.fake_engine import AdapterEngine, Engine
+from tests.support.shown_examples import examples
 from tests.support.trainer_models import change, make_model, save, saved
 
-TEXT = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
-EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", TEXT, re.S))
+EXAMPLES = examples("trainers.md")
+
+
+def reach(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine answer at every URL."""
+    transport = httpx.MockTransport(engine.answer)
+    monkeypatch.setattr(httpx, "Client", functools.partial(httpx.Client, transport=transport))
 
 
 @pytest.fixture
@@ -30,8 +38,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     save(model, tmp_path / "checkpoint")
     monkeypatch.chdir(tmp_path)
     engine = Engine.of(saved(model))
-    transport = httpx.MockTransport(engine.answer)
-    monkeypatch.setattr(httpx, "Client", functools.partial(httpx.Client, transport=transport))
+    reach(engine, monkeypatch)
     return engine
 
 
@@ -124,7 +131,21 @@ def test_the_examples_of_trl_run(
     assert holds(engine, given["trainer"].model)
 
 
+def test_the_example_of_an_adapter_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    model = peft.get_peft_model(make_model("dense", torch.bfloat16), config)
+    model.save_pretrained(tmp_path / "adapter")
+    engine = AdapterEngine.of(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    reach(engine, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    given = {"DeltaSender": DeltaSender, "peft_model": model, "data": [1, 2]}
+    given["train"] = lambda seed: change(model, seed, 0.01)
+    exec(examples("sender.md")["adapter"], given)
+    assert engine.version == 2
+    assert engine.holds(peft.get_peft_model_state_dict(model))
+    assert {engine.named(request) for request in engine.requests} == {"tiny"}
+
+
 def test_every_example_is_run() -> None:
-    assert len(EXAMPLES) == TEXT.count("```python")
     here = {"loop", "stream", "fsdp", "transformers", "grpo", "async_grpo"}
     assert EXAMPLES.keys() == here | {"sharded", "megatron"}  # by tests/unit/sender/sharded

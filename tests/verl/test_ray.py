@@ -18,6 +18,7 @@ from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
 from tests.support.plain_trainer import Trainer, model_digest
+from tests.support.shown_examples import examples
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -48,13 +49,19 @@ def test_engines_on_another_node(
     base = checkpoint("qwen3")
     trainer = Trainer(tiny_models.load_tensors(base))
     engines = {kind: start(kind, base) for kind in ("vllm", "sglang")}
-    relays = {engine.url: relay_on(nodes[1], engine.url) for engine in engines.values()}
+    names: dict[str, Any] = {"MultiSender": MultiSender, "base": base}
+    names["engines"] = [(nodes[1], engine.url) for engine in engines.values()]
+    exec(examples("sender.md")["ray"], names)
+    relays = names["relays"]
+    assert names["sender"].sync(trainer.tensors.items()).keys() == relays.keys()
+    names["sender"].close()
+    names["client"].close()
     transport = RayTransport(relays)
     with httpx.Client(transport=transport) as client:
         options: dict[str, Any] = {"client": client, "encoding": "gap8_exp", "bucket_bytes": 20_000}
         sender = MultiSender([*relays], base, **options)
         parts = 0
-        for version in (1, 2, 3):
+        for version in (2, 3, 4):
             trainer.step()
             reports = sender.sync(trainer.tensors.items())
             parts += max(report.parts for report in reports.values())
@@ -72,7 +79,7 @@ def test_engines_on_another_node(
             sender.sync(trainer.tensors.items())
         assert [*partial.value.failures] == [engines["sglang"].url]
         sender.close()
-    for kind, version in (("vllm", 4), ("sglang", 3)):
+    for kind, version in (("vllm", 5), ("sglang", 4)):
         status = engines[kind].delta_status()
         assert status.version.number == version
         scan = engines[kind].get("/delta_digest", params={"scan": "true"}).json()

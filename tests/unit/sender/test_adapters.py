@@ -11,21 +11,9 @@ import pytest
 from delta_sender import DeltaSender, SyncError
 from delta_sender.cli import make_parser
 from delta_sender.publish.state_file import StateFile
-from tests.support.fake_engine import Engine, model_of, sender_of, train
+from tests.support.fake_engine import AdapterEngine, Engine, model_of, sender_of, train
 
 URL = "http://engine/"
-
-
-class AdapterEngine(Engine):
-    """One that knows adapters."""
-
-    def status(self) -> httpx.Response:
-        answer = super().status().json()
-        return httpx.Response(200, json={**answer, "adapter": self.named(self.questions[-1])})
-
-    @staticmethod
-    def named(request: httpx.Request) -> str | None:
-        return request.url.params.get("adapter")
 
 
 def sender(engine: Engine, base: Any, **options: Any) -> DeltaSender:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ from delta_sender.sharded.box import Box
 from delta_sender.sharded.conversion import sources_of
 from delta_sender.sharded.shards import checked
 from tests.support.fake_engine import Engine
+from tests.support.shown_examples import examples
 from tests.support.trainer_models import assert_same, change, make_model, saved
 
-PAGE = Path(__file__).parents[4] / "docs" / "trainers.md"
-EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGE.read_text(), re.S))
+EXAMPLES = examples("trainers.md")
 
 
 @pytest.mark.parametrize("kind", ["dense", "tied", "mixtral", "qwen3_moe", "jamba", "deepseek_v3"])
