@@ -28,8 +28,9 @@ def store_url(text: str) -> str:
     if match is None or match[1] not in _SCHEMES:
         schemes = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
         shown = text.rpartition("@")[2]  # without credentials
+        folder = "; a folder is its path alone" if text.startswith("file:") else ""
         raise ValueError(
-            f"not the URL of an object store: {shown!r} (BUCKET/PREFIX after {schemes})"
+            f"not the URL of an object store: {shown!r} (BUCKET/PREFIX after {schemes}{folder})"
         )
     if not text.isprintable():
         raise ValueError(f"{text!r} has characters that cannot be printed")

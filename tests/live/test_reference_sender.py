@@ -12,7 +12,7 @@ import pytest
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.support.plain_trainer import Trainer, model_digest
-from tests.unit.docs.test_pages import send_block
+from tests.support.shown_examples import examples
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "reference_sender.py"
 
@@ -55,7 +55,7 @@ def test_the_send_block_of_the_readme(
 ) -> None:
     """As pasted, but for the port, next to an engine that was started on the same folder."""
     monkeypatch.setenv("MODEL", str(base))
-    block = send_block("README.md")
+    block = examples("README.md")["send"]
     assert block.count("http://localhost:8000") == 1
     for _ in range(2):
         exec(compile(block.replace("http://localhost:8000", engine.url), "README.md", "exec"), {})

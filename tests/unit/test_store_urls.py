@@ -29,7 +29,7 @@ def test_a_url_is_normalised(given: str, found: str) -> None:
     [
         ("ftp://host/x", "not the URL of an object store"),
         ("http://host/x", "not the URL of an object store"),
-        ("file:///etc", "not the URL of an object store"),
+        ("file:///etc", "a folder is its path alone"),
         ("s3://", "not the URL of an object store"),
         ("s3:///x", "not the URL of an object store"),
         ("s3://bucket//x", "not the URL of an object store"),

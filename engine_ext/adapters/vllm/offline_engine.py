@@ -11,6 +11,8 @@ from engine_ext.errors import DeltaError
 from engine_ext.model import hash_tensor, is_cache, layout, reachable_tensors
 from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
 
+_POSITIONS = 256
+
 
 class OfflineEngine:
     """One vLLM with its workers, each in a process of its own.
@@ -38,8 +40,11 @@ class OfflineEngine:
         plugin.register()
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=prog))
         # Only the weights matter here: compile nothing, and keep the KV cache small.
-        defaults = ["--model", model, "--enforce-eager", "--max-model-len", "256"]
+        defaults = ["--model", model, "--enforce-eager"]
         engine_args = EngineArgs.from_cli_args(parser.parse_args([*defaults, *flags]))
+        if engine_args.max_model_len is None:
+            own = engine_args.create_model_config().max_model_len
+            engine_args.max_model_len = min(own, _POSITIONS)
         self._llm: Any = LLM.from_engine_args(engine_args)
 
     def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:

@@ -67,6 +67,47 @@ def test_a_target_that_is_shown_exists(line: tuple[str, list[str]]) -> None:
     assert re.search(rf"^{words[-1]}:.*##", makefile, re.M)
 
 
+# Which test runs the lines that begin like this. Those of the tutorial run in one of their own.
+RUN_BY = {
+    "delta-send ": "tests/unit/docs/test_shell.py",
+    "delta-log ": "tests/unit/docs/test_shell.py",
+    "delta-top ": "tests/unit/docs/test_shell.py",
+    "delta-plan http": "tests/unit/docs/test_shell.py",
+    "curl ": "tests/unit/docs/test_shell.py",
+    "openssl ": "tests/unit/docs/test_shell.py",
+    "delta-plan MODEL_DIR": "tests/live/test_shown_servers.py",
+    "vllm serve ": "tests/live/test_shown_servers.py",
+    "python -m vllm.": "tests/live/test_shown_servers.py",
+    "python -m sglang.": "tests/live/test_shown_servers.py",
+    "make demo": "tests/live/test_shown_servers.py",
+    "delta-conformance": "tests/unit/cli/test_conformance.py",
+    "delta-conformance --model": "tests/live/test_conformance.py",
+    "python -m delta_patches": "tests/patches/test_apply_patches.py",
+    "python -m scripts.doc_tables": "tests/unit/docs/test_generated.py",
+    "python -m scripts.survey": "tests/live/test_survey.py",
+    "python3 -m scripts.gpu": "tests/unit/scripts/test_gpu.py",
+    "promtool": "tests/dashboard/test_promtool.py",
+    "prometheus": "tests/dashboard/test_promtool.py",
+    ".venv/bin/python -m scripts.release": "tests/unit/scripts/test_release.py",
+    ".venv/bin/python -m scripts.bench.gate": "tests/unit/scripts/test_bench_gate.py",
+    "make gpu-bundle": "tests/unit/scripts/test_gpu_bundle.py",
+    "make package": ".github/workflows/checks.yml",
+    # No builder, cluster or scheduler here: what they are given is checked.
+    "docker ": "tests/unit/test_dockerfile.py",
+    "kubectl ": "tests/unit/test_cluster_examples.py",
+    "sbatch ": "tests/unit/test_cluster_examples.py",
+}
+OF_A_SHELL = {"git", "cd", "mkdir", "export", "source", "pip"}
+
+
+@pytest.mark.parametrize("line", [one for one in LINES if one[0] != "tutorial.md"], ids=named)
+def test_a_line_is_run_by_a_test(line: tuple[str, list[str]]) -> None:
+    shown = " ".join(line[1])
+    tests = [test for start, test in RUN_BY.items() if shown.startswith(start)]
+    assert tests or line[1][0] in OF_A_SHELL
+    assert all((ROOT / test).is_file() for test in tests)
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_module_that_is_shown_exists(name: str) -> None:
     modules = set(re.findall(r"python -m (scripts\.[\w.]*\w)", TEXTS[name]))

@@ -22,11 +22,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import delta_sender
-from delta_sender import MultiSender
 from delta_sender.diff.quantize import Quantizer
 from engine_ext.cli import conformance
 from scripts.doc_tables.__main__ import DOCS
-from tests.support.fake_engine import Engine, Model, breaks
+from tests.support.fake_engine import Engine, Model, error, sends
 from tests.support.quantised_models import quantised, save_quantised
 from tests.support.shown_examples import TEXTS, examples
 from tests.support.trainer_models import change, make_model, save, saved
@@ -118,8 +117,7 @@ def test_the_senders_of_a_fleet_run(
     names = given(model)
     change(model, 1, 0.01)
     if fails:
-        engines[1].faults = dict.fromkeys(range(100), breaks)
-        names["MultiSender"] = lambda *urls, **options: MultiSender(*urls, retries=0, **options)
+        engines[1].faults = {0: sends(error(422, "NotUpdatable"))}
     exec(examples("sender.md")["fleet"], names)
     assert [engine.version for engine in engines] == [1, 0 if fails else 1]
     assert engines[0].holds(tensors_of(model))
@@ -127,7 +125,7 @@ def test_the_senders_of_a_fleet_run(
 
 
 def test_the_sender_of_quantised_weights_runs(cluster: Cluster) -> None:
-    model = make_model("qwen3_moe")
+    model = make_model("dense")
     save_quantised(model, FP8, Path("fp8-checkpoint"))
     [engine] = cluster.start(quantised(model, FP8), URL)
     change(model, 1, 0.01)
@@ -192,7 +190,8 @@ def test_the_sender_of_a_job_is_made(cluster: Cluster, monkeypatch: pytest.Monke
 
 
 def test_the_versions_of_a_response_are_read() -> None:
-    names = {"response": {"choices": [{"weight_spans": [[0, 7], [41, 8]]}]}}
+    names: dict[str, Any] = {}
+    names["response"] = {"choices": [{"weight_spans": [[0, 7], [41, 8]]}]}
     exec(examples("rollouts.md")["spans"], names)
     assert names["versions"] == {7, 8}
 
