@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -388,6 +389,27 @@ def test_store_sends_each_part_once_to_a_group(
         assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
     assert reads_of_parts(proxy) == [1, 1, 1]
     assert sum(present(rig.status().log).from_peers for rig in group.rigs) > 0
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_store_sends_each_part_once_to_64_engines(
+    tmp_path: Path, store: DeltaLog, proxy: StoreProxy
+) -> None:
+    """All of them ask for the new versions at once."""
+    group = Group(tmp_path, store.location, 64)
+    try:
+        for number in range(64):
+            group.start(number)
+        publish(store)
+        proxy.requests.clear()
+        with ThreadPoolExecutor(64) as pool:
+            answers = list(pool.map(lambda rig: rig.post("/delta_catch_up"), group.rigs))
+        assert {answer.json()["version"] for answer in answers} == {VERSION + 3}
+        assert all(same(rig.engine.weights, after(fresh_weights(), *STEPS)) for rig in group.rigs)
+        assert reads_of_parts(proxy) == [1, 1, 1]
+    finally:
+        group.close()
 
 
 @pytest.mark.slow
