@@ -69,8 +69,10 @@ CASES: Final = {
     "compressed-fp8-tensor": Case("compressed_fp8_tensor", {"rebuilt": 28, "exact": 11}, shim=True),
     "awq": Case("awq", {"rebuilt": 42, "exact": 11}, int4=True),
     "gptq": Case("gptq", {"rebuilt": 42, "ignored": 14, "exact": 11}, int4=True),
-    "packed": Case("llama_tied", {"rebuilt": 15, "exact": 5}, packed=True),
-    "packed-2-ranks": Case("qwen3_moe", {"rebuilt": 12, "exact": 33}, 2, packed=True),
-    "packed-hybrid": Case("qwen3_next", {"rebuilt": 20, "exact": 33, "cast": 1}, packed=True),
+    "packed": Case("llama_tied", {"rebuilt": 15, "exact": 5, "ignored": 1}, packed=True),
+    "packed-2-ranks": Case("qwen3_moe", {"rebuilt": 12, "exact": 33, "ignored": 2}, 2, packed=True),
+    "packed-hybrid": Case(
+        "qwen3_next", {"rebuilt": 20, "exact": 33, "cast": 1, "ignored": 6}, packed=True
+    ),
     "w4a16": Case("w4a16", {"rebuilt": 36, "ignored": 6, "exact": 11}, int4=True),
 }
