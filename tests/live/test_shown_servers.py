@@ -6,6 +6,7 @@ for 16 GPUs are left out: test_hosts and tests/verl/test_ray_executor start engi
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,11 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 MODELS: Final = ("MODEL", "BASE", "$MODEL", "checkpoint", "MODEL_DIR")
 SMALL: Final = ("--enforce-eager", "--max-model-len", "64")
+OF_CPUS: Final = {
+    **os.environ,
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two ranks, one NUMA node
+}
 STARTS: Final = ("vllm serve", "python -m vllm.entrypoints", "python -m sglang.launch_server")
 
 
@@ -101,7 +107,7 @@ def test_a_plan_is_shown_of_a_folder(
 ) -> None:
     words = own(line[1], checkpoint("qwen3"), tmp_path)
     command = [str(Path(sys.executable).with_name(words[0])), *words[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=OF_CPUS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = "2 ranks" if "--tensor-parallel-size" in words else "1 rank"
     assert f" on {ranks}: " in done.stdout.splitlines()[-1]
