@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +58,14 @@ def both(
     checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Both]:
     base, logs = checkpoint("qwen3"), tmp_path_factory.mktemp("logs")
-    with (
-        VllmProcess(base, enable_delta=True, log_path=logs / "vllm.log") as vllm,
-        SglangProcess(base, enable_delta=True, log_path=logs / "sglang.log") as sglang,
-    ):
-        yield Both([vllm, sglang], base)
+    engines = [
+        VllmProcess(base, enable_delta=True, log_path=logs / "vllm.log"),
+        SglangProcess(base, enable_delta=True, log_path=logs / "sglang.log"),
+    ]
+    with ExitStack() as stack:
+        with ThreadPoolExecutor() as starting:
+            found = list(starting.map(stack.enter_context, engines))
+        yield Both(found, base)
 
 
 def test_one_sender_two_engines(both: Both) -> None:
