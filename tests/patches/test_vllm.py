@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 
+from engine_ext.ranks.operations import GetStatus, decode_answers
+from engine_ext.ranks.replies import RankReport
 from scripts import apply_patches
 from scripts.live_engine import tiny_models
 from scripts.live_engine.vllm import VllmProcess
 from tests.patches import copies, inspect_vllm, vllm_offline
 from tests.patches.copies import ROOT
 from tests.support.plain_trainer import Trainer, container
+from tests.support.present import present
 
 pytestmark = pytest.mark.engine
 
@@ -110,7 +113,9 @@ def test_load_format_delta_without_a_server(patched: Path, tmp_path: Path) -> No
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    status = json.loads(out.read_text())["ok"]
-    assert status["version"] == 0
+    [report] = decode_answers(GetStatus(), [json.loads(out.read_text())])
+    assert isinstance(report, RankReport)
+    status = present(report.status)
+    assert status.version == 0
     # On a CPU that packs linear weights they are rebuilt.
-    assert set(status["certification"]) <= {"exact", "rebuilt"}
+    assert set(status.certification) <= {"exact", "rebuilt"}
