@@ -195,7 +195,7 @@ class Soak:
             self._router.leave_out(member.url)
             self._engines.replace(member, grace_s=15.0)
             self._deaths.append((start, time.monotonic()))
-        kill = fault.at(member.url, member.group)
+        kill = fault.at(member.url, member.group) if fault.kill is not None else None
         victim = member if fault.hits_engine else None
         outcome = self._sync(kill, victim=victim if kill is not None else None)
         row = Row(
