@@ -31,12 +31,6 @@ class Fault:
     def hits_engine(self) -> bool:
         return self.what != "trainer killed"
 
-    def at(self, url: str, group: int) -> Kill | None:
-        """Return what the trainer is to do when the fault hits an engine."""
-        if self.kill is None or not self.hits_engine:
-            return self.kill
-        return Kill(action=self.kill.action, when=self.kill.when, url=url, group=group)
-
 
 FAULTS: Final = (
     Fault(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch
 
 from scripts.fleet_soak.answers import (
@@ -195,7 +196,9 @@ class Soak:
             self._router.leave_out(member.url)
             self._engines.replace(member, grace_s=15.0)
             self._deaths.append((start, time.monotonic()))
-        kill = fault.at(member.url, member.group) if fault.kill is not None else None
+        kill = fault.kill
+        if kill is not None and fault.hits_engine:
+            kill = msgspec.structs.replace(kill, url=member.url, group=member.group)
         victim = member if fault.hits_engine else None
         outcome = self._sync(kill, victim=victim if kill is not None else None)
         row = Row(
