@@ -16,6 +16,8 @@ from tests.support.folder_writer import write_checkpoint, write_version
 from tests.support.plain_trainer import Trainer, model_digest
 from tests.support.present import present
 
+pytestmark = pytest.mark.full
+
 Start = Callable[..., EngineProcess]
 STEPS: list[dict[str, Any]] = [
     {"encoding": "xor"},
@@ -43,14 +45,8 @@ def committed(answer: Any) -> bool:
     return answer.status_code == 200 and answer.json()["status"] == "committed"
 
 
-FULL = [
-    pytest.param("vllm", 2, marks=pytest.mark.full),
-    pytest.param("sglang", 1, marks=pytest.mark.full),
-    pytest.param("sglang", 2, marks=pytest.mark.full),
-]
-
-
-@pytest.mark.parametrize(("kind", "tp"), [("vllm", 1), *FULL])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_an_engine_follows_a_trainer(
     kind: str, tp: int, checkpoint: Callable[[str], Path], start: Start, tmp_path: Path
 ) -> None:
@@ -123,7 +119,6 @@ def test_an_engine_follows_a_trainer(
     fresh.stop()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_other_bytes_than_the_trainers_are_refused(
