@@ -231,12 +231,13 @@ def ignored(engine: EngineProcess) -> int:
 
 def answers(engine: EngineProcess) -> list[Any]:
     """Return texts and log probabilities for a prompt with each image, and with both of them."""
-    return [
-        engine._checked(engine.post("/v1/chat/completions", json=question(engine, seeds)))[
-            "choices"
-        ][0]
-        for seeds in (IMAGES[:1], IMAGES[1:], IMAGES)
-    ]
+    found = []
+    for seeds in (IMAGES[:1], IMAGES[1:], IMAGES):
+        answer = engine.post("/v1/chat/completions", json=question(engine, seeds))
+        [choice] = engine._checked(answer)["choices"]
+        del choice["weight_spans"]  # the version, which a fresh engine counts anew
+        found.append(choice)
+    return found
 
 
 def question(engine: EngineProcess, seeds: tuple[int, ...], **options: Any) -> dict[str, Any]:
