@@ -19,6 +19,7 @@ from engine_ext.kernels.gather_scatter import (
     warm_up,
     warm_up_tables,
 )
+from engine_ext.kernels.host_link import HostLink, download_box, pinned_copy, upload_box
 from engine_ext.kernels.jit import array, compile_loop, made_once, made_with_numba
 from engine_ext.kernels.simd import (
     LINE,
@@ -37,16 +38,19 @@ __all__ = [
     "LINE",
     "Bits",
     "ElementTable",
+    "HostLink",
     "Offsets",
     "StagingStream",
     "array",
     "bits_of",
     "compile_loop",
     "differing_mask",
+    "download_box",
     "host_bits",
     "made_once",
     "made_with_numba",
     "memory_at",
+    "pinned_copy",
     "popcount",
     "prefetch",
     "register_intrinsics",
@@ -54,6 +58,7 @@ __all__ = [
     "table_of",
     "trailing_zeros",
     "typed",
+    "upload_box",
     "warm_up",
     "warm_up_tables",
 ]

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.kernels import Bits, Offsets, bits_of, gather_scatter, host_bits
+from engine_ext.kernels import (
+    Bits,
+    Offsets,
+    bits_of,
+    download_box,
+    gather_scatter,
+    host_bits,
+    upload_box,
+)
 from engine_ext.placement.device_memory import Lease
 from engine_ext.placement.repacked import flat_bits
 from engine_ext.placement.segments import Segment
@@ -183,7 +191,9 @@ class WholeBox:
     def read(self, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Return their bits; `memory` is a result for the same segment, which is used again."""
         box = self._box()
-        return self._memory(box, memory).copy_(box)
+        bits = self._memory(box, memory)
+        download_box(box, bits)
+        return bits
 
     def swaps(self, bits: torch.Tensor) -> bool:
         """Return whether `swap` can overwrite them by these bits."""
@@ -209,7 +219,7 @@ class WholeBox:
         return torch.equal(self._box(), bits.to(self.segment.live.tensor.device))
 
     def put(self, bits: torch.Tensor) -> None:
-        self._box().copy_(bits)
+        upload_box(self._box(), bits)
 
     def within(self, tensor: torch.Tensor) -> WholeBox:
         """Return the same box of another tensor with the same layout."""
