@@ -33,6 +33,7 @@ Weights = dict[str, torch.Tensor]
 Facts = dict[str, Any]
 
 ENCODINGS: Final = ("deltas_zstd", "gap8_exp", "gap8_ulp", "auto")
+FULL: Final = "full"  # a sync of all weights
 _SYNCS: Final = 2  # of each encoding; the first one of a sender takes longer
 _DENSITY: Final = 0.02
 _CHUNK: Final = 1 << 26  # elements that change at a time
@@ -173,7 +174,7 @@ def _time(
         is_up(folder, facts["tree"]).touch()
         while not all(is_up(folder, tree).exists() for tree in trees):
             time.sleep(_POLL_S)
-        for number, encoding in enumerate(ENCODINGS):
+        for number, encoding in enumerate((*ENCODINGS, FULL)):
             with _turn(folder / "measure.lock"):
                 _sync(live, weights, encoding, 100 * number, facts)
             time.sleep(_TURN_S)
@@ -192,17 +193,19 @@ def _time(
 
 
 def _sync(live: GpuVllm, weights: Weights, encoding: str, seed: int, facts: Facts) -> None:
-    """Time the syncs of one encoding, under a client that streams tokens."""
+    """Time the syncs of one encoding, or full ones, under a client that streams tokens."""
     at = int(live.delta_status().version.number)
     started = time.monotonic()
-    sender = DeltaSender(live.url, weights.items(), base_version=at, encoding=encoding)
+    sent_as = "auto" if encoding == FULL else encoding
+    sender = DeltaSender(live.url, weights.items(), base_version=at, encoding=sent_as)
+    send = sender.sync_full if encoding == FULL else sender.sync
     made_s = time.monotonic() - started
     with sender, Stream(live) as stream:
         for number in range(_SYNCS):
             step(weights, seed + number)
             _synchronize()
             cpu, began = _cpu_seconds(live), time.monotonic()
-            report = sender.sync(weights.items())
+            report = send(weights.items())
             ended = time.monotonic()
             spent = _cpu_seconds(live)
             timings = report.engine.get("timings_ms", {})

@@ -1,4 +1,4 @@
-"""The benchmark of syncs to a live engine on a smaller model: complete, and interrupted."""
+"""The benchmarks of syncs to a live engine on a smaller model: complete, and interrupted."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from scripts.bench.sender import LINKS, SENT_AS
 from tests.live.programs import left_in, start
 
 SCRIPT = "bench.end_to_end"
+SYNCS = ("delta", "full")  # of the carriers
 
 
 @pytest.fixture
@@ -42,6 +43,19 @@ def test_every_way_over_every_link(engine: str, temporary: Path) -> None:
             assert row["ms"] >= 1e3 * row["nbytes"] / LINKS.get(link, float("inf"))
             assert way in ("full", "reload") or row["nbytes"] < ways["reload"]["nbytes"] / 10
         assert ways["gap8_ulp"]["nbytes"] < ways["gap8_exp"]["nbytes"] < ways["deltas"]["nbytes"]
+    assert left_in(temporary) == []
+
+
+@pytest.mark.full
+def test_every_carrier(temporary: Path) -> None:
+    """The script itself compares the engine's memory with what was sent."""
+    process = start("bench.carriers", temporary, "--layers", "1", "--runs", "1", "--json")
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, err[-4000:]
+    rows = json.loads(out.splitlines()[-1])
+    kinds = [(carrier, sync) for carrier in ("http", "memory", "gloo") for sync in SYNCS]
+    assert [(row["carrier"], row["sync"]) for row in rows] == kinds
+    assert len({(row["sync"], row["bytes"]) for row in rows}) == len(SYNCS)
     assert left_in(temporary) == []
 
 

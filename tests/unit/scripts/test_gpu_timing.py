@@ -98,6 +98,8 @@ class Sender:
         link = {"picked": {"gap8_ulp": 1}, "link_bytes_per_s": 1e9}
         return SimpleNamespace(status="committed", full=False, engine=answer, **sizes, **link)
 
+    sync_full = sync
+
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,14 +131,14 @@ def test_two_trees_are_timed_and_compared(
         other = timing.run(**given, name="base", stock=False)
     facts = timed.result()
     assert "error" not in facts, facts["error"]
-    assert [sync["encoding"] for sync in facts["syncs"][::2]] == [*timing.ENCODINGS]
+    assert [sync["encoding"] for sync in facts["syncs"][::2]] == [*timing.ENCODINGS, timing.FULL]
     assert all(sync["token_gap_ms"]["largest"] >= 20 for sync in facts["syncs"])
     assert facts["loading"] == ["INFO Model loading took 1 s", "INFO delta updates: traced"]
     assert (facts["digest_as_answered"], len(facts["reload_weights"])) == (True, 2)
     assert facts["verdict"] == (f"DIFFERS: [{loses!r}]" if loses else "exact (25 tensors)")
     json.dumps(facts)
     assert ("error" in other, other["stock_start_s"]) == (False, None)
-    assert len(other["syncs"]) == 2 * len(timing.ENCODINGS)
+    assert len(other["syncs"]) == 2 * (len(timing.ENCODINGS) + 1)
 
 
 def test_a_timing_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,189 @@
+"""Time how parts travel from a trainer to a vLLM engine of the same cluster.
+
+    python -m scripts.bench.carriers                          # on a CPU build of vLLM, or GPU 0
+    python -m scripts.bench.carriers --trainer cuda:1         # two GPUs: NCCL, too
+
+Starts an engine with a random Qwen3, whose first worker is on GPU 0 if there is one. Each carrier
+sends the same syncs, of --density changed elements and of all elements, without compression, and
+the engine's digest is compared with that of its memory.
+
+carriers:
+  http        `DeltaSender`: parts are posted
+  memory      vLLM's weight-transfer API; each part is a file in shared memory, whose path is posted
+  gloo, nccl  the same API; each part is broadcast to the engine's first worker. NCCL needs the
+              trainer on another GPU than the engine
+columns:
+  ms          the fastest and the slowest of --runs syncs, from the trainer's tensors to the answer
+              that the engine has committed
+  GB/s        bytes of the parts over the fastest time
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from delta_sender import MultiSender, SyncError
+from delta_sender.integrations.transfer_destination import (
+    Channel,
+    HttpSyncClient,
+    TransferDestination,
+)
+from delta_sender.publish.http_client import EngineClient
+from delta_sender.publish.publisher import Connect
+from scripts import command_line
+from scripts.bench import synthetic_weights
+from scripts.bench.end_to_end import Tensors, change
+from scripts.gpu.engine import GpuVllm
+from scripts.gpu.trees import REHEARSAL
+from scripts.live_engine.process import EngineError, EngineProcess
+from scripts.live_engine.tiny_models import build, load_tensors
+
+_BACKEND: Final = ("--weight-transfer-config", json.dumps({"backend": "delta_updates"}))
+_SHARED_MEMORY: Final = Path("/dev/shm")
+Row = dict[str, Any]
+
+
+def carriers(folder: Path, trainer: torch.device) -> Iterator[tuple[str, Connect]]:
+    """Yield each carrier with what makes its destination.
+
+    Args:
+        folder: in shared memory, below a ``--delta-root`` of the engine.
+        trainer: device of the trainer's tensors.
+    """
+    channels = {
+        "memory": Channel(kind="disk", folder=folder, inline_bytes=0),
+        "gloo": Channel(kind="collective", inline_bytes=0),
+    }
+    if trainer.type == "cuda" and trainer.index:
+        channels["nccl"] = Channel(kind="collective", backend="nccl", inline_bytes=0)
+    yield "http", EngineClient
+    for name, channel in channels.items():
+
+        def connect(url: str, options: Any, channel: Channel = channel) -> TransferDestination:
+            return TransferDestination(url, options, HttpSyncClient(url), channel)
+
+        yield name, connect
+
+
+def measure(options: argparse.Namespace, scratch: Path, console: Console) -> list[Row]:
+    """Time every carrier; return one row for each, and each kind of sync.
+
+    Raises:
+        EngineError: The engine did not start, or holds other weights than were sent.
+        SyncError: The engine refused a sync.
+    """
+    trainer = torch.device(options.trainer)
+    sizes = {**synthetic_weights.QWEN3_SIZES, "num_hidden_layers": options.layers}
+    base = build("qwen3", scratch / "base", **sizes)
+    parts = scratch / "parts"
+    parts.mkdir()
+    root = ("--delta-root", str(parts))
+    flags = ("--dtype", "bfloat16", "--enforce-eager", *_BACKEND, *root)
+    console.print("starting vLLM")
+    with GpuVllm(base, flags, delta=True, log_path=scratch / "engine.log") as engine:
+        tensors = load_tensors(base)
+        sets = [
+            {name: tensor.to(trainer) for name, tensor in own.items()}
+            for own in (tensors, change(tensors, options.density))
+        ]
+        rows: list[Row] = []
+        found = track([*carriers(parts, trainer)], "syncing", console=console, transient=True)
+        for name, connect in found:
+            rows += _syncs(engine, name, connect, sets, options.runs)
+    return rows
+
+
+def _syncs(
+    engine: EngineProcess, name: str, connect: Connect, sets: list[Tensors], runs: int
+) -> Iterator[Row]:
+    """Time the syncs of one carrier, from one set of weights to the other and back."""
+    at = int(engine.delta_status().version.number)
+    with MultiSender(
+        [engine.url], sets[0].items(), connect=connect, base_version=at, encoding="deltas"
+    ) as sender:
+        sender.sync(sets[0].items())  # gets the plan, and joins the group
+        for kind in ("delta", "full"):
+            found = []
+            for _ in range(2 * runs):
+                sets.reverse()
+                send = sender.sync_full if kind == "full" else sender.sync
+                start = time.perf_counter()
+                [report] = send(sets[0].items()).values()
+                found.append((1e3 * (time.perf_counter() - start), report))
+                if report.full != (kind == "full"):
+                    raise EngineError(f"{name}: the engine was not at the version sent before")
+            scan = engine.get("/delta_digest", params={"scan": True}, timeout=600).json()
+            if scan["corrupted"] or scan["digest"] != found[-1][1].engine["digest"]:
+                raise EngineError(f"{name}: the engine holds other weights than were sent")
+            times = [ms for ms, _ in found]
+            nbytes = found[-1][1].wire_bytes
+            yield {
+                **{"carrier": name, "sync": kind, "bytes": nbytes},
+                **{"ms": round(min(times), 1), "slowest_ms": round(max(times), 1)},
+            }
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """Print one line for each carrier and kind of sync."""
+    table = Table("carrier", "sync", "ms", "bytes", "GB/s", box=box.MARKDOWN)
+    for row in rows:
+        speed = row["bytes"] / row["ms"] / 1e6
+        times = f"{row['ms']:.0f}-{row['slowest_ms']:.0f}"
+        table.add_row(row["carrier"], row["sync"], times, f"{row['bytes']:,}", f"{speed:.2f}")
+    console.print(table)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    epilog = "exit status: 0 measured; 1 the engine failed; 2 bad usage; 130 interrupted"
+    parser = command_line.make_parser("scripts.bench.carriers", __doc__, epilog)
+    has_gpu = torch.cuda.is_available()
+    add, positive = parser.add_argument, command_line.at_least(1)
+    trainer = "cuda:0" if has_gpu else "cpu"
+    add("--trainer", default=trainer, help="device of the trainer's tensors (%(default)s)")
+    add("--layers", type=positive, default=8, help="of the model (%(default)s)")
+    add("--density", type=float, default=0.02, help="share that changes (%(default)s)")
+    add("--runs", type=positive, default=3, help="there and back, of each kind (%(default)s)")
+    add("--json", action="store_true", help="end with one line of JSON")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit status."""
+    options = parse_arguments(arguments)
+    logging.getLogger("delta_sender").setLevel(logging.ERROR)  # full syncs, and random values
+    if torch.cuda.is_available():
+        torch.cuda.set_device(options.trainer)  # NCCL's group is on the current one
+    else:
+        os.environ[REHEARSAL] = "1"
+
+    def program() -> int:
+        console = Console(width=120, markup=False, highlight=False)
+        with tempfile.TemporaryDirectory(prefix="delta-bench-", dir=_SHARED_MEMORY) as scratch:
+            rows = measure(options, Path(scratch), console)
+        show(rows, console)
+        if options.json:
+            print(json.dumps(rows))
+        return 0
+
+    failures = (EngineError, SyncError, httpx.HTTPError)
+    return command_line.run(program, failures, "interrupted; the engine is stopped")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
