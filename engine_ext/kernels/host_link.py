@@ -1,8 +1,8 @@
 """Copy large boxes between host memory and a device as fast as the bus takes them.
 
-A device copies pinned memory by itself. The values of a full sync are in memory that is not pinned,
-and pinning all of it takes longer than copying it. So each thread has two pinned buffers of a
-device: the device copies one while the thread fills or empties the other.
+A device copies pinned memory without the host. The values of a full sync are in memory that is not
+pinned, and pinning all of it takes longer than copying it. So each thread has two pinned buffers of
+a device: the device copies one while the thread fills or empties the other.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def pinned_copy(bits: torch.Tensor) -> torch.Tensor:
 class HostLink:
     """Two pinned buffers of a device, for one thread; on the CPU, of plain memory.
 
-    Copies go on the thread's current stream.
+    Copies are queued on the thread's current stream.
 
     Args:
-        nbytes: Of a buffer.
+        nbytes: The size of a buffer.
 
     Raises:
         RuntimeError: So much memory cannot be pinned.

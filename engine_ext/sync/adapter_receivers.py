@@ -89,6 +89,14 @@ class AdapterReceivers:
         """Take only a full sync of the model from now on. Adapters are not changed by that."""
         self._model.weights_replaced(by)
 
+    def weights_discarded(self, by: str) -> None:
+        """See `Receiver.weights_discarded`; the engine loads all adapters again afterwards."""
+        self._model.weights_discarded(by)
+
+    def weights_returned(self) -> None:
+        """See `Receiver.weights_returned`."""
+        self._model.weights_returned()
+
     def weights_released(self) -> None:
         """Prepare for the engine to release the memory of weights and adapters."""
         self._asleep = True

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from engine_ext.format import DecodedPart, Digest, UnpackedPart, expand_part
 from engine_ext.placement import Plan
 from engine_ext.sync.staged import StagedPart, UndoLog
+from engine_ext.sync.unwritten import Unwritten
 
 
 class Scan(NamedTuple):
@@ -137,6 +138,9 @@ class Applier(Protocol):
 
     def roll_back(self, log: UndoLog) -> None:
         """Restore the weights and digests from before a committed sync."""
+
+    def unwritten(self) -> Unwritten:
+        """Copy what a full sync does not write, before the model's memory is discarded."""
 
     def forget(self) -> None:
         """Learn that something else than a sync has changed the weights, or that one has failed."""

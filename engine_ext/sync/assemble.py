@@ -143,7 +143,7 @@ def _initial_sync_applier(loaded: LoadedModel, later: LaterCopies) -> InitialSyn
     trace = functools.partial(trace_model, loaded, later)
     load = functools.partial(load_checkpoint, loaded)
     certify = functools.partial(certify_model, loaded)
-    return InitialSyncApplier(trace, load, certify, loaded.constants, loaded.ranks)
+    return InitialSyncApplier(loaded.model, trace, load, certify, loaded.constants, loaded.ranks)
 
 
 def _devices_of(model: torch.nn.Module) -> set[torch.device]:

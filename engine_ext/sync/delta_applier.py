@@ -51,6 +51,7 @@ from engine_ext.sync.stream_table import NO_STREAMS, StagedStreams, StreamTable
 from engine_ext.sync.thread_pool import ThreadPool
 from engine_ext.sync.tied import check_tied
 from engine_ext.sync.totals import Advance, part_totals, totals
+from engine_ext.sync.unwritten import Unwritten, unwritten
 from engine_ext.sync.writes import are_unchanged, put_all, restore, undo_all
 
 logger = logging.getLogger(__name__)
@@ -470,6 +471,11 @@ class DeltaApplier:
         self.digests = {**self.digests, **digests}
         self.copies.clear()
         self.post_load.restored(log.rebuilt)
+
+    def unwritten(self) -> Unwritten:
+        """Copy the live tensors that a full sync does not write whole."""
+        post_load = self.post_load
+        return Unwritten(unwritten(post_load.model, self.plan.placement, post_load))
 
     def forget(self) -> None:
         """Rely no more on what the weights were computed to: something else might change them."""

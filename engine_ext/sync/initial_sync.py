@@ -33,12 +33,14 @@ from engine_ext.sync.applier import ExpandsParts, Scan
 from engine_ext.sync.masked import densify
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.sync.tied import tied_differ
+from engine_ext.sync.unwritten import Unwritten, unloaded
 
 
 class InitialSyncApplier(ExpandsParts):
     """Applies the first ``full`` sync; see `engine_ext.sync.applier.Applier`.
 
     Args:
+        model: the live one.
         trace: traces the tensors of a checkpoint through the model's loader.
         load: loads a checkpoint into the running model, given what was traced.
         certify: marks what holds exactly the bytes of a checkpoint that was loaded.
@@ -58,6 +60,7 @@ class InitialSyncApplier(ExpandsParts):
 
     def __init__(
         self,
+        model: torch.nn.Module,
         trace: Callable[[Sequence[TensorSpec], CheckpointReader], Traced],
         load: Callable[[Traced, CheckpointReader], object],
         certify: Callable[[Traced, CheckpointReader], object],
@@ -67,6 +70,7 @@ class InitialSyncApplier(ExpandsParts):
         self.digests: dict[str, Digest] = {}
         self.copies: dict[str, Digest] = {}
         self.on_initial_sync: Callable[[Traced], None]
+        self._model = model
         self._trace, self._load, self._certify = trace, load, certify
         self._constant, self._ranks = constant, ranks
         self._traced: Traced
@@ -220,6 +224,10 @@ class InitialSyncApplier(ExpandsParts):
     def roll_back(self, log: UndoLog) -> None:
         """Raise RuntimeError, as `undo` does."""
         self.undo([])
+
+    def unwritten(self) -> Unwritten:
+        """Copy all but the weights."""
+        return Unwritten(unloaded(self._model))
 
     def forget(self) -> None:
         """Do nothing: no weight is known."""

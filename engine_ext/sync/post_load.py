@@ -133,6 +133,19 @@ class PostLoad:
         """Yield what must be recomputed once these live tensors are written, in its order."""
         return (one for one in self.recomputed if one.weights & live_names)
 
+    def computed(self) -> set[str]:
+        """Return the paths of what is computed anew when all weights change."""
+        found = {path for one in self.recomputed for path in one.paths}
+        for path, one in self._by_path.items():
+            found.update(one.computed, (f"{path}.{name}" for name in one.proven))
+        return found
+
+    def shared(self) -> set[int]:
+        """Return the addresses of live tensors that rebuilding uses as they are."""
+        return {
+            tensor.data_ptr() for one in self._by_path.values() for tensor in one.shared_tensors()
+        }
+
     def pending(self, staged: Sequence[StagedPart]) -> list[str]:
         """Return the modules that must still be rebuilt for a sync, the same on every rank."""
         if not (staged and self._order):

@@ -25,6 +25,7 @@ from engine_ext.sync.background_staging import BackgroundStaging
 from engine_ext.sync.scrubber import Scrubber
 from engine_ext.sync.sync_operations import SyncOperations
 from engine_ext.sync.sync_state import SyncState
+from engine_ext.sync.unwritten import Unwritten
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Receiver(SyncOperations):
         self._scrubber = Scrubber(weakref.WeakMethod(self._scrubbed), ranks.rank)
         self._scrub_interval = scrub_interval
         self._searched = False
+        self._unwritten: Unwritten | None = None
 
     # What the adapter reports -----------------------------------------------------------------
 
@@ -83,6 +85,21 @@ class Receiver(SyncOperations):
         self._applier.forget()
         self._drop_staged()
         self._undo = []
+
+    def weights_discarded(self, by: str) -> None:
+        """Prepare for the engine to lose all weights, `by` what: `weights_replaced`, and more.
+
+        Tensors that no sync writes are kept until `weights_returned`.
+        """
+        self.weights_replaced(by)
+        if self._unwritten is None:
+            self._unwritten = self._applier.unwritten()
+
+    def weights_returned(self) -> None:
+        """Restore what no sync writes; the weights' memory is there again, with any content."""
+        kept, self._unwritten = self._unwritten, None
+        if kept is not None:
+            kept.restore()
 
     def weights_released(self) -> None:
         """Prepare for the engine to release the weights' memory.

@@ -110,6 +110,7 @@ class Size:
 SIZES: Final = {
     "4b": Size(2560, 36, 9728, 32, 8, 128, 151936, True),
     "8b": Size(4096, 36, 12288, 32, 8, 128, 151936, False),
+    "0.2b": Size(1024, 8, 3072, 16, 8, 64, 65536, True),
     "tiny": Size(256, 2, 512, 4, 2, 64, 512, False),
 }
 
@@ -146,20 +147,12 @@ def _time(
     size: Size, folder: Path, own: Path, facts: Facts, *, stock: bool, trees: Collection[str]
 ) -> None:
     device = "cpu" if on_cpu() else "cuda"
-    torch.manual_seed(0)
-    weights = {
-        name: (
-            torch.ones(shape, device=device)
-            if "norm" in name
-            else torch.empty(shape, device=device).normal_(0, 0.02)
-        ).to(torch.bfloat16)
-        for name, shape in size.shapes()
-    }
+    weights = random_weights(size, torch.device(device))
     facts["weights"] = sum(tensor.numel() for tensor in weights.values())
     base = folder / f"checkpoint-{facts['model']}"
     with _turn(folder / "base.lock"):
         if not (base / "config.json").exists():
-            _write(weights, size, base)
+            write_checkpoint(weights, size, base)
     flags = ("--dtype", "bfloat16", *(("--enforce-eager",) if on_cpu() else _GRAPHS))
     more: Facts = {"kv_bytes": 2 << 30, "length": 2048}
     live = GpuVllm(base, flags, delta=True, log_path=own / "live.log", **more)
@@ -187,7 +180,7 @@ def _time(
             facts["digest_as_answered"] = scan.get("digest") == facts["syncs"][-1]["digest"]
             if stock:
                 target = own / "target"
-                _write(weights, size, target)
+                write_checkpoint(weights, size, target)
                 weights.clear()
                 _reload(live, other, target, facts)
 
@@ -252,6 +245,19 @@ def _reload(live: GpuVllm, other: GpuVllm, target: Path, facts: Facts) -> None:
     facts["verdict"] = f"DIFFERS: {wrong[:6]}" if wrong else f"exact ({len(theirs)} tensors)"
 
 
+def random_weights(size: Size, device: torch.device) -> Weights:
+    """Return bf16 weights, the same every time on one kind of device."""
+    torch.manual_seed(0)
+    return {
+        name: (
+            torch.ones(shape, device=device)
+            if "norm" in name
+            else torch.empty(shape, device=device).normal_(0, 0.02)
+        ).to(torch.bfloat16)
+        for name, shape in size.shapes()
+    }
+
+
 def step(weights: Weights, seed: int, density: float = _DENSITY) -> None:
     """Move that share of the elements of bf16 tensors by 1 to 3 units in the last place."""
     device = next(iter(weights.values())).device
@@ -265,6 +271,27 @@ def step(weights: Weights, seed: int, density: float = _DENSITY) -> None:
                 *(1, 4, chunk.shape), generator=random, device=device, dtype=torch.int16
             )
             chunk ^= moves * chosen
+
+
+def write_checkpoint(weights: Weights, size: Size, folder: Path) -> None:
+    """Write a checkpoint in several files; its config comes last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny_models.build_tokenizer().save_pretrained(folder)
+    names = [*weights]
+    each = -(-len(names) // _FILES)
+    groups = [names[at : at + each] for at in range(0, len(names), each)]
+    files = {f"model-{n:05}-of-{len(groups):05}.safetensors": g for n, g in enumerate(groups, 1)}
+
+    def one(file: str) -> None:
+        tensors = {name: weights[name].cpu() for name in files[file]}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+
+    with ThreadPoolExecutor(_FILES) as pool:
+        [*pool.map(one, files)]
+    places = {name: file for file, group in files.items() for name in group}
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(size.config()))
 
 
 class Stream:
@@ -317,27 +344,6 @@ def _turn(lock: Path) -> Iterator[None]:
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _write(weights: Weights, size: Size, folder: Path) -> None:
-    """Write a checkpoint in several files; its config comes last."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tiny_models.build_tokenizer().save_pretrained(folder)
-    names = [*weights]
-    each = -(-len(names) // _FILES)
-    groups = [names[at : at + each] for at in range(0, len(names), each)]
-    files = {f"model-{n:05}-of-{len(groups):05}.safetensors": g for n, g in enumerate(groups, 1)}
-
-    def one(file: str) -> None:
-        tensors = {name: weights[name].cpu() for name in files[file]}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-
-    with ThreadPoolExecutor(_FILES) as pool:
-        [*pool.map(one, files)]
-    places = {name: file for file, group in files.items() for name in group}
-    index = {"metadata": {}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(size.config()))
 
 
 def _lines(engine: GpuVllm, *words: str) -> list[str]:

@@ -49,7 +49,7 @@ def test_every_way_over_every_link(engine: str, temporary: Path) -> None:
 @pytest.mark.full
 def test_every_carrier(temporary: Path) -> None:
     """The script itself compares the engine's memory with what was sent."""
-    process = start("bench.carriers", temporary, "--layers", "1", "--runs", "1", "--json")
+    process = start("gpu.carriers", temporary, "--size", "tiny", "--runs", "1", "--json")
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err[-4000:]
     rows = json.loads(out.splitlines()[-1])

@@ -21,6 +21,7 @@ from engine_ext.settings import Settings
 from engine_ext.sync.applier import ExpandsParts, Scan
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
+from engine_ext.sync.unwritten import Unwritten
 from tests.support.delta_bodies import SHAPES, Weights, fresh_weights
 
 RANKS = 2
@@ -195,6 +196,9 @@ class Shard(ExpandsParts):
     @property
     def digest(self) -> Digest:
         return sum(self.digests.values(), start=Digest.ZERO)
+
+    def unwritten(self) -> Unwritten:
+        return Unwritten(())
 
     def forget(self) -> None:
         pass

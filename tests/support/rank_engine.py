@@ -18,6 +18,7 @@ from engine_ext.ranks.operations import FileStamp
 from engine_ext.sync.applier import ExpandsParts, Scan
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
+from engine_ext.sync.unwritten import Unwritten
 
 
 class RecordingApplier(ExpandsParts):
@@ -102,6 +103,10 @@ class RecordingApplier(ExpandsParts):
 
     def roll_back(self, log: UndoLog) -> None:
         self._step("roll_back")
+
+    def unwritten(self) -> Unwritten:
+        self._step("unwritten")
+        return Unwritten(())
 
     def forget(self) -> None:
         self._step("forget")

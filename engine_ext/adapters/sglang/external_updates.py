@@ -14,6 +14,11 @@ from engine_ext.adapters.sglang.names import LOAD_FORMAT
 from engine_ext.sync import Receiver
 
 _WEIGHTS = "weights"  # SGLang's name for the weights' share of its memory
+_CHECK, _RELEASE, _RESUME = (
+    "check_weights",
+    "release_memory_occupation",
+    "resume_memory_occupation",
+)
 _UPDATES = (
     "update_weights_from_disk",
     "update_weights_from_distributed",
@@ -37,26 +42,35 @@ def watch_external_updates(receiver: Receiver) -> None:
     kept = not features.enable_memory_saver or features.enable_weights_cpu_backup
 
     def report(name: str, request: Any) -> None:
-        if name == "check_weights":
-            if request.action == "reset_tensors":
-                receiver.weights_replaced("SGLang's reset of its weights")
-        elif name == "release_memory_occupation":
-            if not request.tags or _WEIGHTS in request.tags:
-                if not kept:
-                    # The resumed weights belong to no version.
-                    receiver.weights_replaced("SGLang's release of its weights")
-                receiver.weights_released()
-        elif getattr(request, "load_format", None) != LOAD_FORMAT:
+        if _resets(name, request):
+            receiver.weights_discarded("SGLang's reset of its weights")
+        elif name == _RELEASE and _of_weights(request):
+            if not kept:
+                # The resumed weights belong to no version.
+                receiver.weights_discarded("SGLang's release of its weights")
+            receiver.weights_released()
+        elif name in _UPDATES and getattr(request, "load_format", None) != LOAD_FORMAT:
             receiver.weights_replaced(f"SGLang's {name}")
 
     def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def reported(updater: Any, request: Any) -> Any:
             report(name, request)
-            return original(updater, request)
+            answer = original(updater, request)
+            if (name == _RESUME and _of_weights(request)) or _resets(name, request):
+                receiver.weights_returned()
+            return answer
 
         return reported
 
-    for name in (*_UPDATES, "check_weights", "release_memory_occupation"):
+    for name in (*_UPDATES, _CHECK, _RELEASE, _RESUME):
         updater = weight_updater.SchedulerWeightUpdaterManager
         setattr(updater, name, wrap(name, getattr(updater, name)))
+
+
+def _resets(name: str, request: Any) -> bool:
+    return name == _CHECK and request.action == "reset_tensors"
+
+
+def _of_weights(request: Any) -> bool:
+    return not request.tags or _WEIGHTS in request.tags

@@ -21,7 +21,7 @@ from engine_ext.adapters.vllm.checkpoint import (
     reads_checkpoint,
 )
 from engine_ext.adapters.vllm.draft import always_shares, around_load, roles
-from engine_ext.adapters.vllm.features import may_span_hosts, weight_changes
+from engine_ext.adapters.vllm.features import RESET_WEIGHTS, may_span_hosts, weight_changes
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.lora import with_adapters, without_lora
 from engine_ext.adapters.vllm.lora_adapters import LoadedAdapters
@@ -79,7 +79,7 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
         worker.delta_receiver.weights_released()
         if level > 1:
             # Level 2 discards the weights; what wakes up is of no version.
-            worker.delta_receiver.weights_replaced("vLLM's sleep at level 2")
+            worker.delta_receiver.weights_discarded("vLLM's sleep at level 2")
             discarded.append(level)
         released.update((_WEIGHTS, _KV_CACHE))
         sleep_now(level)
@@ -93,6 +93,7 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
         wake_up_now(tags)
         released.difference_update((_WEIGHTS, _KV_CACHE) if tags is None else tags)
         if discarded and _WEIGHTS not in released:  # the places of LoRA adapters, too
+            worker.delta_receiver.weights_returned()
             worker.model_runner.reset_lora_state()
             discarded.clear()
         note_released()
@@ -128,8 +129,14 @@ def _reporting(worker: Any, name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def replace(*args: Any, **kwargs: Any) -> Any:
-        worker.delta_receiver.weights_replaced(f"vLLM's {name}")
-        return original(*args, **kwargs)
+        if name != RESET_WEIGHTS.name:
+            worker.delta_receiver.weights_replaced(f"vLLM's {name}")
+            return original(*args, **kwargs)
+        worker.delta_receiver.weights_discarded(f"vLLM's {name}")
+        try:
+            return original(*args, **kwargs)
+        finally:
+            worker.delta_receiver.weights_returned()
 
     return replace
 

@@ -1,7 +1,7 @@
 """Time how parts travel from a trainer to a vLLM engine of the same cluster.
 
-    python -m scripts.bench.carriers                          # on a CPU build of vLLM, or GPU 0
-    python -m scripts.bench.carriers --trainer cuda:1         # two GPUs: NCCL, too
+    python -m scripts.gpu.carriers                          # on a CPU build of vLLM, or GPU 0
+    python -m scripts.gpu.carriers --trainer cuda:1         # two GPUs: NCCL, too
 
 Starts an engine with a random Qwen3, whose first worker is on GPU 0 if there is one. Each carrier
 sends the same syncs, of --density changed elements and of all elements, without compression, and
@@ -47,12 +47,10 @@ from delta_sender.integrations.transfer_destination import (
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.publisher import Connect
 from scripts import command_line
-from scripts.bench import synthetic_weights
-from scripts.bench.end_to_end import Tensors, change
 from scripts.gpu.engine import GpuVllm
+from scripts.gpu.timing import SIZES, Weights, random_weights, step, write_checkpoint
 from scripts.gpu.trees import REHEARSAL
 from scripts.live_engine.process import EngineError, EngineProcess
-from scripts.live_engine.tiny_models import build, load_tensors
 
 _BACKEND: Final = ("--weight-transfer-config", json.dumps({"backend": "delta_updates"}))
 _SHARED_MEMORY: Final = Path("/dev/shm")
@@ -88,43 +86,42 @@ def measure(options: argparse.Namespace, scratch: Path, console: Console) -> lis
         EngineError: The engine did not start, or holds other weights than were sent.
         SyncError: The engine refused a sync.
     """
-    trainer = torch.device(options.trainer)
-    sizes = {**synthetic_weights.QWEN3_SIZES, "num_hidden_layers": options.layers}
-    base = build("qwen3", scratch / "base", **sizes)
-    parts = scratch / "parts"
+    trainer, size = torch.device(options.trainer), SIZES[options.size]
+    weights = random_weights(size, trainer)
+    base, parts = scratch / "base", scratch / "parts"
+    write_checkpoint(weights, size, base)
     parts.mkdir()
-    root = ("--delta-root", str(parts))
-    flags = ("--dtype", "bfloat16", "--enforce-eager", *_BACKEND, *root)
+    flags = ("--dtype", "bfloat16", "--enforce-eager", *_BACKEND, "--delta-root", str(parts))
     console.print("starting vLLM")
-    with GpuVllm(base, flags, delta=True, log_path=scratch / "engine.log") as engine:
-        tensors = load_tensors(base)
-        sets = [
-            {name: tensor.to(trainer) for name, tensor in own.items()}
-            for own in (tensors, change(tensors, options.density))
-        ]
+    more: Row = {"kv_bytes": 1 << 30, "log_path": scratch / "engine.log"}
+    with GpuVllm(base, flags, delta=True, **more) as engine:
         rows: list[Row] = []
         found = track([*carriers(parts, trainer)], "syncing", console=console, transient=True)
         for name, connect in found:
-            rows += _syncs(engine, name, connect, sets, options.runs)
+            rows += _syncs(engine, name, connect, weights, options)
     return rows
 
 
 def _syncs(
-    engine: EngineProcess, name: str, connect: Connect, sets: list[Tensors], runs: int
+    engine: EngineProcess,
+    name: str,
+    connect: Connect,
+    weights: Weights,
+    options: argparse.Namespace,
 ) -> Iterator[Row]:
-    """Time the syncs of one carrier, from one set of weights to the other and back."""
+    """Time the syncs of one carrier; each sends what one more step changes, or all."""
     at = int(engine.delta_status().version.number)
     with MultiSender(
-        [engine.url], sets[0].items(), connect=connect, base_version=at, encoding="deltas"
+        [engine.url], weights.items(), connect=connect, base_version=at, encoding="deltas"
     ) as sender:
-        sender.sync(sets[0].items())  # gets the plan, and joins the group
+        sender.sync(weights.items())  # gets the plan, and joins the group
         for kind in ("delta", "full"):
             found = []
-            for _ in range(2 * runs):
-                sets.reverse()
+            for seed in range(options.runs):
+                step(weights, seed, options.density)
                 send = sender.sync_full if kind == "full" else sender.sync
                 start = time.perf_counter()
-                [report] = send(sets[0].items()).values()
+                [report] = send(weights.items()).values()
                 found.append((1e3 * (time.perf_counter() - start), report))
                 if report.full != (kind == "full"):
                     raise EngineError(f"{name}: the engine was not at the version sent before")
@@ -151,14 +148,15 @@ def show(rows: Sequence[Row], console: Console) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     epilog = "exit status: 0 measured; 1 the engine failed; 2 bad usage; 130 interrupted"
-    parser = command_line.make_parser("scripts.bench.carriers", __doc__, epilog)
+    parser = command_line.make_parser("scripts.gpu.carriers", __doc__, epilog)
     has_gpu = torch.cuda.is_available()
     add, positive = parser.add_argument, command_line.at_least(1)
     trainer = "cuda:0" if has_gpu else "cpu"
     add("--trainer", default=trainer, help="device of the trainer's tensors (%(default)s)")
-    add("--layers", type=positive, default=8, help="of the model (%(default)s)")
+    size = "4b" if has_gpu else "0.2b"
+    add("--size", choices=sorted(SIZES), default=size, help="of the model (%(default)s)")
     add("--density", type=float, default=0.02, help="share that changes (%(default)s)")
-    add("--runs", type=positive, default=3, help="there and back, of each kind (%(default)s)")
+    add("--runs", type=positive, default=5, help="syncs of each kind (%(default)s)")
     add("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args(arguments)
 
