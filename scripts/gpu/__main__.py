@@ -1,7 +1,8 @@
 """Prove kinds of models on a GPU, several at once, and time a large one: ``python -m scripts.gpu``.
 
-Prints a line per row as it ends, then a table, and writes all facts as JSON. This Python has a vLLM
-for CUDA, or a bundle (``make gpu-bundle``) brings it: on a host without network
+Prints a line per row as it ends, then a table, and writes all facts as JSON. This Python has vLLM
+(or SGLang, with ``--engine sglang``) for CUDA, or a bundle (``make gpu-bundle``) brings vLLM: on a
+host without network
 
     python3 -m scripts.gpu --bundle build/gpu-vllm --minutes 10 --timing 4b --base OLD_TREE
 
@@ -46,13 +47,16 @@ def main() -> int:
     end = started + 60 * chosen.minutes
     if chosen.bundle is not None:
         trees.restart_in_bundle(chosen.bundle, chosen.folder / "site", started)
-    from scripts.gpu.rows import ROWS
+    from scripts.gpu.rows import rows_of
 
+    rows = rows_of(chosen.engine)
     names = [name for name in chosen.rows if name != "none"]
-    if unknown := set(names) - set(ROWS):
-        parser.error(f"no rows {sorted(unknown)}; there are: {', '.join(ROWS)}")
+    if unknown := set(names) - set(rows):
+        parser.error(f"no rows {sorted(unknown)}; there are: {', '.join(rows)}")
+    if chosen.engine != "vllm" and (chosen.timing or chosen.bundle):
+        parser.error("--timing and --bundle are vLLM's")
     if not chosen.rows:
-        names = by_worth(ROWS, recorded())
+        names = by_worth(rows, recorded(), chosen.engine)
     run = Run(chosen, end)
     if chosen.timing is not None:
         run.time()
@@ -69,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("rows", nargs="*", metavar="ROW", help="rows to run (default: all; none: only --timing)")
+    add("--engine", choices=("vllm", "sglang"), default="vllm", help="to prove (%(default)s)")
     add("--minutes", type=float, default=9, help="for all together (%(default)s)")
     add("--at-once", type=int, default=6, metavar="N", help="rows (%(default)s)")
     add("--bundle", type=Path, metavar="DIR", help="pieces of a bundle to unpack and use")
@@ -94,7 +99,7 @@ def _one(chosen: argparse.Namespace) -> int:
     else:
         from scripts.gpu.rows import run
 
-        found = run(chosen.one, chosen.folder / chosen.one)
+        found = run(chosen.one, chosen.folder / chosen.one, chosen.engine)
     print("FACTS " + json.dumps(found), flush=True)
     return 0
 
@@ -104,7 +109,7 @@ class Run:
 
     def __init__(self, chosen: argparse.Namespace, end: float) -> None:
         self._chosen, self._end = chosen, end
-        self.facts: dict[str, Any] = {**machine(), "rows": []}
+        self.facts: dict[str, Any] = {**machine(chosen.engine), "rows": []}
 
     def prove(self, name: str) -> None:
         """Run a row, unless the time is up."""
@@ -158,7 +163,7 @@ class Run:
             return {"error": "no time was left"}
         chosen, folder = self._chosen, self._chosen.folder
         command = [sys.executable, "-m", "scripts.gpu", "--one", name, "--folder", str(folder)]
-        command += ["--device", chosen.device]
+        command += ["--device", chosen.device, "--engine", chosen.engine]
         if timed:
             command += ["--timing", chosen.timing, *(["--stock"] if tree is None else [])]
             command += ["--trees", *timed]
@@ -220,15 +225,31 @@ def _timing_lines(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> dict[str, Any]:
-    import torch
-    import vllm
+def machine(engine: str) -> dict[str, Any]:
+    """Return what the rows run on: device, engine and libraries.
 
+    Raises:
+        SystemExit: the engine is not installed.
+    """
+    import torch
+
+    from scripts.gpu.engine import ENGINES
+
+    kind = ENGINES[engine]
+    # The package of vLLM for CPUs has another name.
+    ask = (
+        "from importlib.metadata import packages_distributions, version; "
+        f"print(version(packages_distributions()[{engine!r}][0]))"
+    )
+    command = [str(kind.interpreter()), "-c", ask]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise SystemExit(f"{command[0]} has no {kind.name}")
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "device": name,
-        "engine": f"vLLM {vllm.__version__}",
+        "engine": f"{kind.name} {answer.stdout.strip()}",
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }

@@ -1,4 +1,4 @@
-"""Run a vLLM server on a GPU that several share: the arguments differ from `live_engine.vllm`'s."""
+"""Run a server on a GPU that several share: its arguments differ from `scripts.live_engine`'s."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from scripts.gpu.trees import REHEARSAL
 from scripts.live_engine.process import HOST, EngineProcess
+from scripts.live_engine.sglang import SglangProcess
 from scripts.live_engine.vllm import VllmProcess
 
 MODEL: Final = "m"  # the served name, so that answers of two engines can be compared
@@ -76,11 +77,9 @@ class GpuVllm(VllmProcess):
         """Return the answer of ``/v1/completions``; see `EngineProcess.complete`."""
         return super().complete(prompt, **{"model": MODEL, **options})
 
-    def errors(self, most: int = 6) -> str:
-        """Return the last lines of the log that name an error, in one line."""
-        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        found = [line.strip()[-300:] for line in lines if _ERROR.search(line)]
-        return " | ".join(dict.fromkeys(found[-most:]))
+    def drop_prefixes(self) -> None:
+        """Drop all KV entries that could be used again."""
+        self.post("/reset_prefix_cache")
 
     def _server_arguments(self) -> list[str]:
         arguments = [
@@ -102,14 +101,69 @@ class GpuVllm(VllmProcess):
         return {**_ENVIRONMENT, **(cpu if on_cpu() else {})}
 
 
+class GpuSglang(SglangProcess):
+    """One SGLang server on the GPU, with a small KV cache; see `GpuVllm` for the arguments."""
+
+    _python_path: ClassVar[Sequence[Path]] = ()
+
+    def __init__(
+        self,
+        model: Path,
+        flags: Sequence[str] = (),
+        *,
+        delta: bool,
+        log_path: Path,
+        kv_bytes: int = 256 << 20,
+        length: int = 512,
+        environment: Mapping[str, str] | None = None,
+        start_timeout_s: float = 280.0,
+    ) -> None:
+        self._length = length
+        super().__init__(
+            model,
+            enable_delta=delta,
+            keep_plain=False,
+            extra_args=flags,
+            log_path=log_path,
+            extra_env=environment,
+            start_timeout_s=start_timeout_s,
+            python_path=SglangProcess._python_path if on_cpu() else (),
+        )
+
+    def drop_prefixes(self) -> None:
+        """Drop all KV entries that could be used again."""
+        self.post("/flush_cache")
+
+    def _server_arguments(self) -> list[str]:
+        if on_cpu():
+            return super()._server_arguments()
+        return [
+            *("-m", "sglang.launch_server"),
+            *("--model-path", str(self.model), "--host", HOST, "--port", str(self.port)),
+            *("--context-length", str(self._length), "--max-running-requests", "8"),
+            *("--max-total-tokens", "8192", "--mem-fraction-static", "0.1"),
+            "--skip-server-warmup",
+        ]
+
+    def _server_environment(self) -> dict[str, str]:
+        return super()._server_environment() if on_cpu() else {}
+
+
+Engine = GpuVllm | GpuSglang
+ENGINES: Final[Mapping[str, type[GpuVllm] | type[GpuSglang]]] = {
+    "vllm": GpuVllm,
+    "sglang": GpuSglang,
+}
+
+
 @contextmanager
-def running(*engines: GpuVllm) -> Iterator[list[Future[float]]]:
+def running(*engines: Engine) -> Iterator[list[Future[float]]]:
     """Start engines at once, and stop them at the end; yield the seconds that each takes to start.
 
     If something fails or is interrupted, those that are still starting are stopped too.
     """
 
-    def up(engine: GpuVllm) -> float:
+    def up(engine: Engine) -> float:
         started = time.monotonic()
         engine.__enter__()
         return round(time.monotonic() - started, 1)
@@ -123,6 +177,13 @@ def running(*engines: GpuVllm) -> Iterator[list[Future[float]]]:
             raise
         for one in engines:
             one.stop()
+
+
+def errors(engine: EngineProcess, most: int = 6) -> str:
+    """Return the last lines of an engine's log that name an error, in one line."""
+    lines = engine.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    found = [line.strip()[-300:] for line in lines if _ERROR.search(line)]
+    return " | ".join(dict.fromkeys(found[-most:]))
 
 
 def tail(log: Path) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from delta_sender import DeltaSender, SyncReport
 from scripts.gpu import checkpoints
-from scripts.gpu.engine import GpuVllm, gpu_mib, running, tail
+from scripts.gpu.engine import ENGINES, Engine, GpuVllm, errors, gpu_mib, running, tail
 from scripts.live_engine import quantised_checkpoints, tiny_models
 
 Weights = dict[str, torch.Tensor]
@@ -55,7 +55,7 @@ class Row:
     flags: tuple[str, ...] = _EAGER
     dtype: str = "bfloat16"
     changed: float = 0.02
-    more: Callable[[GpuVllm, DeltaSender, Weights, Facts], None] | None = None
+    more: Callable[[Any, DeltaSender, Weights, Facts], None] | None = None
     delta_flags: tuple[str, ...] = ()
     kv_bytes: int = 256 << 20
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def stepped(weights: Weights, seed: int, share: float = 0.02) -> Weights:
     return found
 
 
-def observed(engine: GpuVllm) -> Facts:
+def observed(engine: Engine) -> Facts:
     """Return all that an engine shows of its weights: checksums, texts and log probabilities."""
     generated = []
     for prompt in _PROMPTS:
@@ -106,7 +106,7 @@ def difference(live: Facts, fresh: Facts) -> str:
 class Load:
     """Requests that are in flight until `end`; a failed one is counted."""
 
-    def __init__(self, engine: GpuVllm) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine, self._ended = engine, threading.Event()
         self.answered = 0
         self.failed: list[str] = []
@@ -145,17 +145,22 @@ def sync_facts(report: SyncReport) -> Facts:
     }
 
 
-def run(name: str, folder: Path) -> Facts:
-    """Prove one row; its checkpoints and logs go into the folder.
+def rows_of(engine: str) -> Mapping[str, Row]:
+    """Return the rows of ``vllm`` or ``sglang``, in the order of their worth."""
+    return SGLANG_ROWS if engine == "sglang" else ROWS
+
+
+def run(name: str, folder: Path, engine: str = "vllm") -> Facts:
+    """Prove one row of an engine; its checkpoints and logs go into the folder.
 
     Never raises, not even when it is interrupted: what was found until then is returned, with the
     ends of the engines' logs.
     """
-    row, started = ROWS[name], time.monotonic()
+    row, started = rows_of(engine)[name], time.monotonic()
     facts: Facts = {"row": name}
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        _prove(row, folder, facts)
+        _prove(row, folder, facts, ENGINES[engine])
     except (Exception, KeyboardInterrupt) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         facts["error"] = (
@@ -166,14 +171,14 @@ def run(name: str, folder: Path) -> Facts:
     return facts
 
 
-def _prove(row: Row, folder: Path, facts: Facts) -> None:
+def _prove(row: Row, folder: Path, facts: Facts, kind: type[Engine]) -> None:
     base = row.checkpoint(folder / "base")
     weights = tiny_models.load_tensors(base)
     versions = [weights]
     for seed in range(1, 4):
         versions.append(stepped(versions[-1], seed, row.changed))
     target = tiny_models.save_checkpoint(base, folder / "target", versions[-1])
-    start = partial(GpuVllm, environment=row.environment, kv_bytes=row.kv_bytes)
+    start = partial(kind, environment=row.environment, kv_bytes=row.kv_bytes)
     flags = ("--dtype", row.dtype, *row.flags)
     live = start(base, (*flags, *row.delta_flags), delta=True, log_path=folder / "live.log")
     fresh = start(target, flags, delta=False, log_path=folder / "fresh.log")
@@ -181,7 +186,7 @@ def _prove(row: Row, folder: Path, facts: Facts) -> None:
         try:
             facts["start_s"] = live_up.result()
         except Exception:
-            facts["refused"] = live.errors()[-1500:]
+            facts["refused"] = errors(live)[-1500:]
             raise
         status = live.delta_status()
         facts["certification"] = status.health.certification
@@ -195,7 +200,7 @@ def _prove(row: Row, folder: Path, facts: Facts) -> None:
         _roll_back_and_seed(live, versions, now, facts)
 
 
-def _sync(row: Row, live: GpuVllm, versions: list[Weights], facts: Facts) -> None:
+def _sync(row: Row, live: Engine, versions: list[Weights], facts: Facts) -> None:
     load = Load(live)
     try:
         for number, encoding in enumerate(ENCODINGS, 1):
@@ -211,7 +216,7 @@ def _sync(row: Row, live: GpuVllm, versions: list[Weights], facts: Facts) -> Non
         facts["load"] = load.end()
 
 
-def _roll_back_and_seed(live: GpuVllm, versions: list[Weights], now: Facts, facts: Facts) -> None:
+def _roll_back_and_seed(live: Engine, versions: list[Weights], now: Facts, facts: Facts) -> None:
     second = facts.pop("second")
     answer = live.post("/delta_rollback", timeout=60).json()
     if answer.get("status") != "rolled_back":
@@ -226,7 +231,7 @@ def _roll_back_and_seed(live: GpuVllm, versions: list[Weights], now: Facts, fact
     facts["full"] = {**sync_facts(report), "verdict": difference(again, now)}
 
 
-def _version(live: GpuVllm) -> int:
+def _version(live: Engine) -> int:
     return int(live.delta_status().version.number)
 
 
@@ -246,11 +251,13 @@ def _sleep(level: int, live: GpuVllm, sender: DeltaSender, weights: Weights, fac
     facts["resumed"] = live.post("/resume", timeout=60).status_code
 
 
-def _keep(live: GpuVllm, sender: DeltaSender, weights: Weights, facts: Facts) -> None:
+def _keep(live: Engine, sender: DeltaSender, weights: Weights, facts: Facts) -> None:
     """Twenty syncs under load that keep KV entries, then one that drops them."""
     pauses = []
     at = _version(live)
-    with DeltaSender(live.url, weights.items(), base_version=at, flush_cache=False) as keeping:
+    # The row's own sender is open still.
+    options: Facts = {"flush_cache": False, "takeover": True}
+    with DeltaSender(live.url, weights.items(), base_version=at, **options) as keeping:
         now = weights
         for seed in range(20):
             now = stepped(now, 100 + seed)
@@ -258,7 +265,7 @@ def _keep(live: GpuVllm, sender: DeltaSender, weights: Weights, facts: Facts) ->
             pauses.append(round(report.engine["timings_ms"]["pause_ms"], 1))
         facts["keep_pauses_ms"] = pauses
         keeping.sync(weights.items())
-    live.post("/reset_prefix_cache")
+    live.drop_prefixes()
 
 
 ROWS: Final[dict[str, Row]] = {
@@ -309,4 +316,34 @@ ROWS: Final[dict[str, Row]] = {
     "qwen3": Row(checkpoints.plain("qwen3")),
     "compiled": Row(checkpoints.plain("qwen3"), ()),
     "compiled-moe": Row(checkpoints.plain("qwen3_moe"), ()),
+}
+
+_NO_GRAPHS: Final = ("--disable-cuda-graph",)
+_FP8: Final = (*_NO_GRAPHS, "--quantization", "fp8")
+
+
+def _sglang(checkpoint: Callable[[Path], Path], *flags: str, **options: Any) -> Row:
+    return Row(checkpoint, flags or _NO_GRAPHS, **options)
+
+
+SGLANG_ROWS: Final[dict[str, Row]] = {
+    "qwen3": _sglang(checkpoints.plain("qwen3")),
+    "graphs": Row(checkpoints.plain("qwen3"), ()),
+    "moe-bf16": _sglang(checkpoints.plain("qwen3_moe")),
+    "mla": _sglang(checkpoints.plain("deepseek_v3", **_MLA_HEADS)),
+    "fp8-online": _sglang(checkpoints.plain("qwen3"), *_FP8),
+    "moe-fp8-online": _sglang(checkpoints.plain("qwen3_moe"), *_FP8),
+    "fp8-block": _sglang(checkpoints.fp8_block("qwen3")),
+    "moe-fp8-block": _sglang(checkpoints.fp8_block("qwen3_moe")),
+    "fp8-channel": _sglang(checkpoints.quantised("fp8_channel")),
+    "fp8-tensor": _sglang(checkpoints.quantised("fp8_tensor")),
+    "w8a8": _sglang(checkpoints.quantised("w8a8")),
+    "awq": _sglang(checkpoints.quantised("awq"), dtype="float16"),
+    "gpt-oss-mxfp4": _sglang(checkpoints.gpt_oss_mxfp4),
+    "gpt-oss-bf16": _sglang(checkpoints.plain("gpt_oss")),
+    "hybrid": _sglang(checkpoints.plain("qwen3_next")),
+    "gemma3-vision": _sglang(checkpoints.vision),
+    "tied-with-head": _sglang(checkpoints.tied_with_head),
+    "dense-change": _sglang(checkpoints.plain("qwen3"), changed=0.3),
+    "keep": _sglang(checkpoints.plain("qwen3"), more=_keep),
 }

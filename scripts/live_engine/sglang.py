@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from scripts.live_engine.process import HOST, EngineProcess
 
@@ -24,7 +25,7 @@ class SglangProcess(EngineProcess):
     rank_title = "sglang::scheduler"
     waits_in_loop = False  # with --sleep-on-idle
     # The wheels for CPU-only machines lack modules that SGLang imports all the same.
-    _python_path = (_ROOT / "tests" / "shims" / "sglang_cpu",)
+    _python_path: ClassVar[Sequence[Path]] = (_ROOT / "tests" / "shims" / "sglang_cpu",)
 
     @classmethod
     def interpreter(cls) -> Path:

@@ -53,7 +53,7 @@ def test_rows_that_were_never_exact_come_first() -> None:
 
 
 def test_a_row_is_exact_in_all_that_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "machine", lambda: RUN)
+    monkeypatch.setattr(program, "machine", lambda engine: RUN)
     run = program.Run(program.make_parser().parse_args([]), time.monotonic())
     only = {k: one for k, one in EXACT.items() if k not in ("rollback", "full")}
     for row in (EXACT, only, {**EXACT, "full": "exact"}):
@@ -78,7 +78,7 @@ def test_a_row_is_exact_in_all_that_it_did(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_timings_are_in_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "machine", lambda: RUN)
+    monkeypatch.setattr(program, "machine", lambda engine: RUN)
     run = program.Run(program.make_parser().parse_args([]), time.monotonic())
     sound: dict[str, Any] = {"tree": "new", "syncs": [{"status": "committed"}]}
     sound |= {"corrupted": [], "digest_as_answered": True}
@@ -148,7 +148,7 @@ def test_an_interrupted_row_stops_what_starts(
         return tiny_models.build("qwen3", folder)
 
     monkeypatch.setattr(rows_module, "ROWS", {"a": Row(write)})
-    monkeypatch.setattr(rows_module, "GpuVllm", Starting)
+    monkeypatch.setattr(rows_module, "ENGINES", {"vllm": Starting})
     found = rows_module.run("a", tmp_path / "a")
     assert found["error"] == "time ran out"
     assert not Starting.came_up
@@ -179,7 +179,7 @@ def test_what_a_rows_process_prints_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(Process(tmp_path, text).path))
-    monkeypatch.setattr(program, "machine", lambda: {"engine": "vLLM 1"})
+    monkeypatch.setattr(program, "machine", lambda engine: {"engine": "vLLM 1"})
     monkeypatch.setattr(program, "_LEAST_S", -1)
     chosen = program.make_parser().parse_args(
         ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
@@ -200,7 +200,7 @@ def test_a_tree_does_not_wait_for_one_that_ended(
     text = f"""case "$*" in *"--one base"*) exit 1;; *"--trees new base"*) ;; *) exit 1;; esac
 {waiting}; echo 'FACTS {{"verdict": "exact"}}'"""
     monkeypatch.setattr(sys, "executable", str(Process(tmp_path, text).path))
-    monkeypatch.setattr(program, "machine", lambda: {"engine": "vLLM 1"})
+    monkeypatch.setattr(program, "machine", lambda engine: {"engine": "vLLM 1"})
     monkeypatch.setattr(program, "_LEAST_S", -1)
     given = ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
     chosen = program.make_parser().parse_args([*given, "--timing", "tiny", "--base", str(tmp_path)])
@@ -210,7 +210,7 @@ def test_a_tree_does_not_wait_for_one_that_ended(
 
 
 def test_no_row_begins_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "machine", lambda: {"engine": "vLLM 1"})
+    monkeypatch.setattr(program, "machine", lambda engine: {"engine": "vLLM 1"})
     chosen = program.make_parser().parse_args(
         ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
     )
