@@ -20,7 +20,7 @@ from scripts import check_words
 ROOT: Final = Path(__file__).parents[1]
 PRODUCT: Final = ("engine_ext", "server/delta_server", "trainer/delta_sender")
 # The number must only fall; whoever makes it fall lowers it here.
-MOST_PRIVATE_USES: Final = 291
+MOST_PRIVATE_USES: Final = 289
 _SMALL: Final = 60  # lines
 # What an engine's own API brings a version by, as FILE:NAME. Every other way in is a class in
 # `sources/` that has `settled`: `Coordinator.submit` has no other caller.

@@ -64,7 +64,7 @@ def test_another_version_is_refused_with_the_list(engine: str) -> None:
     assert run.returncode != 0
     known = ADAPTERS[engine].VERSIONS
     refusal = f"does not work with {known.engine} 0.1.2 ({versions.ENVIRONMENT}); the supported "
-    assert f"{refusal}versions are {' and '.join(known.supported)}" in run.stderr
+    assert f"{refusal}versions are {', '.join(known.supported)}." in run.stderr
 
 
 # Why start-up refuses two replicas, by the installed version of vLLM; None is no refusal.

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import xxhash
 
+from engine_ext.conformance.verified_file import verified_file
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from scripts.live_engine.vllm import VllmProcess
@@ -76,7 +77,8 @@ def test_both_hosts_are_bit_identical(
             assert holds(engine, trainer)
         # Each part was fetched by the second host, once, and read in the spool on the first.
         fetched = contents(cached(nodes.second)) - before
-        assert fetched == set(map(xxhash.xxh3_128_hexdigest, sent))
+        files = [verified_file(body)[1] for body in sent]
+        assert fetched == set(map(xxhash.xxh3_128_hexdigest, files))
         assert contents(cached(nodes.first)) == set()
 
         # A damaged copy is not read: the same parts come again, as another sync would send them.
