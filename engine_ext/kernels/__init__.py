@@ -19,7 +19,7 @@ from engine_ext.kernels.gather_scatter import (
     warm_up,
     warm_up_tables,
 )
-from engine_ext.kernels.host_link import HostLink, download_box, pinned_copy, upload_box
+from engine_ext.kernels.host_link import HostLink, download_box, upload_box
 from engine_ext.kernels.jit import array, compile_loop, made_once, made_with_numba
 from engine_ext.kernels.simd import (
     LINE,
@@ -50,7 +50,6 @@ __all__ = [
     "made_once",
     "made_with_numba",
     "memory_at",
-    "pinned_copy",
     "popcount",
     "prefetch",
     "register_intrinsics",

@@ -45,21 +45,10 @@ def download_box(box: torch.Tensor, bits: torch.Tensor) -> None:
         link.download(box, bits)
 
 
-def pinned_copy(bits: torch.Tensor) -> torch.Tensor:
-    """Return a copy of bits in host memory, from which a GPU copies as fast as the bus takes it.
-
-    It is in plain memory if this process uses no GPU, or so much memory cannot be pinned.
-    """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        with contextlib.suppress(RuntimeError):
-            return torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True).copy_(bits)
-    return bits.clone()
-
-
 class HostLink:
     """Two pinned buffers of a device, for one thread; on the CPU, of plain memory.
 
-    Copies are queued on the thread's current stream.
+    Copies are queued on the thread's current stream of the device.
 
     Args:
         nbytes: The size of a buffer.
@@ -118,6 +107,7 @@ class HostLink:
 class _Buffer:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         on_gpu = device.type == "cuda"
+        self._device = device
         self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
         self._copied: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
@@ -128,7 +118,8 @@ class _Buffer:
     def record(self) -> None:
         """Note that the device's next copies come after what is queued by now."""
         if self._copied is not None:
-            self._copied.record()
+            # Copies go there, whatever the thread's current device is.
+            self._copied.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
         """Wait until what was queued before `record` is copied."""

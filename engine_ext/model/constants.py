@@ -30,7 +30,10 @@ _ROTARY: Final = re.compile(
     # Qwen2.5-VL's, by the image's size.
     r"|(^|\.)_rope_by_thw_cache\W"
 )
-_CACHE: Final = re.compile(r"(^|\.)(kv_cache|_?[kv](_scale)?_cache)(\[\d+\])*$")
+_CACHE: Final = re.compile(
+    r"(^|\.)(kv_cache|_?[kv](_scale)?_cache)(\[\d+\])*$"
+    r"|(^|\.)hisparse_cache(\.|$)"  # vLLM's, of MLA layers, an object with several
+)
 _TABLES: Final = (torch.int64, torch.int32, torch.bool)
 # Parameters with more elements are weights; no constant is that large.
 _LARGE: Final = 1 << 16

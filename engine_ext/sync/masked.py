@@ -24,7 +24,7 @@ import torch
 from engine_ext.dtypes import TORCH_DTYPE, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
 from engine_ext.format import DecodedPart, ParamDelta
-from engine_ext.kernels import pinned_copy, typed
+from engine_ext.kernels import typed
 from engine_ext.model import StorageIndex, TracingError
 from engine_ext.placement import Placed, Plan, Status
 from engine_ext.startup import COPY_REPLACED, LoaderDryRun, LoadWeights
@@ -152,7 +152,7 @@ def densify(delta: ParamDelta) -> torch.Tensor:
     """Return a delta as a new tensor of the checkpoint's shape and dtype, NaN where unchanged."""
     dtype = TORCH_DTYPE[delta.dtype]
     if delta.indices is None:
-        return pinned_copy(typed(delta.values, dtype)).reshape(delta.shape)
+        return typed(delta.values.copy(), dtype).reshape(delta.shape)
     flat = torch.full((delta.numel,), float("nan"), dtype=dtype)
     bits = torch_bits_dtype(dtype)
     flat.view(bits)[torch.from_numpy(delta.indices).long()] = typed(delta.values, bits)

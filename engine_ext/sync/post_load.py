@@ -134,11 +134,12 @@ class PostLoad:
         return (one for one in self.recomputed if one.weights & live_names)
 
     def computed(self) -> set[str]:
-        """Return the paths of what is computed anew when all weights change."""
-        found = {path for one in self.recomputed for path in one.paths}
-        for path, one in self._by_path.items():
-            found.update(one.computed, (f"{path}.{name}" for name in one.proven))
-        return found
+        """Return the paths of the tensors that rebuilt modules get whole when all weights change.
+
+        Others, which are computed in place, might keep some of their elements.
+        """
+        modules = ((p, one) for p, one in self._by_path.items() if one.module is not None)
+        return {f"{path}.{name}" for path, one in modules for name in one.proven}
 
     def shared(self) -> set[int]:
         """Return the addresses of live tensors that rebuilding uses as they are."""

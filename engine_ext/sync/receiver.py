@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -82,6 +83,8 @@ class Receiver(SyncOperations):
     def weights_replaced(self, by: str) -> None:
         """Take only a full sync from now on; `by` names what in the engine changed the weights."""
         self._sync_state.changed_externally = by
+        if not self._sync_state.asleep:  # then it was not lost, and might be other by now
+            self._unwritten = None
         self._applier.forget()
         self._drop_staged()
         self._undo = []
@@ -89,17 +92,31 @@ class Receiver(SyncOperations):
     def weights_discarded(self, by: str) -> None:
         """Prepare for the engine to lose all weights, `by` what: `weights_replaced`, and more.
 
-        Tensors that no sync writes are kept until `weights_returned`.
+        Tensors that no sync writes are kept until `weights_returned`. If they cannot be, every sync
+        is refused from then on.
         """
+        kept = self._unwritten
         self.weights_replaced(by)
-        if self._unwritten is None:
-            self._unwritten = self._applier.unwritten()
+        self._unwritten = kept
+        if kept is None:
+            with self._losing_on_error():
+                self._unwritten = self._applier.unwritten()
 
     def weights_returned(self) -> None:
         """Restore what no sync writes; the weights' memory is there again, with any content."""
-        kept, self._unwritten = self._unwritten, None
-        if kept is not None:
-            kept.restore()
+        if self._unwritten is not None:
+            with self._losing_on_error():
+                self._unwritten.restore()
+            self._unwritten = None
+
+    @contextlib.contextmanager
+    def _losing_on_error(self) -> Iterator[None]:
+        """Refuse all syncs if something fails: no sync leads to a fresh engine's state any more."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("delta updates: what no sync writes could not be kept")
+            self._sync_state.lost = f"{type(error).__name__}: {error}"
 
     def weights_released(self) -> None:
         """Prepare for the engine to release the weights' memory.

@@ -19,6 +19,7 @@ from engine_ext.errors import (
     Conflict,
     EngineUncertain,
     MalformedPart,
+    NotUpdatable,
     SyncInProgress,
     VersionConflict,
     WeightsAsleep,
@@ -105,6 +106,7 @@ class SyncState:
         released: that, or other memory that it needs to generate.
         changed_externally: what changed the weights outside of delta sync since the last sync, or
             None.
+        lost: why tensors that no sync writes are lost; None: they are not.
         mismatched: names of tensors that this rank knows to hold other bits than the syncs have
             written, found since the last ``full`` sync. One rank that knows refuses for all.
         previous: the version before the last one, and what is known of it; None if there is no way
@@ -121,6 +123,7 @@ class SyncState:
         self.uncertain = False
         self.asleep = self.released = False
         self.changed_externally: str | None = None
+        self.lost: str | None = None
         self.mismatched: frozenset[str] = frozenset()
         self.sync: Sync | None = None
         self.previous: tuple[int, _Committed] | None = None
@@ -299,12 +302,18 @@ class SyncState:
 
         Raises:
             WeightsAsleep: the weights' memory is released.
+            NotUpdatable: tensors that no sync writes were lost with discarded weights.
             EngineUncertain: an earlier write failed half-way, and the sync is not ``full``.
             BaseMismatch: something else has changed the weights, or they were found to hold other
                 bits, and the sync is not ``full``.
         """
         if self.asleep:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
+        if self.lost is not None:
+            raise NotUpdatable(
+                "tensors that no sync writes were lost when the weights were discarded "
+                f"({self.lost}); restart the engine"
+            )
         if self.uncertain and not full:
             raise EngineUncertain("an earlier write failed half-way; send a full sync")
         if self.changed_externally is not None and not full:

@@ -71,15 +71,25 @@ def unloaded(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _each(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each piece of memory that is no cache, with its first path."""
-    seen: set[tuple[int, int]] = set()
+    """Yield each piece of memory, with its first path.
+
+    Caches are left out under all of their names, and so is host memory if weights are on a device:
+    nothing discards that.
+    """
+    found: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+    caches: set[int] = set()
     for module, _, attribute, tensor in reachable_tensors(model):
-        path = f"{module}.{attribute}".lstrip(".")
-        if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided or is_cache(path):
+        if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
             continue
-        place = address_range(tensor)
-        if place not in seen:
-            seen.add(place)
+        path = f"{module}.{attribute}".lstrip(".")
+        if is_cache(path):
+            caches.add(tensor.untyped_storage().data_ptr())
+        else:
+            found.setdefault(address_range(tensor), (path, tensor))
+    on_device = any(parameter.device.type != "cpu" for parameter in model.parameters())
+    for path, tensor in found.values():
+        is_host = on_device and tensor.device.type == "cpu"
+        if not is_host and tensor.untyped_storage().data_ptr() not in caches:
             yield path, tensor
 
 
@@ -89,6 +99,8 @@ def _whole(placement: Placement) -> list[tuple[int, int]]:
     lives: dict[tuple[int, int], LiveTensor] = {}
     for segment in (one for placed in placement.values() for one in placed.segments):
         live = segment.live
+        if not live.in_place:
+            continue  # another tensor can have its addresses by now
         box = segment.offset, segment.strides, segment.sizes
         boxes[live.start, live.end][box] = torch.Size(segment.sizes).numel()
         lives[live.start, live.end] = live

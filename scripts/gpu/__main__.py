@@ -22,7 +22,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -239,19 +238,21 @@ def machine(engine: str) -> dict[str, Any]:
     # The package of vLLM for CPUs has another name.
     ask = (
         "from importlib.metadata import packages_distributions, version; "
-        f"print(version(packages_distributions()[{engine!r}][0]))"
+        f"names = packages_distributions()[{engine!r}][0], 'torch', 'transformers'; "
+        "print(*map(version, names))"
     )
     command = [str(kind.interpreter()), "-c", ask]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:
         raise SystemExit(f"{command[0]} has no {kind.name}")
+    own, of_torch, of_transformers = answer.stdout.split()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "device": name,
-        "engine": f"{kind.name} {answer.stdout.strip()}",
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
+        "engine": f"{kind.name} {own}",
+        "torch": of_torch,
+        "transformers": of_transformers,
     }
 
 

@@ -86,7 +86,7 @@ def measure(options: argparse.Namespace, scratch: Path, console: Console) -> lis
         EngineError: The engine did not start, or holds other weights than were sent.
         SyncError: The engine refused a sync.
     """
-    trainer, size = torch.device(options.trainer), SIZES[options.size]
+    trainer, size = options.trainer, SIZES[options.size]
     weights = random_weights(size, trainer)
     base, parts = scratch / "base", scratch / "parts"
     write_checkpoint(weights, size, base)
@@ -152,7 +152,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     has_gpu = torch.cuda.is_available()
     add, positive = parser.add_argument, command_line.at_least(1)
     trainer = "cuda:0" if has_gpu else "cpu"
-    add("--trainer", default=trainer, help="device of the trainer's tensors (%(default)s)")
+    add(
+        "--trainer",
+        type=_device,
+        default=trainer,
+        help="device of the trainer's tensors (%(default)s)",
+    )
     size = "4b" if has_gpu else "0.2b"
     add("--size", choices=sorted(SIZES), default=size, help="of the model (%(default)s)")
     add("--density", type=float, default=0.02, help="share that changes (%(default)s)")
@@ -161,13 +166,21 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device") from error
+    return torch.device("cuda", 0) if text == "cuda" else device
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
     logging.getLogger("delta_sender").setLevel(logging.ERROR)  # full syncs, and random values
-    if torch.cuda.is_available():
+    if options.trainer.type == "cuda":
         torch.cuda.set_device(options.trainer)  # NCCL's group is on the current one
-    else:
+    if not torch.cuda.is_available():
         os.environ[REHEARSAL] = "1"
 
     def program() -> int:

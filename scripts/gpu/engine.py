@@ -141,7 +141,7 @@ class GpuSglang(SglangProcess):
             *("-m", "sglang.launch_server"),
             *("--model-path", str(self.model), "--host", HOST, "--port", str(self.port)),
             *("--context-length", str(self._length), "--max-running-requests", "8"),
-            *("--max-total-tokens", "8192", "--mem-fraction-static", "0.1"),
+            *("--max-total-tokens", "8192", "--mem-fraction-static", "0.5"),
             "--skip-server-warmup",
         ]
 

@@ -341,7 +341,7 @@ SGLANG_ROWS: Final[dict[str, Row]] = {
     "awq": _sglang(checkpoints.quantised("awq"), dtype="float16"),
     "gpt-oss-mxfp4": _sglang(checkpoints.gpt_oss_mxfp4),
     "gpt-oss-bf16": _sglang(checkpoints.plain("gpt_oss")),
-    "hybrid": _sglang(checkpoints.plain("qwen3_next")),
+    "hybrid": _sglang(checkpoints.plain("qwen3_next"), *_NO_GRAPHS, "--max-mamba-cache-size", "16"),
     "gemma3-vision": _sglang(checkpoints.vision),
     "tied-with-head": _sglang(checkpoints.tied_with_head),
     "dense-change": _sglang(checkpoints.plain("qwen3"), changed=0.3),

@@ -76,13 +76,21 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
         worker.delta_receiver = build_receiver(worker, chosen, observed, loading, states)
 
     def sleep(level: int = 1) -> None:
+        earlier = released.copy()
         worker.delta_receiver.weights_released()
         if level > 1:
             # Level 2 discards the weights; what wakes up is of no version.
             worker.delta_receiver.weights_discarded("vLLM's sleep at level 2")
             discarded.append(level)
         released.update((_WEIGHTS, _KV_CACHE))
-        sleep_now(level)
+        try:
+            sleep_now(level)
+        except BaseException:
+            # vLLM takes the engine for awake, and would not wake it up.
+            released.intersection_update(earlier)
+            discarded.clear()
+            note_released()
+            raise
 
     def discard(tags: Sequence[str]) -> None:
         released.update(tags)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from engine_ext import settings
 from engine_ext.adapters.vllm import worker as adapter
+from engine_ext.adapters.vllm.features import RESET_WEIGHTS
 from engine_ext.ranks.operations import GetStatus
 from tests.support.endpoint_rig import Rig
+from tests.support.quantised_engine import Serving
+from tests.support.toy_quantised import Everything
 
 
 @pytest.fixture
@@ -47,3 +52,55 @@ def test_memory_is_released_until_all_of_it_wakes_up(worker: SimpleNamespace) ->
     assert released(worker) == (False, True)
     worker.wake_up()
     assert released(worker) == (False, False)
+
+
+@pytest.fixture
+def constant(tmp_path: Path, worker: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A tensor of the worker's model that no sync writes; it is lost with the weights."""
+    serving = Serving(Everything, tmp_path)
+    found: torch.Tensor = torch.arange(3.0)
+    serving.models[0].constant = found
+
+    def lose(level: int = 2) -> None:
+        if level > 1:
+            found.zero_()
+
+    monkeypatch.setattr(adapter, "weight_changes", lambda own_transfer: (RESET_WEIGHTS.name,))
+    worker.sleep, worker.reset_weights = lose, lose
+    worker.wake_up, worker.discard = lambda tags: None, lambda tags: None
+    worker.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
+    adapter.attach_receiver(worker, settings.Settings())
+    [worker.delta_receiver] = serving.engine.receivers
+    return found
+
+
+def test_what_no_sync_writes_is_there_after_discarded_weights(
+    worker: SimpleNamespace, constant: torch.Tensor
+) -> None:
+    worker.sleep(2)
+    worker.wake_up(["kv_cache"])
+    assert constant.tolist() == [0, 0, 0]
+    worker.wake_up(["weights"])
+    assert constant.tolist() == [0, 1, 2]
+    constant.add_(1)
+    worker.sleep(1)
+    worker.wake_up()
+    assert constant.tolist() == [1, 2, 3]
+    worker.reset_weights()
+    assert constant.tolist() == [1, 2, 3]
+
+
+def test_a_sleep_that_fails_leaves_the_worker_awake(
+    worker: SimpleNamespace, constant: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(level: int) -> None:
+        raise ValueError("no parameter matches")
+
+    monkeypatch.setattr(worker, "sleep", fail)
+    adapter.attach_receiver(worker, settings.Settings())
+    with pytest.raises(ValueError, match="no parameter"):
+        worker.sleep(2)
+    assert released(worker) == (False, False)
+    constant.add_(1)
+    worker.wake_up()
+    assert constant.tolist() == [1, 2, 3]

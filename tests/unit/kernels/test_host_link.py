@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.conformance.toy_models.device import DEVICE
-from engine_ext.kernels import HostLink, download_box, pinned_copy, upload_box
+from engine_ext.kernels import HostLink, download_box, upload_box
 
 DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -65,10 +65,3 @@ def test_a_link_that_was_used_is_used_again() -> None:
         link.upload(box, bits)
         link.download(box, back)
         assert torch.equal(back, bits)
-
-
-def test_a_pinned_copy_has_its_own_memory() -> None:
-    bits = torch.arange(6, dtype=torch.int16).view(2, 3)
-    copy = pinned_copy(bits)
-    assert torch.equal(copy, bits)
-    assert copy.data_ptr() != bits.data_ptr()

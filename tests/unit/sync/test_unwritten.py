@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from engine_ext.conformance.toy_models import ToyModel, every_model
+from engine_ext.errors import NotUpdatable
 from engine_ext.model import extent, reachable_tensors
+from engine_ext.sync import unwritten as unwritten_module
+from engine_ext.sync.unwritten import Unwritten
 from tests.support.quantised_engine import Serving
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import (
     attempt,
     base_checkpoint,
+    memory,
     parts_of,
     serve,
     target_checkpoint,
@@ -60,7 +65,15 @@ def lose_and_return(serving: Serving) -> None:
         receiver.set_asleep(False)
 
 
+@pytest.fixture(params=[True, False], ids=["computed ones kept", "computed ones left out"])
+def keeps_computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toys' tensors are all small, and kept; others are left out if a rebuild makes them."""
+    if not request.param:
+        monkeypatch.setattr(unwritten_module, "_SMALL", 0)
+
+
 @pytest.mark.host_memory
+@pytest.mark.usefixtures("keeps_computed")
 @pytest.mark.parametrize("method", METHODS)
 def test_every_processing(tmp_path: Path, method: type[Method]) -> None:
     serving = Serving(one_layer(method), tmp_path)
@@ -72,6 +85,7 @@ def test_every_processing(tmp_path: Path, method: type[Method]) -> None:
 
 
 @pytest.mark.host_memory
+@pytest.mark.usefixtures("keeps_computed")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_of_them_on_several_ranks(tmp_path: Path, ranks: int) -> None:
     serving = Serving(Everything, tmp_path, ranks=ranks)
@@ -89,3 +103,56 @@ def test_an_engine_without_weights(tmp_path: Path) -> None:
     lose_and_return(serving)
     errors_of(serving.sync(serving.base, full=True), none=True)
     serving.assert_fresh()
+
+
+class Broken:
+    """A tensor whose memory cannot be read, or not be written."""
+
+    def unwritten(self) -> Unwritten:
+        raise RuntimeError("no memory")
+
+    def restore(self) -> None:
+        raise RuntimeError("no memory")
+
+
+@pytest.mark.host_memory
+@pytest.mark.parametrize("when", ["unwritten", "restore"])
+def test_what_cannot_be_kept_refuses_every_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The engine itself goes to sleep and wakes up as it does without delta updates."""
+    serving = Serving(Everything, tmp_path)
+    owner: Any = Unwritten if when == "restore" else type(serving.applier(0))
+    monkeypatch.setattr(owner, when, getattr(Broken, when))
+    lose_and_return(serving)
+    for full in (True, False):
+        [error] = errors_of(serving.sync(target_of(serving), full=full))
+        assert (error["type"], error["engine_state"]) == (NotUpdatable.__name__, "unchanged")
+        assert "no memory" in error["message"]
+
+
+@pytest.mark.host_memory
+def test_a_sleep_that_failed_keeps_nothing_for_later(tmp_path: Path) -> None:
+    """Something has loaded other weights since: they are not overwritten at the next wake-up."""
+    serving = Serving(Everything, tmp_path)
+    [receiver] = serving.engine.receivers
+    receiver.weights_released()
+    receiver.weights_discarded("a sleep that fails")
+    receiver.set_asleep(False)
+    receiver.weights_replaced("a reload")
+    discard(serving.models[0])
+    before = memory(serving.models[0])
+    receiver.weights_returned()
+    assert memory(serving.models[0]) == before
+
+
+def test_caches_are_not_kept_under_any_name() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kv_cache = torch.zeros(4, 8)
+            self.view_of_it = self.kv_cache[:2]
+            self.scale = torch.ones(1)
+
+    kept = [*unwritten_module.unloaded(Attention())]
+    assert [tensor.tolist() for tensor in kept] == [[1.0]]
