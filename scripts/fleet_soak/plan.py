@@ -36,7 +36,11 @@ FAULTS: Final = (
     Fault(
         "engine killed", "staging, all must commit", Kill(action="stage"), False, leaves_out=False
     ),
-    Fault("trainer killed", "before the decision", Kill(action="record", number=2), False),
+    # A quorum of one would decide with the first engine's record.
+    Fault(
+        *("trainer killed", "before the decision", Kill(action="record", number=2), False),
+        leaves_out=False,
+    ),
     Fault("engine killed", "staging", Kill(action="stage"), True),
     Fault("trainer killed", "after the decision", Kill(action="commit"), True),
     Fault("engine killed", "prepared", Kill(action="prepare", when="after"), False),

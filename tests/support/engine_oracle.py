@@ -399,8 +399,9 @@ class Known:
         self.at = Committed(self.at.version, self.at.bits, run)
 
     def resume(self) -> None:
-        """A commit has failed with every rank as it was."""
-        self.paused = self.paused and self.uncertain
+        """A commit has failed with every rank as it was; what an earlier one owes is published."""
+        if self.paused and not self.uncertain:
+            self.publish()
 
     def publish(self) -> None:
         """The version is published again, for a sender that did not get its answer."""
