@@ -26,14 +26,11 @@ MODELS: Final = {
     "online-fp8": CASES["online-fp8"],
     "online-fp8-2-ranks": CASES["online-fp8-2-ranks"],
 }
-QUICK: Final = "online-fp8-2-ranks"
 
-pytestmark = pytest.mark.timeout(900)  # two engines compile
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # two engines compile
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.full) for n in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_compiled_engine_follows_every_sync(
     name: str, start: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:

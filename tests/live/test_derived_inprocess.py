@@ -23,7 +23,7 @@ KINDS = (
     *("deepseek_v3", "gpt_oss", "qwen3", "llama_tied", "gemma3"),
     *("qwen3_moe", "qwen3_next", "mamba2"),
 )
-QUICK = ("deepseek_v3", "gpt_oss")
+QUICK = ("gpt_oss",)
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,14 @@ SHIM = Path(__file__).parents[1] / "shims" / "vllm_cpu_pp"
 STAGES = ("--pipeline-parallel-size", "2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("checkpoint_of", "flags"),
     [
         # Both stages hold the embedding, the last one as its head.
         ("llama_tied", ()),
-        pytest.param("qwen3", ("--quantization", "fp8_per_channel"), marks=pytest.mark.full),
-        pytest.param("qwen3_moe", (), marks=pytest.mark.full),
+        ("qwen3", ("--quantization", "fp8_per_channel")),
+        ("qwen3_moe", ()),
     ],
     ids=["tied", "rebuilt", "experts"],
 )

@@ -22,10 +22,8 @@ def uncertified(found: dict[str, Any]) -> set[str]:
     return {name for name, status in found["status"].items() if status == "uncertified"}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["qwen3_moe", *(pytest.param(k, marks=pytest.mark.full) for k in ("qwen3_next", "mamba2"))],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next", "mamba2"])
 def test_learning_makes_experts_exact_and_changes_nothing(
     kind: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

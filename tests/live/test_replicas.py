@@ -36,18 +36,17 @@ def generate(engine: EngineProcess, replica: int, prompt: str) -> Any:
     return answer.json()["choices"][0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "checkpoint_of", "tp", "flags"),
     [
         ("vllm", "qwen3", 1, ()),
-        pytest.param("sglang", "qwen3", 1, (), marks=pytest.mark.full),
-        pytest.param("vllm", "llama_tied", 2, (), marks=pytest.mark.full),
-        pytest.param(
-            "vllm", "qwen3", 1, ("--quantization", "fp8_per_channel"), marks=pytest.mark.full
-        ),
-        pytest.param("sglang", "llama_tied", 2, (), marks=pytest.mark.full),
-        pytest.param("sglang", "qwen3_moe", 1, (), marks=pytest.mark.full),
-        pytest.param("sglang", "qwen3", 1, ("--pp-size", "2"), marks=pytest.mark.full),
+        ("sglang", "qwen3", 1, ()),
+        ("vllm", "llama_tied", 2, ()),
+        ("vllm", "qwen3", 1, ("--quantization", "fp8_per_channel")),
+        ("sglang", "llama_tied", 2, ()),
+        ("sglang", "qwen3_moe", 1, ()),
+        ("sglang", "qwen3", 1, ("--pp-size", "2")),
     ],
     ids=[
         "vllm",

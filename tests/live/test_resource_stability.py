@@ -111,7 +111,7 @@ class Server:
         self.engine.post("/resume_memory_occupation", json=body).raise_for_status()
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.full)])
 def server(
     request: pytest.FixtureRequest,
     checkpoint: Callable[[str], Path],

@@ -19,7 +19,7 @@ from tests.live.programs import environment
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.plain_trainer import Trainer, model_digest
 
-KINDS = ["vllm", pytest.param("sglang", marks=pytest.mark.full)]
+KINDS = ["vllm", "sglang"]
 
 
 class Program:
@@ -81,6 +81,7 @@ class Program:
         return (scan["digest"], scan["corrupted"]) == (model_digest(tensors).hex(), [])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_killed_and_goes_on(
     kind: str,

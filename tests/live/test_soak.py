@@ -24,6 +24,7 @@ from tests.live.programs import left_in, start
 pytestmark = pytest.mark.timeout(960)
 
 
+@pytest.mark.full
 def test_syncs_under_load(
     checkpoint: Callable[[str], Path], start: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:

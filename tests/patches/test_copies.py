@@ -32,7 +32,11 @@ START = {
 MISSING = [
     ("vllm", "vllm/v1/worker/worker_base.py"),
     ("sglang", "sglang/srt/model_executor/model_runner.py"),
-    ("sglang", "sglang/srt/managers/scheduler_components/weight_updater.py"),
+    pytest.param(
+        "sglang",
+        "sglang/srt/managers/scheduler_components/weight_updater.py",
+        marks=pytest.mark.full,
+    ),
 ]
 
 
