@@ -7,6 +7,8 @@ Starts an engine with a random Qwen3, whose first worker is on GPU 0 if there is
 sends the same syncs, of --density changed elements and of all elements, without compression, and
 the engine's digest is compared with that of its memory.
 
+With two GPUs it has not been run: it is expected to print two lines more, of nccl.
+
 carriers:
   http        `DeltaSender`: parts are posted
   memory      vLLM's weight-transfer API; each part is a file in shared memory, whose path is posted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import re
 import subprocess
@@ -37,15 +38,15 @@ def on_cpu() -> bool:
     return os.environ.get(REHEARSAL) == "1"
 
 
-class GpuVllm(VllmProcess):
-    """One vLLM server on the GPU, with a small KV cache of a fixed size.
+class GpuServer(EngineProcess):
+    """One server on the GPU, with a small KV cache.
 
     Args:
         model: Folder of the model to serve.
         flags: Further arguments of the command line.
-        delta: Whether delta updates are on; their folders' root is the model's parent.
+        delta: Whether delta updates are on.
         log_path: File for the server's output.
-        kv_bytes: Size of the KV cache.
+        kv_bytes: Size of vLLM's KV cache; SGLang's is of 8192 tokens.
         length: Longest sequence, in tokens.
         environment: Further variables.
     """
@@ -71,14 +72,27 @@ class GpuVllm(VllmProcess):
             log_path=log_path,
             extra_env={"VLLM_CACHE_ROOT": f"{log_path}.cache", **(environment or {})},
             start_timeout_s=start_timeout_s,
+            python_path=self._shims(),
         )
+
+    @classmethod
+    def _shims(cls) -> Sequence[Path]:
+        """Return folders with modules that an engine for CPUs lacks."""
+        return ()
+
+    @abc.abstractmethod
+    def drop_prefixes(self) -> None:
+        """Drop all KV entries that could be used again."""
+
+
+class GpuVllm(GpuServer, VllmProcess):
+    """One vLLM server; see `GpuServer`."""
 
     def complete(self, prompt: Any, **options: Any) -> Any:
         """Return the answer of ``/v1/completions``; see `EngineProcess.complete`."""
         return super().complete(prompt, **{"model": MODEL, **options})
 
     def drop_prefixes(self) -> None:
-        """Drop all KV entries that could be used again."""
         self.post("/reset_prefix_cache")
 
     def _server_arguments(self) -> list[str]:
@@ -101,37 +115,16 @@ class GpuVllm(VllmProcess):
         return {**_ENVIRONMENT, **(cpu if on_cpu() else {})}
 
 
-class GpuSglang(SglangProcess):
-    """One SGLang server on the GPU, with a small KV cache; see `GpuVllm` for the arguments."""
+class GpuSglang(GpuServer, SglangProcess):
+    """One SGLang server; see `GpuServer`."""
 
     _python_path: ClassVar[Sequence[Path]] = ()
 
-    def __init__(
-        self,
-        model: Path,
-        flags: Sequence[str] = (),
-        *,
-        delta: bool,
-        log_path: Path,
-        kv_bytes: int = 256 << 20,
-        length: int = 512,
-        environment: Mapping[str, str] | None = None,
-        start_timeout_s: float = 280.0,
-    ) -> None:
-        self._length = length
-        super().__init__(
-            model,
-            enable_delta=delta,
-            keep_plain=False,
-            extra_args=flags,
-            log_path=log_path,
-            extra_env=environment,
-            start_timeout_s=start_timeout_s,
-            python_path=SglangProcess._python_path if on_cpu() else (),
-        )
+    @classmethod
+    def _shims(cls) -> Sequence[Path]:
+        return SglangProcess._python_path if on_cpu() else ()
 
     def drop_prefixes(self) -> None:
-        """Drop all KV entries that could be used again."""
         self.post("/flush_cache")
 
     def _server_arguments(self) -> list[str]:
@@ -149,21 +142,17 @@ class GpuSglang(SglangProcess):
         return super()._server_environment() if on_cpu() else {}
 
 
-Engine = GpuVllm | GpuSglang
-ENGINES: Final[Mapping[str, type[GpuVllm] | type[GpuSglang]]] = {
-    "vllm": GpuVllm,
-    "sglang": GpuSglang,
-}
+ENGINES: Final[Mapping[str, type[GpuServer]]] = {"vllm": GpuVllm, "sglang": GpuSglang}
 
 
 @contextmanager
-def running(*engines: Engine) -> Iterator[list[Future[float]]]:
+def running(*engines: GpuServer) -> Iterator[list[Future[float]]]:
     """Start engines at once, and stop them at the end; yield the seconds that each takes to start.
 
     If something fails or is interrupted, those that are still starting are stopped too.
     """
 
-    def up(engine: Engine) -> float:
+    def up(engine: GpuServer) -> float:
         started = time.monotonic()
         engine.__enter__()
         return round(time.monotonic() - started, 1)

@@ -20,7 +20,7 @@ import torch
 
 from delta_sender import DeltaSender, SyncReport
 from scripts.gpu import checkpoints
-from scripts.gpu.engine import ENGINES, Engine, GpuVllm, errors, gpu_mib, running, tail
+from scripts.gpu.engine import ENGINES, GpuServer, errors, gpu_mib, running, tail
 from scripts.live_engine import quantised_checkpoints, tiny_models
 
 Weights = dict[str, torch.Tensor]
@@ -55,7 +55,7 @@ class Row:
     flags: tuple[str, ...] = _EAGER
     dtype: str = "bfloat16"
     changed: float = 0.02
-    more: Callable[[Any, DeltaSender, Weights, Facts], None] | None = None
+    more: Callable[[GpuServer, DeltaSender, Weights, Facts], None] | None = None
     delta_flags: tuple[str, ...] = ()
     kv_bytes: int = 256 << 20
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def stepped(weights: Weights, seed: int, share: float = 0.02) -> Weights:
     return found
 
 
-def observed(engine: Engine) -> Facts:
+def observed(engine: GpuServer) -> Facts:
     """Return all that an engine shows of its weights: checksums, texts and log probabilities."""
     generated = []
     for prompt in _PROMPTS:
@@ -106,7 +106,7 @@ def difference(live: Facts, fresh: Facts) -> str:
 class Load:
     """Requests that are in flight until `end`; a failed one is counted."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: GpuServer) -> None:
         self._engine, self._ended = engine, threading.Event()
         self.answered = 0
         self.failed: list[str] = []
@@ -171,7 +171,7 @@ def run(name: str, folder: Path, engine: str = "vllm") -> Facts:
     return facts
 
 
-def _prove(row: Row, folder: Path, facts: Facts, kind: type[Engine]) -> None:
+def _prove(row: Row, folder: Path, facts: Facts, kind: type[GpuServer]) -> None:
     base = row.checkpoint(folder / "base")
     weights = tiny_models.load_tensors(base)
     versions = [weights]
@@ -200,7 +200,7 @@ def _prove(row: Row, folder: Path, facts: Facts, kind: type[Engine]) -> None:
         _roll_back_and_seed(live, versions, now, facts)
 
 
-def _sync(row: Row, live: Engine, versions: list[Weights], facts: Facts) -> None:
+def _sync(row: Row, live: GpuServer, versions: list[Weights], facts: Facts) -> None:
     load = Load(live)
     try:
         for number, encoding in enumerate(ENCODINGS, 1):
@@ -216,7 +216,7 @@ def _sync(row: Row, live: Engine, versions: list[Weights], facts: Facts) -> None
         facts["load"] = load.end()
 
 
-def _roll_back_and_seed(live: Engine, versions: list[Weights], now: Facts, facts: Facts) -> None:
+def _roll_back_and_seed(live: GpuServer, versions: list[Weights], now: Facts, facts: Facts) -> None:
     second = facts.pop("second")
     answer = live.post("/delta_rollback", timeout=60).json()
     if answer.get("status") != "rolled_back":
@@ -231,14 +231,16 @@ def _roll_back_and_seed(live: Engine, versions: list[Weights], now: Facts, facts
     facts["full"] = {**sync_facts(report), "verdict": difference(again, now)}
 
 
-def _version(live: Engine) -> int:
+def _version(live: GpuServer) -> int:
     return int(live.delta_status().version.number)
 
 
 # What some rows do besides ------------------------------------------------------------------
 
 
-def _sleep(level: int, live: GpuVllm, sender: DeltaSender, weights: Weights, facts: Facts) -> None:
+def _sleep(
+    level: int, live: GpuServer, sender: DeltaSender, weights: Weights, facts: Facts
+) -> None:
     """Put the engine to sleep and wake it up; then it must hold the weights, or be healed."""
     slept = live.post("/sleep", params={"level": level, "mode": "keep"}, timeout=120)
     asleep = live.delta_status().health.asleep
@@ -251,7 +253,7 @@ def _sleep(level: int, live: GpuVllm, sender: DeltaSender, weights: Weights, fac
     facts["resumed"] = live.post("/resume", timeout=60).status_code
 
 
-def _keep(live: Engine, sender: DeltaSender, weights: Weights, facts: Facts) -> None:
+def _keep(live: GpuServer, sender: DeltaSender, weights: Weights, facts: Facts) -> None:
     """Twenty syncs under load that keep KV entries, then one that drops them."""
     pauses = []
     at = _version(live)

@@ -26,6 +26,7 @@ from tests.support.served_models import (
 )
 from tests.support.toy_quantised import Everything, Method, one_layer
 from tests.unit.sync.applier_cases import assert_freshly_loaded, deltas_for, sync_id
+from tests.unit.sync.test_appliers import is_updatable
 from tests.unit.sync.test_post_load import METHODS, target_of
 
 
@@ -50,8 +51,10 @@ def test_every_loader(model: type[ToyModel]) -> None:
     kept.restore()
     served.applier.forget()
     deltas = deltas_for(base, target, names, True)
-    if attempt(served, parts_of(deltas), full=True) is None:
+    refusal = attempt(served, parts_of(deltas), full=True)
+    if refusal is None:
         assert_freshly_loaded(served, target)
+    assert (refusal is None) == is_updatable(model, names, True, "scatter")
 
 
 def lose_and_return(serving: Serving) -> None:
