@@ -11,7 +11,7 @@ import torch
 from engine_ext.conformance.receivers import Project
 from engine_ext.conformance.syncs import syncs_of
 from engine_ext.conformance.toy_models import PlainCopy, ReadsValue
-from scripts import count_road, mutate, trace_part
+from scripts import check_words, count_road, mutate, trace_part
 from scripts.freeze import bodies, recording, writes
 from tests.conformance import written
 
@@ -105,9 +105,12 @@ def test_traced_way_ends_in_the_live_weight() -> None:
     assert received.header_parses >= 1
 
 
-def test_counts_have_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_have_every_row(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = check_words.tracked()[:5]  # `make lint` reads them all, and checks what must not grow
+    monkeypatch.setattr(check_words, "tracked", lambda: some)
     assert count_road.main(["--static"]) == 0
     printed = capsys.readouterr().out
     assert "rank operations" in printed
     assert "words to avoid" in printed
-    assert count_road.main(["--check"]) == 0

@@ -531,6 +531,7 @@ def test_engines_that_follow_the_log_are_told(
     tmp_path: Path,
     serve: Callable[..., list[httpx.Request]],
     capsys: pytest.CaptureFixture[str],
+    naps: list[float],
     given: str,
 ) -> None:
     """One that is down stops nothing."""
@@ -557,6 +558,7 @@ def test_engines_that_follow_the_log_are_told(
     assert f"{URL}: at version 1" in printed.err
     assert "http://down:8000: " in printed.err
     assert "finds the version at its next look" in printed.err
+    assert naps
 
 
 def test_without_a_plan_the_failure_is_said(

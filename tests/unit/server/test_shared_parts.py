@@ -196,7 +196,8 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, log: Path) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    monkeypatch.setattr(replaying, "_WAITS_S", ())
     weights = fresh_weights()
     for k, step in enumerate(STEPS):
         before, weights = Rig.digest_of(weights), after(weights, step)
@@ -242,10 +243,7 @@ def test_peer_whose_digest_differs_is_not_joined(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("lacks", ["own version", "sound fold"])
-def test_peer_whose_log_proves_nothing_is_not_joined(
-    fleet: Fleet, log: Path, lacks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replaying, "_WAITS_S", ())
+def test_peer_whose_log_proves_nothing_is_not_joined(fleet: Fleet, log: Path, lacks: str) -> None:
     if lacks == "sound fold":
         found = open_log(log)
         fold_versions(found, route(found.listing().entries, VERSION), VERSION)
