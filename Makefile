@@ -62,17 +62,17 @@ soak: setup $(if $(filter sglang,$(ENGINE)),.venv-sglang) ## 1000 syncs of a liv
 test: setup .venv-sglang .venv-trainers lint test-fast test-slow ## lint, and every test but those marked full (a workflow runs it daily)
 	@echo "test: the tests that start engines, but for the full ones"
 	@$(BIN)/python -m pytest -m "engine and not full" $(PYTEST_ARGS)
-	@$(TRAINERS)/python -m pytest tests/trainers -m "engine and not full" $(PYTEST_ARGS)
 
-test-fast: setup .venv-trainers ## the quick tests of those that start no engine
-	@echo "test-fast: the tests that start no engine, but for the slow ones"
+test-fast: setup ## the quick tests of those that start no engine
+	@echo "test-fast: the tests that start no engine, but for the slow ones and those of the trainers"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not engine and not full and not slow" $(PARALLEL) $(PYTEST_ARGS)
-	@OMP_NUM_THREADS=1 $(TRAINERS)/python -m pytest tests/trainers -m "not engine and not full" \
-		$(PARALLEL) $(PYTEST_ARGS)
 
-test-slow: setup
+test-slow: setup .venv-trainers ## the slow tests of those that start no engine, and those of the trainers
 	@echo "test-slow: the slow tests of those that start no engine"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not engine and not full" $(PARALLEL) $(PYTEST_ARGS)
+	@echo "test-slow: the trainers' tests that start no engine"
+	@OMP_NUM_THREADS=1 $(TRAINERS)/python -m pytest tests/trainers -m "not engine and not full" \
+		$(PARALLEL) $(PYTEST_ARGS)
 
 test-all: programs setup .venv-sglang .venv-trainers lint test-fast test-slow ## lint, and every test; needs chromium and prometheus
 	@echo "test-all: the tests that start engines, and the full ones"

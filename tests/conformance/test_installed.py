@@ -20,6 +20,8 @@ from engine_ext.conformance.subject import Rank
 from engine_ext.conformance.syncs import Setup, Sync
 from engine_ext.ranks.operations import CommitSync, Operation
 
+pytestmark = pytest.mark.slow
+
 Edit = Callable[[Operation[Any], Sequence[Any]], None]
 
 

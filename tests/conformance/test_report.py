@@ -11,6 +11,8 @@ from engine_ext.conformance import report
 from engine_ext.conformance.receivers import masked, scatter
 from engine_ext.conformance.subject import Delta, Rank
 
+pytestmark = pytest.mark.slow
+
 
 class Careless:
     """Serves, and writes nothing."""

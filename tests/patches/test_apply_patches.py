@@ -261,6 +261,7 @@ def wheel(source: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedPro
     return run
 
 
+@pytest.mark.slow
 def test_installed_from_the_wheel(
     wheel: Callable[..., subprocess.CompletedProcess[str]], source: Path, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ distinct = st.lists(st.tuples(marked, st.integers(0, 60)), unique_by=lambda line
 repeated = st.lists(st.sampled_from(["a\n", "b\n", "c\r\n", "\n", "+\n", "-- x\n"]), max_size=30)
 
 
+@pytest.mark.slow
 @given(lines=distinct, before=st.randoms(), after=st.randoms(), context=st.integers(1, 3))
 def test_what_difflib_writes_leads_there_and_back(
     lines: list[tuple[str, int]], before: random.Random, after: random.Random, context: int

@@ -232,6 +232,7 @@ def killed(source: Path, at: int, *options: str) -> bool:
     return done.returncode == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [VERSION, "1.2.9"])
 @pytest.mark.parametrize("reverts", [False, True])
 def test_killed_anywhere_the_next_run_goes_on(

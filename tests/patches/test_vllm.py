@@ -75,6 +75,7 @@ def test_the_endpoint_tests_pass_without_any_plugin(patched: Path, selection: li
     assert done.returncode == 0, done.stdout[-4000:]
 
 
+@pytest.mark.full
 def test_load_format_delta_serves_and_takes_deltas(
     patched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

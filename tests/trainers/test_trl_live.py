@@ -31,7 +31,7 @@ from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineProcess
 from tests.live.conftest import fingerprint
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(600)]
 
 Start = Callable[..., EngineProcess]
 Checkpoint = Callable[[str], Path]
@@ -110,7 +110,7 @@ def check(engine: EngineProcess, trainer: Any, syncs: int, start: Start, folder:
     assert fingerprint(start("vllm", folder)) == found
 
 
-@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("adapter", [False, True])
 def test_grpo_in_server_mode(adapter: bool, base: Path, start: Start, tmp_path: Path) -> None:
     engine = start("vllm", base)
     use_deltas(base, encoding="auto")
@@ -163,7 +163,6 @@ def varlen(
     return torch.cat(outs)
 
 
-@pytest.mark.full
 def test_async_grpo(
     base: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

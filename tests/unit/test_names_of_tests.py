@@ -5,6 +5,10 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 MOST = 60
 # Longer names that are left, by folder. The numbers can only fall.

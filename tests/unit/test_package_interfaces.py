@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 ROOMS = sorted(path.parent.name for path in (ROOT / "engine_ext").glob("*/__init__.py"))
 PACKAGES = [*(f"engine_ext.{room}" for room in ROOMS), "delta_server", "delta_sender"]

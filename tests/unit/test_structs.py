@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # Prints the types that msgspec looks at only when they are decoded. Those without equality hold
 # arrays and are never decoded.
 _LOOK = """
@@ -79,7 +81,6 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
 def test_every_decoded_type_is_prepared_at_import() -> None:
     done = run(_LOOK)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), done.stderr

@@ -20,6 +20,8 @@ from engine_ext.adapters.vllm.draft import ModelRole
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.ranks import replicas
 
+pytestmark = pytest.mark.slow
+
 
 def _of_type(model_type: str) -> Any:
     return SimpleNamespace(model_type=model_type)

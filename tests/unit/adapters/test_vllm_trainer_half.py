@@ -16,6 +16,8 @@ from tests.support.fake_engine import Engine
 from tests.support.quantised_models import quantised, save_quantised
 from tests.support.trainer_models import change, make_model, saved
 
+pytestmark = pytest.mark.slow
+
 
 class Client:
     """A client of the weight-transfer API whose engine takes parts as they come."""

@@ -29,6 +29,8 @@ from tests.support.delta_bodies import BASE, NEXT, OTHER_STEP, after, delta_part
 from tests.support.endpoint_rig import assert_error
 from tests.unit.adapters.transfer_api import START, Api, assert_ended, inline, parts
 
+pytestmark = pytest.mark.slow
+
 
 def destination(
     api: Api, channel: Channel, sync_client: Any = None, **options: Any
@@ -166,7 +168,6 @@ def test_an_engine_that_hangs_holds_a_sync_for_the_timeout(
     assert time.monotonic() - began < 2.0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_worker_that_waits_for_its_trainer_may_exit() -> None:
     code = """

@@ -74,6 +74,7 @@ def constant(tmp_path: Path, worker: SimpleNamespace, monkeypatch: pytest.Monkey
     return found
 
 
+@pytest.mark.slow
 def test_what_no_sync_writes_is_there_after_discarded_weights(
     worker: SimpleNamespace, constant: torch.Tensor
 ) -> None:

@@ -71,6 +71,7 @@ def _append(path: Path, boot: str) -> None:
         file.append([record(version, boot=boot)])
 
 
+@pytest.mark.slow
 def test_processes_share_a_file(path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_append, args=(path, boot)) for boot in "xyz"]

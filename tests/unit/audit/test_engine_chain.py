@@ -14,6 +14,8 @@ from engine_ext.audit import AuditFile, AuditRecord, EngineTrail, read_engine_tr
 from tests.support.served_models import PROPERTY
 from tests.unit.audit.test_audit_file import KEY, digest, record
 
+pytestmark = pytest.mark.slow
+
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[AuditRecord]:

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 
 from engine_ext import __version__
 
+pytestmark = pytest.mark.slow
+
 MODULES = {
     "delta-send": "delta_sender",
     "delta-conformance": "engine_ext.cli.conformance",
@@ -60,14 +62,12 @@ def processor_s(*arguments: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@pytest.mark.slow
 def test_help_takes_fraction_of_importing_torch() -> None:
     limit = processor_s("-c", "import torch") / 4
     times = {name: processor_s("-m", module, "--help") for name, module in MODULES.items()}
     assert {name: taken for name, taken in times.items() if taken > limit} == {}
 
 
-@pytest.mark.slow
 def test_small_send_takes_little_more_than_importing_torch(tmp_path: Path) -> None:
     for number, name in enumerate(("base", "next")):
         (tmp_path / name).mkdir()

@@ -40,6 +40,7 @@ def outcomes(printed: str) -> set[str]:
     return {run["outcome"] for run in runs}
 
 
+@pytest.mark.slow
 def test_suite_runs_both_receivers(capsys: pytest.CaptureFixture[str]) -> None:
     assert conformance.main(["--only", "fused qkv"]) == 0
     captured = capsys.readouterr()
@@ -48,6 +49,7 @@ def test_suite_runs_both_receivers(capsys: pytest.CaptureFixture[str]) -> None:
     assert captured.err.endswith("18 syncs: 0 torn or wrong\n")
 
 
+@pytest.mark.slow
 def test_suite_prints_markdown(capsys: pytest.CaptureFixture[str]) -> None:
     own = "engine_ext.conformance.receivers:masked"
     assert conformance.main(["--only", "fused qkv", "--subject", own, "--markdown"]) == 0

@@ -130,6 +130,7 @@ def test_an_empty_log(tmp_path: Path) -> None:
     assert main(["prune", str(tmp_path), "--keep", "1"]) == OK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["list"], ["prune", "--keep", "2", "--base-version", "6"]])
 def test_a_folder_is_maintained_without_torch(command: list[str], log: Path) -> None:
     """Whose import takes longer than the work."""

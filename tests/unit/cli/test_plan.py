@@ -16,6 +16,8 @@ from engine_ext.cli import plan
 from engine_ext.settings import Settings
 from tests.support.statuses import engine_status
 
+pytestmark = pytest.mark.slow
+
 
 def row(
     status: str, reason: str = "", live: tuple[str, ...] = ("w",), **more: Any

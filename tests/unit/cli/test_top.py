@@ -158,6 +158,7 @@ def test_a_real_server(rig: Rig) -> None:
         assert cell in row
 
 
+@pytest.mark.slow
 def test_the_table(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     assert top.main([engine.url, "--once"]) == 0
     printed = capsys.readouterr().out
@@ -258,6 +259,7 @@ def test_an_engine_cannot_steer_the_terminal(status: EngineStatus) -> None:
     assert "[red]x" in printed
 
 
+@pytest.mark.slow
 def test_it_reads_a_status_without_torch() -> None:
     """Whose import takes longer than the question."""
     program = "import sys, engine_ext.cli.top; print('torch' in sys.modules)"
@@ -274,6 +276,7 @@ def test_wrong_usage(wrong: list[str]) -> None:
     assert stopped.value.code == 2
 
 
+@pytest.mark.slow
 def test_it_refreshes_until_ctrl_c(engine: FakeEngine) -> None:
     terminal, end = pty.openpty()
     environment = {

@@ -28,6 +28,8 @@ from tests.support.toy_adapters import fresh_adapter
 from tests.support.trainer_models import make_model, saved
 from tests.unit.docs.test_commands import LINES, named
 
+pytestmark = pytest.mark.slow
+
 COMMANDS: Final = {
     "delta-send": send,
     "delta-plan": plan.main,

@@ -6,12 +6,16 @@ import ast
 import re
 from collections.abc import Iterator
 
+import pytest
+
 from delta_sender import SyncError
 from engine_ext.adapters.refusals import Refusal
 from engine_ext.adapters.sglang import refusals as sglang
 from engine_ext.adapters.vllm import refusals as vllm
 from engine_ext.errors import DeltaError
 from scripts.doc_tables.__main__ import DOCS
+
+pytestmark = pytest.mark.slow
 
 ROOT = DOCS.parent
 PAGE = (DOCS / "troubleshooting.md").read_text()

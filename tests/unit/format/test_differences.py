@@ -55,6 +55,7 @@ def differences(
     )
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(
     shard=shards(),

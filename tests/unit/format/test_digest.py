@@ -133,6 +133,7 @@ def test_golden_reference(
     assert reference(name, indices, values, width) == expected
 
 
+@pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize(("name", "indices", "values", "width", "expected"), GOLDEN)
 def test_golden(
@@ -142,6 +143,7 @@ def test_golden(
     assert digest_of(backend, patterns, np.array(indices), name=name).hex() == expected
 
 
+@pytest.mark.slow
 @BACKENDS
 @given(elements())
 @PROPERTY
@@ -189,6 +191,7 @@ def test_nothing_is_zero(backend: str, width: int) -> None:
 # --- the algebra ---
 
 
+@pytest.mark.slow
 @BACKENDS
 @given(elements(), st.randoms(use_true_random=False), st.integers(0, 40))
 @PROPERTY
@@ -206,6 +209,7 @@ def test_order_and_grouping_do_not_matter(backend: str, data: Any, random: Any, 
     assert whole - parts[0] == parts[1]
 
 
+@pytest.mark.slow
 @BACKENDS
 @given(elements(), st.data())
 @PROPERTY
@@ -245,6 +249,7 @@ def test_every_bit_counts_in_both_lanes(backend: str, width: int) -> None:
     assert len({d.lane0 for d in seen}) == len({d.lane1 for d in seen}) == 8 * width + 3
 
 
+@pytest.mark.slow
 @BACKENDS
 @WIDTHS
 @given(st.data())
@@ -347,6 +352,7 @@ def test_without_numba_numpy_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert KERNEL.__wrapped__(2, True, True) is digest._numpy_sparse
 
 
+@pytest.mark.slow
 def test_numba_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     import numba
 

@@ -16,6 +16,8 @@ from engine_ext.format.digest_on_device import device_digest
 from engine_ext.kernels.gather_scatter import signed
 from tests.unit.format.test_digest import GOLDEN, NAME, UNSIGNED, random_values
 
+pytestmark = pytest.mark.slow
+
 # No example database: a test must leave nothing behind in the working tree.
 PROPERTY = settings(deadline=None, database=None, max_examples=50)
 WIDTHS = pytest.mark.parametrize("width", UNSIGNED)

@@ -77,6 +77,7 @@ def test_both_widths_of_one_row() -> None:
         assert decode_gaps(raw, width, 2**40).tolist() == [expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("far", [65536, 2**32, 2**32 + 5, 2**40 - 2])
 @pytest.mark.usefixtures("loops")
 def test_far_gaps_cost_no_memory_of_their_length(far: int) -> None:
@@ -175,6 +176,7 @@ def test_round_trip(values: list[int], shift: int) -> None:
     assert stream_bytes(wanted) >= wanted.size
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(
     st.lists(st.integers(0, 700), min_size=1, max_size=40),
@@ -226,6 +228,7 @@ def test_a_stream_that_ends_elsewhere(stream: str) -> None:
         check_streams([raw], [indices_of([1, 4, 7])])
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(
     params=st.lists(st.sets(st.integers(0, 600), max_size=8), min_size=1, max_size=6),
@@ -279,6 +282,7 @@ MANY = st.lists(
 )
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(MANY, st.sampled_from([1, 20, 1 << 16]))
 def test_many_at_once(params: list[tuple[bytes, int, int, int]], most: int) -> None:

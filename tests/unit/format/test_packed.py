@@ -354,6 +354,7 @@ def streams(draw: st.DrawFn, good: str) -> str:
     return (raw[:at] + new + raw[at + size :]).hex()
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(
     st.one_of(streams(frame(GAPS)), streams(GAPS).map(frame), st.just(frame(GAPS))),

@@ -51,6 +51,7 @@ def test_every_pattern(dtype: str) -> None:
         assert_same(part, deltas)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("far", [65536, 2**32, 2**32 + 1, 2**40 - 1])
 def test_far_gaps(far: int) -> None:
     delta = ParamDelta("w", "bfloat16", (2**40,), np.array([0, far]), bits16(1, 2))

@@ -86,6 +86,7 @@ def parts(draw: st.DrawFn) -> list[ParamDelta]:
     return [draw(param_deltas(name, dtype)) for name in names]
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(parts(), st.sampled_from(ENCODINGS), st.booleans(), st.booleans())
 def test_decode_of_encode(
@@ -153,6 +154,7 @@ def test_damaged_verified_file_is_no_part(encoding: str) -> None:
     assert read_verified(damaged, identity) is None
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(st.data(), st.sampled_from(FUZZED))
 def test_a_mutant_that_is_hashed_is_refused_or_the_same(data: st.DataObject, encoding: str) -> None:

@@ -16,6 +16,8 @@ from engine_ext.format.digest import Digest
 from engine_ext.kernels.gather_scatter import host_bits, signed
 from tests.unit.format.test_digest import UNSIGNED, random_values
 
+pytestmark = pytest.mark.slow
+
 PROPERTY = settings(deadline=None, database=None, max_examples=50)
 
 

@@ -57,6 +57,7 @@ def test_anything_else_passes_through(content: bytes) -> None:
     reader.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body", [b"plain", ZSTD_MAGIC[:3] + b"tail", raw_frame(b"raw"), frame(RANDOM)]
 )

@@ -51,6 +51,7 @@ def test_elements_of_every_width(
         assert live.tolist() == before.tolist()
 
 
+@pytest.mark.slow
 @BACKENDS
 @PROPERTY
 @given(
@@ -115,6 +116,7 @@ def test_a_swap_that_is_checked(
     assert live.tolist() == before.tolist()
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(
     width=st.sampled_from([1, 2, 4, 8]),

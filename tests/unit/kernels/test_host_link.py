@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from engine_ext.conformance.toy_models.device import DEVICE
 from engine_ext.kernels import HostLink, download_box, upload_box
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 

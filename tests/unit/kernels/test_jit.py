@@ -7,8 +7,11 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from engine_ext.kernels.jit import array, compile_loop
+
+pytestmark = pytest.mark.slow
 
 SOURCE = """
 def total(values):

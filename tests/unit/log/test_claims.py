@@ -21,6 +21,8 @@ from engine_ext.log.catalog import Done, FileFacts
 from tests.support.served_models import PROPERTY
 from tests.unit.log.places import decoded, part
 
+pytestmark = pytest.mark.slow
+
 PARTS = 2
 
 

@@ -116,6 +116,7 @@ changes = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(changes, min_size=1, max_size=4), st.booleans())
 @settings(PROPERTY, max_examples=20)
 def test_a_fold_does_what_its_versions_do(
@@ -175,6 +176,7 @@ def test_large_folds_have_several_parts(tmp_path: Path, monkeypatch: pytest.Monk
     assert same(apply(model(), tmp_path, [one]), apply(model(), tmp_path, folders))
 
 
+@pytest.mark.slow
 def test_a_fold_keeps_a_window_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many versions there are, and elements that these change."""
     window, versions, count = 1 << 20, 40, 100_000

@@ -18,6 +18,8 @@ from engine_ext.log.merged import MergedDelta, add_delta
 from engine_ext.log.spilled import SpilledDeltas
 from tests.support.served_models import PROPERTY
 
+pytestmark = pytest.mark.slow
+
 NUMEL = 64
 VERSIONS = 120
 BIG = 400_000

@@ -103,6 +103,7 @@ steps = st.dictionaries(
 kinds = st.sampled_from(["differences", "values", "dense"])
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(kinds, steps), min_size=1, max_size=5), st.data())
 @settings(PROPERTY, max_examples=30)
 def test_a_fold_does_what_its_versions_do(

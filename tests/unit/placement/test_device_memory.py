@@ -16,6 +16,8 @@ from engine_ext.conformance.toy_models.device import DEVICE
 from engine_ext.placement import DeviceElements, DeviceMemory, DeviceRows, device_memory
 from tests.support.served_models import PROPERTY
 
+pytestmark = pytest.mark.slow
+
 HERE = torch.empty(0, device=DEVICE).device
 DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 

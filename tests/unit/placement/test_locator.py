@@ -153,6 +153,7 @@ def test_the_range_between_the_ends_is_of_either_width(start: int) -> None:
             assert indices[locator.within(indices)].tolist() == expected
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(segments().filter(nested), st.sets(st.integers(0, 130)))
 def test_located_is_what_counting_finds(seg: Segment, indices: set[int]) -> None:
@@ -169,6 +170,7 @@ def test_of_a_box_that_does_not_nest_nothing_is_found_elsewhere(
     assert set(located(seg, np.array(sorted(indices), np.int64))) <= set(pairs(seg))
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(segments().filter(nested), st.sets(st.integers(0, 130)))
 def test_numpy_finds_the_same_as_numba(seg: Segment, indices: set[int]) -> None:
@@ -256,6 +258,7 @@ def test_a_tensor_that_nobody_holds_is_left_to_others() -> None:
     assert judge(24, [], [])[0].status is Status.EXACT
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(st.lists(st.lists(segments().filter(nested), max_size=2), min_size=1, max_size=3))
 def test_resolved_is_what_sets_say(ranks: list[list[Segment]]) -> None:

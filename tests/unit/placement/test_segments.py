@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 
@@ -10,6 +11,8 @@ from engine_ext.placement.segments import Segment, Status
 from engine_ext.startup import LoaderDryRun
 from tests.support.served_models import PROPERTY, base_checkpoint, bits, memory, serve
 from tests.support.thread_ranks import Shard, shards
+
+pytestmark = pytest.mark.slow
 
 
 @PROPERTY

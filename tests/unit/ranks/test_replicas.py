@@ -63,6 +63,7 @@ def test_nothing_is_left_of_what_everyone_has_read() -> None:
     assert max(on_all(1, run)) <= 2 * 2 * REPLICAS + REPLICAS + 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hosted")
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_replica_that_does_not_come_is_waited_for_once(

@@ -19,6 +19,8 @@ from engine_ext.files import FileLock
 from engine_ext.remote_parts import LocalFolder, PartCache
 from engine_ext.remote_parts import cache as remote_cache
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 10_000
 
 

@@ -231,6 +231,7 @@ def slow_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[PartSource]:
     server.server_close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_part_that_is_still_read_is_asked_for_again(
     slow_reader: PartSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool
@@ -244,6 +245,7 @@ def test_a_part_that_is_still_read_is_asked_for_again(
         fetched(slow_reader, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_host_that_sends_too_slowly_is_left(
     slow_reader: PartSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,8 @@ from engine_ext.errors import PartUnavailable, SpoolFull
 from engine_ext.remote_parts import ROUTE, PartCache, Peers
 from engine_ext.remote_parts.peers import ordered
 
+pytestmark = pytest.mark.slow
+
 DATA = os.urandom(1 << 20)
 CONTENT, SIZE = xxhash.xxh3_128_hexdigest(DATA), len(DATA)
 

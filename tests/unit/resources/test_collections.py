@@ -11,6 +11,8 @@ import pytest
 
 from engine_ext.resources import no_full_collections
 
+pytestmark = pytest.mark.slow
+
 USUAL = (700, 10, 10)
 
 

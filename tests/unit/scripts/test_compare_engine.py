@@ -12,6 +12,8 @@ import pytest
 
 from scripts.compare_engine import ORDER, ROOT, Package, compared, uses_of
 
+pytestmark = pytest.mark.slow
+
 USER = """
 from vllm.config import Config, gone, kept
 from vllm.lazy import Late
@@ -96,7 +98,6 @@ def test_folder_without_engine_is_refused(tmp_path: Path) -> None:
         Package(tmp_path)
 
 
-@pytest.mark.slow
 def test_installed_engine_has_every_name_that_is_used() -> None:
     """The names that the scan finds are real: the engine that this Python has defines them."""
     spec = importlib.util.find_spec("vllm")

@@ -24,6 +24,7 @@ class Box:
 """
 
 
+@pytest.mark.slow
 def test_bodies_are_the_same_in_two_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +97,7 @@ def test_room_without_tests_is_refused(tmp_path: Path) -> None:
         mutate.Scratch(tmp_path, ["tests/nothing"], cpu_s=1)
 
 
+@pytest.mark.slow
 def test_traced_way_ends_in_the_live_weight() -> None:
     way, body = trace_part.sent()
     assert way.hops[-1][0].endswith("http_client.py")
@@ -105,6 +107,7 @@ def test_traced_way_ends_in_the_live_weight() -> None:
     assert received.header_parses >= 1
 
 
+@pytest.mark.slow
 def test_counts_have_every_row(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_a_library_without_device_code_stays(tmp_path: Path, data: bytes) -> Non
     assert file.read_bytes() == data
 
 
+@pytest.mark.slow
 def test_pieces_unpack_to_what_was_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "_LARGE", 200_000)
     site = tmp_path / "site"
@@ -120,6 +121,7 @@ def test_unpacking_needs_the_standard_library_alone() -> None:
     subprocess.run([base, "-I", "-S", "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_process_can_use_another_tree(tmp_path: Path) -> None:
     """The product and its entry points are the tree's, the programs are this checkout's."""
     other = tmp_path / "other"

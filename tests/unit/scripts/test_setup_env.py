@@ -90,6 +90,7 @@ def test_what_is_installed_makes_environment_anew(
     assert not makes_anew(folder)
 
 
+@pytest.mark.slow
 def test_environment_half_deleted_is_made_anew(folder: Path) -> None:
     """Its deletion is killed, and then the lock is as it was again."""
     lock = folder / "requirements/dev.lock"
@@ -104,6 +105,7 @@ def test_environment_half_deleted_is_made_anew(folder: Path) -> None:
     assert makes_anew(folder)
 
 
+@pytest.mark.slow
 def test_docs_need_no_engine_environment(folder: Path) -> None:
     shutil.rmtree(folder / ".venv")
     assert makes_anew(folder, "docs")

@@ -102,6 +102,7 @@ def test_what_the_clients_print_is_taken() -> None:
     assert load.tally.seconds == [2.5]
 
 
+@pytest.mark.slow
 def test_clients_that_find_no_engine_say_so_and_end() -> None:
     with Load("http://127.0.0.1:9", clients=2, seed=0) as load:
         deadline = time.monotonic() + 20

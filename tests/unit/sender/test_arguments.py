@@ -124,6 +124,7 @@ def test_one_url_and_several_are_not_mixed_up() -> None:
         MultiSender([8000], {})  # type: ignore[list-item]
 
 
+@pytest.mark.slow
 def test_https_to_a_server_without_tls_is_not_retried() -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -414,6 +414,7 @@ WRONG = "f" * 32
 REFUSAL = {"type": "NotUpdatable", "message": "[a.weight] is odd", "engine_state": "unchanged"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_time", "first", "late", "status", "said"),
     [
@@ -583,6 +584,7 @@ def test_without_a_plan_the_failure_is_said(
     assert (printed.out, requests) == ("", [])
 
 
+@pytest.mark.slow
 def test_interrupted_while_the_log_is_written(
     base: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -684,6 +686,7 @@ def test_a_server_that_is_no_engine_is_named(
     assert asked == ["/delta_run"] * 2  # claimed, and released
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", ["30", "0.1"])
 def test_wait_says_what_it_waits_for(
     base: Path,
@@ -717,6 +720,7 @@ def test_wait_says_what_it_waits_for(
         assert "failed: http://engine:8000/delta_status: no answer in 0 s" in printed.err
 
 
+@pytest.mark.slow
 def test_a_bar_names_what_is_waited_for(
     base: Path, target: Path, serve: Callable[..., list[httpx.Request]]
 ) -> None:

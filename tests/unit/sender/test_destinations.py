@@ -272,6 +272,7 @@ def other(model: Model) -> Model:
     return {name: tensor + 1 for name, tensor in model.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rig", ["folder", "store"], indirect=True)
 @pytest.mark.parametrize("wrong", ["missing", "other weights"])
 def test_a_wrong_base_leaves_the_log_to_its_sender(
@@ -288,6 +289,7 @@ def test_a_wrong_base_leaves_the_log_to_its_sender(
     assert follows(rig, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rig", ["folder", "store"], indirect=True)
 def test_a_log_that_grows_while_it_is_opened_keeps_its_sender(
     rig: Log, model: Model, monkeypatch: pytest.MonkeyPatch

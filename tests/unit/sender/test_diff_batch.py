@@ -15,6 +15,8 @@ from delta_sender.diff.compare import Difference, compare, compare_batch
 from engine_ext.kernels.gather_scatter import signed
 from tests.support.served_models import PROPERTY
 
+pytestmark = pytest.mark.slow
+
 
 def same(one: Difference, other: Difference) -> bool:
     pairs = [(one.indices, other.indices), (one.old, other.old), (one.new, other.new)]

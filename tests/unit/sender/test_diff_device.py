@@ -72,6 +72,7 @@ def step(tensors: Tensors, seed: int, density: float) -> Tensors:
     return {name: changed(tensor, seed, density) for name, tensor in tensors.items()}
 
 
+@pytest.mark.slow
 @settings(deadline=None, database=None, max_examples=25)
 @given(
     kept_on=st.sampled_from(SNAPSHOT_ON),
@@ -163,6 +164,7 @@ def test_tied_tensors(kept_on: str) -> None:
         found(snapshot, {"w": new, "head": changed(new, 2, 0.1)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_exp", "gap8_ulp", "auto"])
 def test_an_engine_follows_what_was_found_there(encoding: str) -> None:
     """The engine proves the digests of the device, and the places of its gap streams."""

@@ -214,6 +214,7 @@ def test_what_was_picked_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert engine.holds(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speed", [SLOW, 125e6, 1e9, FAST])
 @pytest.mark.parametrize("has_plan", [True, False])
 def test_an_engine_follows_whatever_is_picked(speed: float, has_plan: bool) -> None:

@@ -24,6 +24,8 @@ from tests.support.endpoint_rig import DELTA
 from tests.support.fake_engine import Model, bits, train
 from tests.support.fleet_rig import COMMIT, FleetRig, posts
 
+pytestmark = pytest.mark.slow
+
 Answer = Callable[[httpx.Request], httpx.Response]
 
 

@@ -23,6 +23,8 @@ from tests.support.toy_adapters import (
 )
 from tests.unit.sender.test_fleet import Answer, Dead, fresh_model
 
+pytestmark = pytest.mark.slow
+
 NAME = "tiny"
 OPTIONS: dict[str, Any] = {"commit": "all_or_none", "commit_window": 5.0, "timeout": 5.0}
 

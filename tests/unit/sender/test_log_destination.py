@@ -52,6 +52,7 @@ def chain(log: Path) -> list[tuple[int | None, int]]:
     return [(entry.base_version, entry.version) for entry in open_log(log).listing().entries]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_ulp", "auto"])
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_an_engine_that_starts_reaches_what_the_others_hold(

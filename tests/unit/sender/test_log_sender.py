@@ -55,6 +55,7 @@ def sender_of(log: Path, model: Model, **options: Any) -> LogSender:
     return LogSender(log, model.items(), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_ulp", "auto"])
 def test_who_follows_the_log_holds_the_trainers_bytes(tmp_path: Path, encoding: str) -> None:
     model = model_of(torch.bfloat16, torch.float32)
@@ -114,6 +115,7 @@ def test_engines_that_are_down_do_not_stop_it(tmp_path: Path) -> None:
         assert sender.wait(10) == dict.fromkeys(NOTIFY, 2)
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_does_not_keep_the_plan_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +134,7 @@ def test_an_engine_that_hangs_does_not_keep_the_plan_out(
     assert replayed(tmp_path, followers.base).holds(model)
 
 
+@pytest.mark.slow
 def test_the_first_plan_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_destination, "_PLAN_S", 0.2)
     model = model_of()
@@ -182,6 +185,7 @@ def interrupt_while_writing(monkeypatch: pytest.MonkeyPatch, done: list[str]) ->
     monkeypatch.setattr(contact, "_RELEASE_S", 0.0)
 
 
+@pytest.mark.slow
 def test_close_waits_for_a_part_that_is_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

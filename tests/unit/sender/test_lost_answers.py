@@ -130,6 +130,7 @@ def test_a_snapshot_interrupted_while_one_lags(
     assert StateFile(file).state.engines[A].digest == a.digest().hex()
 
 
+@pytest.mark.slow
 def test_others_go_on_while_one_is_asked_what_it_holds(naps: list[float]) -> None:
     model = model_of(tensors=3)
     a, b = two(model)
@@ -280,6 +281,7 @@ def test_number_of_lagging_full_sync_is_not_reused(bucket_bytes: int) -> None:
     assert b.holds(model)
 
 
+@pytest.mark.slow
 def test_closed_while_the_log_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another sender can write only when the thread of this one is done."""
     model = model_of(tensors=3)

@@ -100,6 +100,7 @@ def send_all(
     return queue.finish()
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(
     count=st.integers(1, 9),
@@ -123,6 +124,7 @@ def test_all_are_posted_and_the_last_one_alone(
         assert receiver.taken == list(range(count))
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(
     count=st.integers(2, 9),

@@ -72,6 +72,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return alike and np.array_equal(bits(one), bits(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", CHANNEL)
 @settings(max_examples=60, deadline=None)
 @given(weight=weights())

@@ -12,6 +12,8 @@ from delta_sender import DeltaSender, RateLimit
 from delta_sender.options import SenderOptions
 from tests.support.fake_engine import Engine, model_of, train
 
+pytestmark = pytest.mark.slow
+
 
 class Clock:
     def __init__(self) -> None:

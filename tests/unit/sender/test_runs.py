@@ -564,6 +564,7 @@ raise SystemExit(3)
 """
 
 
+@pytest.mark.slow
 def test_sender_left_open_is_released_at_exit() -> None:
     program = [sys.executable, "-c", _PROGRAM]
     said = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)

@@ -19,6 +19,8 @@ from tests.support.endpoint_rig import Rig
 from tests.support.fake_engine import Model, bits, train
 from tests.support.present import present
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def client(rig: Rig) -> httpx.Client:

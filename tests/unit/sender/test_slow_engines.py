@@ -30,6 +30,8 @@ from tests.support.fake_engine import (
 from tests.unit.sender.test_log_destination import chain, copied, replayed
 from tests.unit.sender.test_multi_sender import A, B, refuse, sender_of, two
 
+pytestmark = pytest.mark.slow
+
 SOON = 0.05
 
 

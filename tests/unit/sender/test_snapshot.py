@@ -13,6 +13,8 @@ from delta_sender.diff import compare as diff_host
 from delta_sender.diff import snapshot
 from delta_sender.diff.snapshot import Changes, Snapshot
 
+pytestmark = pytest.mark.slow
+
 
 def model(tensors: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
     sizes = rng.integers(1, 300, tensors)

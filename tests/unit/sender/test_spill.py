@@ -104,6 +104,7 @@ def test_what_stays_does_not_keep_in_memory_what_is_in_a_file() -> None:
     assert all(array.base is None for array in (small.indices, small.old, small.new))
 
 
+@pytest.mark.slow
 def test_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = open_descriptors()
@@ -135,6 +136,7 @@ def test_engines_follow_whatever_is_in_a_file(encoding: str) -> None:
             assert engine.holds(model)
 
 
+@pytest.mark.slow
 def test_a_file_for_many_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """And more of them where they are many, or one is large."""
     read = changes_of("gap8_exp", 0.5)

@@ -180,6 +180,7 @@ def parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return freed({name: tensor for name, tensor in saved(model).items() if name != BIAS})
 
 
+@pytest.mark.slow
 def test_buffer_is_read_from_verls_engine(
     verl: Any, engine: Engine, tmp_path: Path, balanced: Any
 ) -> None:
@@ -209,6 +210,7 @@ def test_buffer_left_out_is_refused_with_ways_out(
     actor.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [["*.e_score_*"], "*.e_score_*"])
 def test_frozen_buffer_is_the_bases(
     verl: Any, engine: Engine, tmp_path: Path, balanced: Any, frozen: Any

@@ -134,6 +134,7 @@ def test_engine_paused_by_caller_stays_paused_after_resync(rig: Rig) -> None:
     assert rig.post(COMPLETIONS).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["fails", "loses"])
 @pytest.mark.parametrize("status_between", [False, True])
 @pytest.mark.parametrize("then", ["repeat", "full"])

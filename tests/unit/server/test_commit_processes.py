@@ -89,6 +89,7 @@ def test_another_process_leaves_engine_paused_by_caller(rig: Rig, other: Process
     assert ("resume",) not in rig.engine.events
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_in_its_commit(
     rig: Rig, other: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +154,7 @@ def test_the_ranks_are_asked_seldom(rig: Rig, shared: bool, expected: int) -> No
 # One at a time -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_pause_the_engine_at_once(rig: Rig, other: Process) -> None:
     """A sync that follows at once waits until generation has gone on after the first."""
     resume, go_on = rig.engine.resume, asyncio.Event()

@@ -178,6 +178,7 @@ def test_what_is_opened_is_read_from_its_start(root: Path) -> None:
         assert not os.get_inheritable(file.fileno())
 
 
+@pytest.mark.slow
 def test_no_descriptor_is_left(root: Path) -> None:
     (root / "one" / "two").mkdir(parents=True)
     (root / "one" / "two" / "a").touch()

@@ -29,6 +29,8 @@ from tests.support.engine_oracle import LOG, TIMEOUT, Bits, Fault, Part, Sender
 from tests.support.histories import run_histories
 from tests.support.modelled_engine import ERRORS, ModelledEngine, Rebuilt
 
+pytestmark = pytest.mark.slow
+
 RUNS: list[Sender | None] = [("a", 1), ("a", 2), ("b", 1), None, None]
 SENDERS = st.sampled_from(RUNS)
 NAMED = st.sampled_from([one for one in RUNS if one is not None])
@@ -453,7 +455,6 @@ def test_engine_holds_what_model_says() -> None:
     run_machine(EngineModel, examples=8, steps=20)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)  # a history that fails is made short
 def test_every_fault_happens_to_engine() -> None:
     occurred = run_machine(EngineModel, examples=60, steps=40)
@@ -461,7 +462,6 @@ def test_every_fault_happens_to_engine() -> None:
     assert wanted - set(occurred) == set(), occurred
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)  # a history that fails is made short
 def test_every_fault_happens_to_engine_that_rebuilds() -> None:
     occurred = run_machine(RebuiltModel, examples=40, steps=30)

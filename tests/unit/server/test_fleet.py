@@ -89,6 +89,7 @@ def test_held_sync_is_not_committed_by_its_parts(fleet: FleetRig) -> None:
     assert same(fleet.rigs[url].engine.weights, BASE)
 
 
+@pytest.mark.slow
 def test_held_sync_keeps_others_out(tmp_path: Path) -> None:
     fleet = FleetRig(tmp_path, 1, stage_timeout=0.2)
     [url] = fleet.urls
@@ -290,6 +291,7 @@ def test_next_sender_does_not_wait_for_the_lease(fleet: FleetRig) -> None:
     assert claim(fleet, b).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_engine_settles_when_the_lease_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
@@ -412,6 +414,7 @@ class Peer(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "body", "raises"),
     [
@@ -442,6 +445,7 @@ def test_peers_are_asked_with_the_token(
             server.shutdown()
 
 
+@pytest.mark.slow
 def test_peers_are_asked_by_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client takes longer to make than an answer to come."""
     monkeypatch.setenv("DELTA_API_KEY", "secret")

@@ -28,6 +28,8 @@ from tests.support.delta_bodies import VERSION, fresh_weights, full_part
 from tests.support.fleet_rig import LONG, FleetRig
 from tests.support.histories import run_histories
 
+pytestmark = pytest.mark.slow
+
 ENGINES = 3
 WHICH = st.integers(0, ENGINES - 1)
 # How a message fares.
@@ -341,7 +343,6 @@ def test_engines_that_commit_as_one_agree() -> None:
     assert {"ended: True", "ended: False"} <= {*occurred}, occurred
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)  # a history that fails is made short
 def test_engines_agree_whatever_crashes() -> None:
     occurred = run_histories(FleetModel, examples=100, steps=12, fixed=1)

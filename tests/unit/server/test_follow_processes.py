@@ -19,6 +19,8 @@ from tests.support.endpoint_rig import STATUS, Rig, app_of, assert_error
 from tests.unit.server.delta_logs import CATCH_UP, NEWEST, STEPS, write_steps
 from tests.unit.server.test_log_follower import PIN
 
+pytestmark = pytest.mark.slow
+
 LONG = 1000.0  # seconds: no process looks without a request
 
 

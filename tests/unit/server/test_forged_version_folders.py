@@ -75,6 +75,7 @@ class Forge:
         return folder
 
 
+@pytest.mark.slow
 def test_the_forge_is_correct(engine: Engine) -> None:
     folder = Forge(engine.base).write(engine.root)
     new = torch.frombuffer(bytearray(Forge(engine.base).new), dtype=torch.bfloat16)

@@ -129,6 +129,7 @@ def test_only_the_log_moves_an_engine_that_follows(
     assert rig.status().version.number == VERSION
 
 
+@pytest.mark.slow
 def test_it_goes_on_once_the_log_is_well_again(log: Path, started: Callable[..., Rig]) -> None:
     rig = started()
     folders = write_steps(log)
@@ -147,6 +148,7 @@ def test_it_goes_on_once_the_log_is_well_again(log: Path, started: Callable[...,
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 
 
+@pytest.mark.slow
 def test_a_damaged_part_stops_before_it(log: Path, started: Callable[..., Rig]) -> None:
     """Nothing of the versions that wait is applied with it, though they are folded."""
     draft = log.parent / "draft"

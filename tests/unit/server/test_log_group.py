@@ -41,6 +41,8 @@ from tests.unit.server.delta_logs import (
 )
 from tests.unit.server.other_process import Process
 
+pytestmark = pytest.mark.slow
+
 LONG = 1000.0  # seconds: no engine looks without a request
 READY = "/delta_ready"
 

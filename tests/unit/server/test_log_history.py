@@ -88,6 +88,7 @@ def diverged(rig: Rig, version: int) -> dict[str, Any]:
     return dict(found)
 
 
+@pytest.mark.slow
 def test_a_follower_takes_a_full_version(log: DeltaLog, started: Callable[..., Rig]) -> None:
     """Its version was removed; a sender has written another one of the same number, and a next."""
     rig = following(started)
@@ -107,6 +108,7 @@ def test_a_follower_takes_a_full_version(log: DeltaLog, started: Callable[..., R
     assert REGISTRY.get_sample_value("delta_updates_log_diverged") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("digests", [False, True])
 def test_a_follower_of_an_emptied_log_stops(
     log: DeltaLog, started: Callable[..., Rig], digests: bool
@@ -127,6 +129,7 @@ def test_a_follower_of_an_emptied_log_stops(
     until(rig, version=VERSION + 5, error=None)
 
 
+@pytest.mark.slow
 def test_a_rewritten_version_before_the_engines_shows(
     log: DeltaLog, started: Callable[..., Rig]
 ) -> None:
@@ -164,6 +167,7 @@ def test_an_engine_that_does_not_follow_stops(log: DeltaLog, started: Callable[.
     assert present(rig.status().log).problem is None
 
 
+@pytest.mark.slow
 def test_versions_that_were_merged_are_known(log: DeltaLog, started: Callable[..., Rig]) -> None:
     """Several versions that waited were one commit."""
     rig = following(started)
@@ -195,6 +199,7 @@ def test_another_process_finds_the_same(log: DeltaLog, started: Callable[..., Ri
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("follow", [False, True])
 def test_a_pruned_version_is_no_other_history(
     log: DeltaLog, started: Callable[..., Rig], follow: bool

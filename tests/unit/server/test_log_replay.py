@@ -57,6 +57,7 @@ def test_an_engine_starts_at_the_newest_version(log: Path, started: Callable[...
     )
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_salt_has_a_sound_log(log: Path, started: Callable[..., Rig]) -> None:
     rig = started()
     write_steps(log)
@@ -289,6 +290,7 @@ def test_a_failed_write_is_no_fault_of_the_log(log: Path, started: Callable[...,
     assert rig.post(CATCH_UP).json()["applied"] == [VERSION + 1]
 
 
+@pytest.mark.slow
 def test_only_one_process_replays(log: Path, started: Callable[..., Rig]) -> None:
     rig = started()
     write_steps(log)

@@ -18,6 +18,8 @@ from tests.support.delta_bodies import NEXT, delta_part
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.in_process_engine import Engine
 
+pytestmark = pytest.mark.slow
+
 
 class Elsewhere:
     """Another host: no path of the server's leads anywhere on it.

@@ -115,6 +115,7 @@ def end_longer_than(rig: Rig, seconds: float) -> None:
     rig.run(rig.service.committer.end_long_pause(seconds))
 
 
+@pytest.mark.slow
 def test_the_flag_ends_a_long_pause(
     make_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture
 ) -> None:

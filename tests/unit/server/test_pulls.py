@@ -133,6 +133,7 @@ def rewrite(root: Path, version: int, body: bytes) -> None:
     (root / f"weight_v{version:06d}" / "rank0_flush000.safetensors").write_bytes(bare(body))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settled", [False, True], ids=["just-written", "written-long-ago"])
 def test_a_folder_rewritten_after_the_pull_is_refused(rig: Rig, root: Path, settled: bool) -> None:
     publish(root, 8, delta_part())
@@ -178,6 +179,7 @@ def test_the_same_bytes_written_again_are_taken(rig: Rig, root: Path, settled: b
     rig.assert_committed(load(rig, 8), NEXT, 8)
 
 
+@pytest.mark.slow
 def test_an_unchanged_folder_is_not_read_again(
     rig: Rig, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

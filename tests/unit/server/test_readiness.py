@@ -297,6 +297,7 @@ def test_an_engine_of_another_history_is_not_ready(log: Path, started: Callable[
     assert reason(started()) == ("behind_log", "certain")
 
 
+@pytest.mark.slow
 def test_a_log_that_was_not_read_is_read_again(log: Path, started: Callable[..., Rig]) -> None:
     away = log.rename(log.with_name("away"))
     write_steps(away)
@@ -315,6 +316,7 @@ def test_a_log_that_was_not_read_is_read_again(log: Path, started: Callable[...,
     assert ready(rig)["version"] == NEWEST
 
 
+@pytest.mark.slow
 def test_a_log_is_read_by_one_thread_at_a_time(
     log: Path, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +351,7 @@ def test_a_log_is_read_by_one_thread_at_a_time(
     assert ready(rig)["version"] == NEWEST
 
 
+@pytest.mark.slow
 def test_a_log_that_fails_otherwise_is_read_again(
     log: Path,
     started: Callable[..., Rig],

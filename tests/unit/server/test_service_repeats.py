@@ -123,6 +123,7 @@ def test_a_sync_survives_an_answer_that_is_lost(rig: Rig, operation: str) -> Non
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)
 
 
+@pytest.mark.slow
 def test_a_repeat_does_not_take_the_weight_version_back(rig: Rig) -> None:
     rig.send(delta_part())
     original = rig.engine.set_weight_version

@@ -33,6 +33,8 @@ from tests.support.present import present
 from tests.support.store_proxy import StoreProxy
 from tests.unit.server.delta_logs import STEPS, write, write_steps
 
+pytestmark = pytest.mark.slow
+
 PARTS = "/delta_parts"
 
 
@@ -374,7 +376,6 @@ def reads_of_parts(proxy: StoreProxy) -> list[int]:
     )
 
 
-@pytest.mark.slow
 def test_store_sends_each_part_once_to_a_group(
     group: Group, store: DeltaLog, proxy: StoreProxy
 ) -> None:
@@ -410,7 +411,6 @@ def test_store_sends_each_part_once_to_64_engines(
         group.close()
 
 
-@pytest.mark.slow
 def test_part_that_was_pruned_is_not_there(group: Group, store: DeltaLog) -> None:
     for one in (1, 2):  # else the follower waits for their answers until it is closed
         group.listening[one].close()
@@ -426,7 +426,6 @@ def test_part_that_was_pruned_is_not_there(group: Group, store: DeltaLog) -> Non
     assert rig.get(url).status_code == 200
 
 
-@pytest.mark.slow
 def test_peers_that_are_down_leave_the_store(
     group: Group, store: DeltaLog, proxy: StoreProxy
 ) -> None:
@@ -439,7 +438,6 @@ def test_peers_that_are_down_leave_the_store(
     assert reads_of_parts(proxy) == [1, 1, 1]
 
 
-@pytest.mark.slow
 def test_peers_are_found_by_their_heartbeats(
     group: Group, store: DeltaLog, proxy: StoreProxy
 ) -> None:

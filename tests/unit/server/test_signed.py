@@ -138,6 +138,7 @@ def test_a_full_spool(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_error(post(rig, GOOD, signed(GOOD)), 507, "SpoolFull")
 
 
+@pytest.mark.slow
 def test_no_descriptor_is_left(rig: Rig) -> None:
     post(rig, GOOD, signed(b""))
     before = open_descriptors()

@@ -420,6 +420,7 @@ def test_a_caller_that_leaves_does_not_stop_a_commit(
 # Who submits ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_only_deliver_submits_parts() -> None:
     callers = []
     for file in sorted(SERVER.rglob("*.py")):

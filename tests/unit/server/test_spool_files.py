@@ -129,6 +129,7 @@ def test_a_refused_body_keeps_no_file(spool: Intake) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [0, 1, 3])
 def test_a_body_given_up_while_it_is_written(spool: Intake, batches: int) -> None:
     before = open_descriptors()
@@ -222,6 +223,7 @@ def test_a_view_of_a_mapping_keeps_the_file(spool: Intake) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_syncs_through_files_that_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of one rig sync several times; their weights are those of all the steps."""
     monkeypatch.setattr(spool_files, "_LARGE", 1)
@@ -343,6 +345,7 @@ def test_a_full_spool_without_unused_files(spool: Intake, monkeypatch: pytest.Mo
     assert names(spool) == []
 
 
+@pytest.mark.slow
 def test_closing_frees_everything() -> None:
     before = open_descriptors()
 

@@ -42,6 +42,7 @@ def test_the_folder_is_private_and_goes_with_close(tmp_path: Path) -> None:
     spool.close()
 
 
+@pytest.mark.slow
 def test_the_folder_goes_with_the_spool(tmp_path: Path) -> None:
     Intake(str(tmp_path), LIMITS)
     gc.collect()

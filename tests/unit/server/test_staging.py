@@ -186,6 +186,7 @@ def test_as_many_files_are_staged_at_once_as_a_rank_has_threads(
     ]
 
 
+@pytest.mark.slow
 def test_the_ranks_are_asked_once_when_they_have_staged(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

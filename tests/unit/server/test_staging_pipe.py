@@ -92,6 +92,7 @@ def test_without_pipes_it_does_not_wait(
     assert os.listdir(part.parent) == []
 
 
+@pytest.mark.slow
 def test_a_wait_that_is_cancelled_leaves_nothing(part: Path) -> None:
     async def run() -> None:
         before = open_descriptors()

@@ -30,6 +30,7 @@ def test_only_the_last_ones_are_kept(rig: Rig) -> None:
     assert [sync.version for sync in rig.run(history.syncs())] == [*range(10, 60)]
 
 
+@pytest.mark.slow
 def test_a_sync_of_many_parts_is_one(rig: Rig) -> None:
     processes = [SyncHistory(rig.engine) for _ in range(2)]
 

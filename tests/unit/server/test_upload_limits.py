@@ -148,6 +148,7 @@ def test_many_chunks_take_few_timers(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_slow_body_is_answered(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(stage_timeout=0.5, min_upload_rate=1 << 20)
 

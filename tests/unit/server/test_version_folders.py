@@ -48,6 +48,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 # What is applied -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checksum_format", ["xxh3-128", "blake3", "adler32"])
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 def test_a_step(engine: Engine, encoding: str, checksum_format: str) -> None:
@@ -69,6 +70,7 @@ def test_a_step(engine: Engine, encoding: str, checksum_format: str) -> None:
     engine.assert_at(engine.ask(back), engine.base, NEXT + 1)
 
 
+@pytest.mark.slow
 def test_steps_of_some_tensors(engine: Engine) -> None:
     held = engine.base
     for number, names in enumerate([[NORM], [COLUMNS, EIGHT], [ROWS], list(Rank.shapes)]):
@@ -88,6 +90,7 @@ def test_a_step_without_changes(engine: Engine) -> None:
     assert (response.json()["nnz"], response.json()["tensors"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_plain_checkpoint(engine: Engine) -> None:
     """At any later version, with an index or as one file."""
     response = engine.ask(write_checkpoint(engine.root, 20, engine.target))
@@ -134,6 +137,7 @@ def test_a_large_tensor_is_proven_in_chunks(
 # In a delta log ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_log_of_folders_is_replayed(engine: Engine, tmp_path: Path) -> None:
     """Up to the first that is not for these weights; a later checkpoint leads around it."""
     log = tmp_path / "log"
@@ -162,6 +166,7 @@ def test_a_log_of_folders_is_replayed(engine: Engine, tmp_path: Path) -> None:
 # What is refused -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_wrong_base_version(engine: Engine) -> None:
     folder = write_version(engine.root, NEXT + 1, engine.base, engine.target)
     assert_error(engine.ask(folder), 409, "VersionConflict", expected=NEXT, actual=VERSION)

@@ -161,6 +161,7 @@ def test_another_stream_of_left_weights_is_cut(rig: Rig, generator: Generator) -
         during(rig, generator, LINES, "7", delta_part())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [">=7", "7-8"])
 @pytest.mark.parametrize("path", [WHOLE, STREAM])
 def test_versions_within_the_range_are_passed(
@@ -181,6 +182,7 @@ def test_a_range_that_is_left_later_ends_then(rig: Rig, generator: Generator) ->
     assert error is not None
 
 
+@pytest.mark.slow
 def test_a_refused_commit_stops_nobody(rig: Rig, generator: Generator) -> None:
     generator.tokens = 50
 
@@ -246,6 +248,7 @@ def test_a_client_that_leaves_is_noticed(rig: Rig, generator: Generator) -> None
     assert generator.gone == [WHOLE]
 
 
+@pytest.mark.slow
 def test_a_slow_client_gets_the_error_of_its_stream(rig: Rig, generator: Generator) -> None:
     """The app has ended before the client has read it."""
     generator.tokens = 10000
@@ -323,6 +326,7 @@ def connected(rig: Rig, generator: Generator, path: str) -> tuple[int, str, bool
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [WHOLE, WAITS, STREAM, LINES])
 def test_a_client_sees_why_its_answer_ends(rig: Rig, generator: Generator, path: str) -> None:
     generator.tokens = 10000
@@ -338,6 +342,7 @@ def test_a_client_sees_why_its_answer_ends(rig: Rig, generator: Generator, path:
 # Several processes -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_no_answer_has_a_version_not_asked_for(rig: Rig, other: Process, seed: int) -> None:
     """Two processes commit, roll back and answer at random."""

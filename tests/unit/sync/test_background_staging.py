@@ -21,6 +21,8 @@ from engine_ext.ranks.operations import BeginPart
 from engine_ext.sync.background_staging import BackgroundStaging, map_part
 from tests.support.descriptors import open_descriptors
 
+pytestmark = pytest.mark.slow
+
 DELTA = ParamDelta("w", "bfloat16", (4,), np.array([2]), np.array([7], np.uint16))
 IDENTITY, FILE = verified_file(encode_part([DELTA], encoding="deltas", current_version=1))
 

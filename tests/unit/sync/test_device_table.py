@@ -80,6 +80,7 @@ def test_two_parts_of_one_tensor() -> None:
     assert "same elements" in str(refusal)
 
 
+@pytest.mark.slow
 def test_a_weight_that_changed_after_staging_is_seen() -> None:
     """All of the old values are compared before the write; a host compares a sample of them."""
     base = base_checkpoint(FusedQkv)
@@ -160,6 +161,7 @@ class Box:
 FAR = 1 << 31
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(
     boxes=st.lists(

@@ -55,6 +55,7 @@ def assert_seeded(serving: Serving, *, deltas: bool = True) -> None:
     serving.assert_fresh()
 
 
+@pytest.mark.slow
 @pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_habit(tmp_path: Path, ranks: int) -> None:
@@ -162,6 +163,7 @@ def test_other_bits_after_loading_leave_the_weights_uncertain(
     assert {error["engine_state"] for error in errors} == {"uncertain"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["_load", "_trace", "_certify"])
 def test_one_rank_that_fails_does_not_keep_the_others_waiting(
     tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch

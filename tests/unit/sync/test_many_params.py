@@ -75,6 +75,7 @@ def trained(tmp_path: Path) -> Trained:
     return Trained(tmp_path)
 
 
+@pytest.mark.slow
 def test_many_small_params_are_written(trained: Trained) -> None:
     one = trained.stage(1, trained.base, trained.target)
     [answer, other] = trained.engine.commit(one)

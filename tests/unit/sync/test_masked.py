@@ -64,6 +64,7 @@ def holds_new(served: Served, delta: ParamDelta) -> bool:
     return all(write.holds() for write in writes_of(served.applier.stage(part)))
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(
     shard=shards(),
@@ -90,6 +91,7 @@ def test_applied_is_freshly_loaded(
     assert all(holds_new(served, d) for d in deltas)
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(shard=shards(), seed=st.integers(0, 1 << 20), data=st.data())
 def test_reading_back_sees_any_touched_element(

@@ -35,6 +35,8 @@ from tests.support.toy_quantised import (
     parameter,
 )
 
+pytestmark = pytest.mark.slow
+
 METHODS = [Method, Int8, Transpose, Packed, PackedAway, SecondCopy, Attribute, ZeroPoints]
 
 

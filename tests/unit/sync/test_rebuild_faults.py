@@ -32,6 +32,8 @@ from tests.support.toy_quantised import (
 )
 from tests.unit.sync.test_post_load import Drifting, target_of
 
+pytestmark = pytest.mark.slow
+
 
 def corrupted(serving: Serving) -> list[str]:
     """What a scan names on any rank."""

@@ -14,6 +14,8 @@ from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
 from tests.support.toy_quantised import IN, OUT, Layer, Method, Model, empty, parameter
 
+pytestmark = pytest.mark.slow
+
 
 class PackPart(Method):
     """Packs the weight of the part, and leaves it."""

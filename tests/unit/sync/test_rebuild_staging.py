@@ -25,6 +25,8 @@ from tests.support.toy_quantised import (
 )
 from tests.unit.sync.test_post_load import Drifting, target_of
 
+pytestmark = pytest.mark.slow
+
 
 class TwoLayers(Model):
     shapes: ClassVar = linear_shapes("one", "two")

@@ -51,6 +51,7 @@ def test_handle_never_raises(tmp_path: Path, operation: Any, arguments: Any) -> 
     ranks.engine.apply(part_id(body()), body())  # and it still works
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(
     st.lists(

@@ -9,6 +9,8 @@ import pytest
 from tests.support.rank_engine import errors_of, part_id
 from tests.unit.sync.recorded_ranks import Ranks, body
 
+pytestmark = pytest.mark.slow
+
 
 def test_weights_loaded_by_engine_take_only_full_sync(ranks: Ranks) -> None:
     """Nobody knows what a delta would be added to, or what a rollback would restore."""

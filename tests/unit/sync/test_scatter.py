@@ -47,6 +47,7 @@ from tests.support.thread_ranks import Shard, shards
 from tests.unit.sync.applier_cases import DENSE
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(
     shard=shards(),
@@ -285,6 +286,7 @@ def boxes(draw: st.DrawFn) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple
     return draw(st.integers(0, 5)), sizes, source, tuple(live)
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(box=boxes(), repacked=st.booleans(), chosen=st.sets(st.integers(0, 140)))
 def test_locator_finds_what_the_box_says(

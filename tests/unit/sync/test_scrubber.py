@@ -299,6 +299,7 @@ def test_syncs_while_scrubbing_are_no_mismatch(tmp_path: Path) -> None:
     wait_for(lambda: scrubber.state.mismatched == [])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hasty")
 def test_moved_tensor_is_found_and_healed(tmp_path: Path) -> None:
     """Only its rank knows, and that is enough to refuse deltas; a full sync ends the state."""
@@ -449,6 +450,7 @@ def test_without_an_interval_there_is_no_thread(tmp_path: Path) -> None:
     assert not any(thread.name == "delta-scrub" for thread in _alive(engine))
 
 
+@pytest.mark.slow
 def test_the_thread_ends_with_its_receiver(tmp_path: Path) -> None:
     before = {thread.ident for thread in threading.enumerate()}
     engine: Any = Engine(

@@ -137,6 +137,7 @@ def digests_of(params: Sequence[StagedParam]) -> list[Any]:
     return [(p.name, p.nnz, p.dense, p.counted, p.change, p.replicas) for p in params]
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(
     table=st.sampled_from(TABLES),
@@ -254,6 +255,7 @@ def test_elements_of_each_width(table: str, dtype: torch.dtype, encoding: str, f
     assert memory(served.model) == memory(load(model, target))
 
 
+@pytest.mark.slow
 @EACH_TABLE
 @pytest.mark.parametrize("step", [1, 3000], ids=["close", "far"])
 @pytest.mark.parametrize("count", [1, 2, AHEAD - 1, AHEAD, AHEAD + 1, 3 * AHEAD])

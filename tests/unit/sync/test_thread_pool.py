@@ -14,6 +14,8 @@ import pytest
 from engine_ext.sync import thread_pool
 from engine_ext.sync.thread_pool import ThreadPool
 
+pytestmark = pytest.mark.slow
+
 THREADS = 3
 WAIT_S = 30
 

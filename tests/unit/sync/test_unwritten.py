@@ -87,6 +87,7 @@ def test_every_processing(tmp_path: Path, method: type[Method]) -> None:
     serving.assert_fresh()
 
 
+@pytest.mark.slow
 @pytest.mark.host_memory
 @pytest.mark.usefixtures("keeps_computed")
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -100,6 +101,7 @@ def test_all_of_them_on_several_ranks(tmp_path: Path, ranks: int) -> None:
     serving.assert_fresh()
 
 
+@pytest.mark.slow
 @pytest.mark.host_memory
 def test_an_engine_without_weights(tmp_path: Path) -> None:
     serving = Serving(Everything, tmp_path, dummy=True)
@@ -118,6 +120,7 @@ class Broken:
         raise RuntimeError("no memory")
 
 
+@pytest.mark.slow
 @pytest.mark.host_memory
 @pytest.mark.parametrize("when", ["unwritten", "restore"])
 def test_what_cannot_be_kept_refuses_every_sync(

@@ -18,6 +18,8 @@ from tests.support.folder_writer import checksum, payload
 from tests.support.served_models import PROPERTY
 from tests.support.verified_part import read_verified
 
+pytestmark = pytest.mark.slow
+
 FORMATS = ("xxh3-128", "blake3", "adler32")
 ENCODINGS = ("xor", "overwrite")
 

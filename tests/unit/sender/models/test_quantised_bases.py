@@ -35,6 +35,7 @@ def test_weights_are_quantised_as_the_trainer_has_them(
     assert is_rounded == (dtype == torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_is_synced_with_a_quantised_engine(form: str, tmp_path: Path) -> None:
     base = save_quantised(make_model("qwen3_moe"), form, tmp_path)

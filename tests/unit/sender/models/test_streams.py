@@ -24,6 +24,7 @@ def freeing(model: torch.nn.Module, read: list[str] | None = None) -> Iterator[A
         gathered.fill_(float("nan"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_those_that_are_saved(kind: str, tmp_path: Path) -> None:
     masters = make_model(kind, torch.float32)

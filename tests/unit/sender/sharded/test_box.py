@@ -17,6 +17,8 @@ from delta_sender.sharded.box import Box, box_digest
 from delta_sender.sharded.ownership import Held, Ownership
 from engine_ext.format import tensor_digest
 
+pytestmark = pytest.mark.slow
+
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
 
 

@@ -32,6 +32,8 @@ from tests.support.sharded_trainers import served
 from tests.unit.sender.sharded.test_one_rank import whole
 from tests.unit.sender.test_fleet import Dead, copied, fresh_model, hold, refuse, versions
 
+pytestmark = pytest.mark.slow
+
 Answer = Callable[[httpx.Request], httpx.Response]
 RANKS = 2
 REFUSE = "/refuse"
@@ -325,7 +327,6 @@ def reached(folder: Path) -> Iterator[tuple[FleetRig, list[str]]]:
         yield fleet, roots
 
 
-@pytest.mark.slow
 def test_rank_that_dies_keeps_all_engines_back(tmp_path: Path) -> None:
     with reached(tmp_path) as (fleet, roots):
         said, died = run_ranks(die, RANKS, tmp_path, roots)
@@ -335,7 +336,6 @@ def test_rank_that_dies_keeps_all_engines_back(tmp_path: Path) -> None:
         assert all(fleet.prepared(url) is None for url in fleet.urls)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["deltas", "gap8_ulp"])
 def test_ranks_send_to_engines_that_commit_as_one(tmp_path: Path, encoding: str) -> None:
     with reached(tmp_path) as (fleet, roots):

@@ -114,6 +114,7 @@ def test_torch_still_tells_where_shards_lie() -> None:
     assert names[:3] == ["global_shape", "mesh", "placements"]
 
 
+@pytest.mark.slow
 def test_the_example_runs(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("qwen3_moe")
     model.save_pretrained(tmp_path / "checkpoint")

@@ -15,7 +15,7 @@ from tests.support.rank_engine import errors_of, part_id
 from tests.support.toy_quantised import Int8, Layer, Method, Model, linear_shapes
 from tests.unit.sync.test_post_load import target_of
 
-pytestmark = pytest.mark.host_memory
+pytestmark = [pytest.mark.slow, pytest.mark.host_memory]
 
 
 class CacheConfig:

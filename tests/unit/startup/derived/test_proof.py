@@ -31,6 +31,8 @@ from tests.unit.startup.derived.latent_attention import (
     fail_with,
 )
 
+pytestmark = pytest.mark.slow
+
 # --- functions that are not believed ---
 
 # What they know of their layers, out of sight.

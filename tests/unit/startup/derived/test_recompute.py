@@ -22,6 +22,8 @@ from tests.unit.startup.derived.latent_attention import (
     together,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("apply", ["scatter", "masked"])
 @pytest.mark.parametrize("functions", [each, together])

@@ -14,6 +14,8 @@ from tests.support.served_models import (
 )
 from tests.unit.startup.derived.latent_attention import KV, Attention, Service, Views
 
+pytestmark = pytest.mark.slow
+
 
 def test_dummy_weights_are_seeded_and_then_take_deltas(
     tmp_path: Path, attention: type[Attention]

@@ -11,6 +11,8 @@ import pytest
 from tests.support.rank_engine import errors_of
 from tests.unit.startup.derived.latent_attention import KV, Attention, Service, fail_with
 
+pytestmark = pytest.mark.slow
+
 
 def failing(times: int) -> Callable[[], None]:
     left = iter(range(times))

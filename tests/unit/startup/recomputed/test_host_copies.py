@@ -29,6 +29,8 @@ from tests.support.toy_quantised import (
 )
 from tests.unit.sync.test_post_load import TwoLayers, target_of
 
+pytestmark = pytest.mark.slow
+
 
 class Gapped(Int8):
     """Its weight is a part of wider rows."""

@@ -28,6 +28,7 @@ class Mamba(Model):
         self.mixer = Mixer()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", ["mixer.A_log", "mixer.D"])
 def test_one_tensor_is_loaded_again(tmp_path: Path, name: str, ranks: int) -> None:

@@ -137,6 +137,7 @@ def test_a_loader_that_is_wrapped_now_is_not_traced() -> None:
     assert loading.specs is None
 
 
+@pytest.mark.slow
 def test_the_specs_are_the_checkpoints_and_no_memory_is_kept() -> None:
     model, loading = PackedAway(), LoadingTrace()
     loading.trace(model, model.load_weights, checkpoint(PackedAway).items)

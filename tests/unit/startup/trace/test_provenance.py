@@ -264,6 +264,7 @@ class Chain(ToyModel):
         self.live.copy_(self.run(held["one"], held["other"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [(64, 1024), (2, 4)], ids=["ample", "scarce"])
 @PROPERTY
 @given(chain=chains(), one=shapes(), other=shapes())

@@ -341,6 +341,7 @@ def test_another_threads_copy_is_not_taken_for_the_loaders() -> None:
     assert [s.python_copy for p in placement.values() for s in p.segments] == [False, False]
 
 
+@pytest.mark.slow
 def test_models_are_traced_one_at_a_time() -> None:
     """Ranks can be threads; the original is back whichever of them ends last."""
     start = threading.Barrier(4, timeout=5)

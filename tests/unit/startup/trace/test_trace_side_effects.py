@@ -247,6 +247,7 @@ def test_no_collection_begins_in_a_trace(enabled: bool, fails: bool) -> None:
     assert not any(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.host_memory
 def test_collections_leave_out_what_is_there_already() -> None:
     assert gc.get_freeze_count() == 0
@@ -258,6 +259,7 @@ def test_collections_leave_out_what_is_there_already() -> None:
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.slow
 def test_what_the_engine_has_frozen_stays_so() -> None:
     gc.freeze()
     try:
