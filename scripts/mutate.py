@@ -2,8 +2,8 @@
 
 A mutant is one small change of one function: another comparison, constant, boolean or arithmetic
 operator, a negated condition, ``return None``, or a deleted statement. It is written into a scratch
-copy of the tree, and the fast tests of the room run there with ``-x``, those named like the module
-first.
+copy of the tree, and tests of the room run there with ``-x``: those named like the module, then the
+quick ones of the others.
 
 A mutant is known by the function's qualified name, the kind and the ordinal in that function, so
 that a stored sample can be repeated after files have moved:
@@ -208,7 +208,7 @@ class Scratch:
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
-            os._exit(self._run([near, others]))
+            os._exit(self._run(near, others))
         deadline = time.monotonic() + 6 * self._cpu_s
         while True:
             ended, status = os.waitpid(child, os.WNOHANG)
@@ -218,7 +218,7 @@ class Scratch:
                 os.kill(child, signal.SIGKILL)
             time.sleep(0.05)
 
-    def _run(self, groups: list[list[str]]) -> int:
+    def _run(self, near: list[str], others: list[str]) -> int:
         import pytest
 
         resource.setrlimit(resource.RLIMIT_CPU, (self._cpu_s, self._cpu_s + 5))
@@ -234,9 +234,14 @@ class Scratch:
         os.dup2(null, 1)
         os.dup2(null, 2)
         options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-        chosen = [*options, "-m", "not slow and not engine and not full"]
-        try:  # an empty group, or one of slow tests only, is no failure
-            return int(any(pytest.main([*chosen, *group]) % 5 for group in groups if group))
+        markers = ("not engine and not full", "not slow and not engine and not full")
+        runs = [
+            [*options, "-m", chosen, *group]
+            for chosen, group in zip(markers, (near, others), strict=True)
+            if group
+        ]
+        try:  # a group of slow tests only is no failure
+            return int(any(pytest.main(run) % 5 for run in runs))
         except BaseException:
             return 1
 

@@ -304,6 +304,10 @@ ROWS: Final[dict[str, Row]] = {
     "sleep-2": Row(
         checkpoints.plain("qwen3"), (*_EAGER, "--enable-sleep-mode"), more=partial(_sleep, 2)
     ),
+    # It has buffers that no checkpoint holds.
+    "sleep-2-vision": Row(
+        checkpoints.vision, (*_EAGER, "--enable-sleep-mode"), more=partial(_sleep, 2)
+    ),
     "keep": Row(checkpoints.plain("qwen3"), more=_keep),
     "lora": Row(checkpoints.plain("qwen3"), (*_EAGER, "--enable-lora", "--max-lora-rank", "8")),
     "draft-ngram": Row(

@@ -45,7 +45,9 @@ class DeltaEndpoints:
         async def answer(request: Any, error: DeltaError) -> Any:
             return error_response(error)
 
+        theirs = list(app.router.routes)
         attach(app)
+        _replace_routes(app, theirs)
         paths, most = transfer_frontend.PATHS, MAX_REQUEST_BYTES
         app.add_middleware(TransferGuard, state=app.state, paths=paths, max_bytes=most)
         app.add_exception_handler(DeltaError, answer)
@@ -74,6 +76,21 @@ class DeltaEndpoints:
             state.delta_transfer = transfer_frontend.install(engine_client, service, engine)
         token_versions.install(state)
         state.delta_service = service
+
+
+def _replace_routes(app: Any, theirs: list[Any]) -> None:
+    """Let the added routes answer before `theirs`, without those of the same path and methods.
+
+    vLLM 0.31 asks its own routes first; later releases do this themselves.
+    """
+    ours = [route for route in app.router.routes if route not in theirs]
+    operations = {(route.path, method) for route in ours for method in route.methods}
+
+    def is_replaced(route: Any) -> bool:
+        path, methods = getattr(route, "path", None), getattr(route, "methods", None)
+        return bool(methods) and all((path, method) in operations for method in methods)
+
+    app.router.routes[:] = [*ours, *(route for route in theirs if not is_replaced(route))]
 
 
 def _follow_unloading(models: Any, engine: VllmEngine) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from fastapi import FastAPI
 
 from engine_ext import settings
 from engine_ext.adapters.vllm.frontend import DeltaEndpoints
 from engine_ext.errors import AdapterNotLoaded, DeltaError
 from engine_ext.ranks.operations import decode_request, encode_answer
 from tests.support.delta_bodies import delta_part
-from tests.support.endpoint_rig import DELTA, Rig, app_of
+from tests.support.endpoint_rig import DELTA, Rig, app_of, assert_error
 
 
 def give(answer: Any) -> Any:
@@ -145,3 +146,28 @@ def test_memory_is_not_released_or_woken_during_a_commit(server: Server, change:
 
     assert server.rig.run(scenario()).json()["status"] == "committed"
     assert events[-2:] == [("resume",), (change,)]
+
+
+def test_vllms_own_routes_of_the_same_name_are_replaced(rig: Rig) -> None:
+    """vLLM 0.31 asks its own first; a label that it sets would name other weights."""
+    app = FastAPI()
+
+    @app.post("/update_weight_version")
+    async def label() -> str:
+        return "vLLM's"
+
+    @app.api_route("/delta_status", methods=["GET", "PUT"])
+    async def status() -> str:
+        return "vLLM's"
+
+    DeltaEndpoints().attach_router(app)
+    app.state.delta_service = rig.service
+
+    def ask(method: str, path: str) -> httpx.Response:
+        return rig.run(rig.request(method, path, app=app))
+
+    assert_error(ask("POST", "/update_weight_version"), 400, "MalformedPart")
+    assert ask("GET", "/delta_status").json() != "vLLM's"
+    assert ask("PUT", "/delta_status").json() == "vLLM's"
+    operations = [(route.path, method) for route in app.routes for method in route.methods]
+    assert operations.count(("/update_weight_version", "POST")) == 1
