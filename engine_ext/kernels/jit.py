@@ -9,8 +9,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from types import CellType, FunctionType
+from typing import Any, Final, TypeVar
 
+import xxhash
+
+# The rooms with functions that loops of other files call.
+_CALLED: Final = ("format", "kernels")
 _COMPILING = threading.RLock()
 
 _Made = TypeVar("_Made")
@@ -55,13 +61,15 @@ def array(types: Any, dtype: str, *, readonly: bool = True) -> Any:
 def compile_loop(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
     """Compile a function to machine code that runs without the GIL.
 
-    It is compiled now for the numba types in `signature`, or loaded from numba's cache.
+    It is compiled now for the numba types in `signature`, or loaded from numba's cache. Code that
+    was compiled before a file of the rooms ``format`` and ``kernels`` changed is not used.
 
     Raises:
         ImportError: numba is not installed.
     """
     from numba import njit
 
+    function = _with_sources(function)
     compiled: Any
     try:
         compiled = njit(signature, nogil=True, cache=True)(function)
@@ -73,3 +81,28 @@ def compile_loop(function: Callable[..., Any], signature: Any) -> Callable[..., 
         compiled = njit(signature, nogil=True)(function)
     loop: Callable[..., Any] = compiled
     return loop
+
+
+def _with_sources(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with a hash of the called rooms' files among the values it encloses.
+
+    numba's cache compares a function's own file, its bytecode and what it encloses. Without this, a
+    loop would call the old form of a function that has changed in another file.
+    """
+    code, enclosed = function.__code__, function.__closure__ or ()
+    code = code.replace(co_freevars=(*code.co_freevars, "sources"))
+    enclosed = (*enclosed, CellType(_hash_of_sources()))
+    made = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, enclosed
+    )
+    made.__module__, made.__qualname__ = function.__module__, function.__qualname__
+    return made
+
+
+@functools.cache
+def _hash_of_sources() -> str:
+    found = xxhash.xxh3_128()
+    for room in _CALLED:
+        for file in sorted((Path(__file__).parents[1] / room).glob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()

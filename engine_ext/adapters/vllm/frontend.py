@@ -87,7 +87,7 @@ def _replace_routes(app: Any, theirs: list[Any]) -> None:
     operations = {(route.path, method) for route in ours for method in route.methods}
 
     def is_replaced(route: Any) -> bool:
-        path, methods = getattr(route, "path", None), getattr(route, "methods", None)
+        path, methods = getattr(route, "path", None), getattr(route, "methods", None) or ()
         return bool(methods) and all((path, method) in operations for method in methods)
 
     app.router.routes[:] = [*ours, *(route for route in theirs if not is_replaced(route))]

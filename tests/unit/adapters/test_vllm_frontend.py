@@ -169,5 +169,6 @@ def test_vllms_own_routes_of_the_same_name_are_replaced(rig: Rig) -> None:
     assert_error(ask("POST", "/update_weight_version"), 400, "MalformedPart")
     assert ask("GET", "/delta_status").json() != "vLLM's"
     assert ask("PUT", "/delta_status").json() == "vLLM's"
-    operations = [(route.path, method) for route in app.routes for method in route.methods]
+    routes: list[Any] = app.routes
+    operations = [(route.path, method) for route in routes for method in route.methods]
     assert operations.count(("/update_weight_version", "POST")) == 1

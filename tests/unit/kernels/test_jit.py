@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import engine_ext
 from engine_ext.kernels.jit import array, compile_loop
 
 pytestmark = pytest.mark.slow
@@ -47,3 +51,34 @@ def test_a_cache_that_mixes_signatures_up_is_not_believed(tmp_path: Path) -> Non
     os.rename(second, first)
     os.rename(aside, second)
     assert totals() == [10, 10]
+
+
+LOOP = """
+from numba import types
+from numba.extending import register_jitable
+from engine_ext.format.of_a_test import more
+from engine_ext.kernels.jit import compile_loop
+
+register_jitable(more)
+
+def loop(value):
+    return more(value)
+
+compiled = compile_loop(loop, types.int64(types.int64))
+print(compiled(1), sum(compiled.stats.cache_hits.values()))
+"""
+
+
+def test_a_function_of_another_file_that_changed_is_compiled(tmp_path: Path) -> None:
+    """numba's cache compares only the file of the function that calls it."""
+    room = tmp_path / "engine_ext" / "format"
+    shutil.copytree(Path(engine_ext.__file__).parent, room.parent)
+    (tmp_path / "loop_of_a_test.py").write_text(LOOP)
+    command = [sys.executable, "-c", "import loop_of_a_test"]
+
+    def run(added: int) -> str:
+        (room / "of_a_test.py").write_text(f"def more(value):\n    return value + {added}\n")
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert [run(1), run(1), run(2)] == ["2 0", "2 1", "3 0"]

@@ -18,7 +18,7 @@ USUAL = (700, 10, 10)
 
 @pytest.fixture(autouse=True)
 def usual() -> Iterator[None]:
-    """What other modules made is no longer collected: a full collection follows a few objects."""
+    """Exclude the objects of other modules, so that a full collection follows a few objects."""
     before = gc.get_threshold()
     gc.freeze()
     gc.collect()
