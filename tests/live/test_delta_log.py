@@ -33,17 +33,10 @@ KINDS = ["vllm", "sglang"]
 
 
 # The short tests of SGLang's patched copy replay a folder, too.
+@pytest.mark.full
 @pytest.mark.versions
-@pytest.mark.parametrize(
-    ("kind", "where"),
-    [
-        ("vllm", "store"),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (("vllm", "folder"), ("sglang", "store"), ("sglang", "folder"))
-        ),
-    ],
-)
+@pytest.mark.parametrize("where", ["store", "folder"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_starts_where_the_log_ends(
     kind: str,
     where: str,

@@ -87,7 +87,8 @@ def post_while_generating(
         return answer
 
 
-@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_tokens_flow_while_a_large_delta_is_staged(
     kind: str, start: Callable[..., EngineProcess], tmp_path: Path
 ) -> None:
