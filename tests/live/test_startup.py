@@ -207,8 +207,8 @@ for name, arguments in json.loads(sys.argv[1]).items():
         found[name] = "taken"
     except ValueError as error:
         found[name] = str(error)
-    except SystemExit:  # an older release has no such flag
-        found[name] = " ".join(arguments)
+    except SystemExit:
+        found[name] = "unknown"
 print(json.dumps(found))
 """
 SGLANG_REFUSES = {
@@ -222,7 +222,7 @@ SGLANG_REFUSES = {
     ),
     "prefill": ([ENABLE, "--disaggregation-mode", "prefill"], "--disaggregation-mode (prefill)"),
     "hierarchical": ([ENABLE, "--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
-    "alias": ([ENABLE, "--enable-hicache"], "--enable-hi"),
+    "alias": ([ENABLE, "--enable-hicache"], "--enable-hierarchical-cache"),
     "storage": ([ENABLE, "--hicache-storage-backend", "file"], "--hicache-storage-backend (file)"),
     "sparse": ([ENABLE, "--enable-hisparse"], "--enable-hisparse"),
     "linker": (
@@ -255,7 +255,9 @@ def test_sglang_refuses_arguments() -> None:
     run = python("sglang", "-c", SGLANG_PARSER, asked)
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    wrong = {n: found[n] for n, (_, message) in SGLANG_REFUSES.items() if message not in found[n]}
+    if found["alias"] == "unknown":  # SGLang 0.5.22 has only the long name, and ends with an error
+        del found["alias"]
+    wrong = {n: text for n, text in found.items() if SGLANG_REFUSES[n][1] not in text}
     assert wrong == {}
 
 
