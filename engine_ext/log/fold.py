@@ -121,8 +121,8 @@ def fold_versions(
         progress: iterates over the versions, and can display the progress.
 
     Raises:
-        CannotFold: some version sends differences, and there is no checkpoint or it is another one;
-            or some version is a folder with an index; or `entries` is empty.
+        CannotFold: some version sends differences or flipped bits, and there is no checkpoint or it
+            is another one; or some version is a folder with an index; or `entries` is empty.
         LogDamaged, PartUnavailable: one of the versions is damaged, or cannot be read now.
         FileExistsError: the result is already there.
         BlockingIOError: another process writes it.
@@ -205,10 +205,10 @@ def _deltas(part: DecodedPart, values: ModelValues | None) -> list[ParamDelta]:
     if values is not None:
         return values.take(part)
     for delta in part.deltas:
-        if delta.differences:
+        if delta.needs_old:
             raise CannotFold(
-                f"version {part.manifest.current_version} sends differences ({delta.name}), and "
-                "the values they are added to are not in the log; name the checkpoint that it "
+                f"version {part.manifest.current_version} sends changes ({delta.name}), and "
+                "the values that they change are not in the log; name the checkpoint that it "
                 "starts from (--base)"
             )
     return [*part.deltas]

@@ -1,8 +1,9 @@
 """Follow the values of a model through the versions of a log, from its checkpoint on.
 
-A version can send differences, new minus old bit patterns. Only with the old values they become
-values, which `ModelValues` keeps: those of the checkpoint, and of every element changed since. The
-part's ``digest_part`` covers old and new values of all of its elements, so it proves both.
+A version can send differences, new minus old bit patterns, or bits to flip. Only with the old
+values they become values, which `ModelValues` keeps: those of the checkpoint, and of every element
+changed since. The part's ``digest_part`` covers old and new values of all of its elements, so it
+proves both.
 """
 
 from __future__ import annotations
@@ -44,20 +45,22 @@ class ModelValues:
         Parts of one version name different tensors, so their order does not matter.
 
         Raises:
-            CannotFold: It sends differences of other values, or of a tensor that is not in the
+            CannotFold: It sends changes of other values, or without ``digest_part``, or of a tensor that is not in the
                 checkpoint. The values are of no version then.
         """
         deltas, change = [], Digest.ZERO
         for delta in part.deltas:
-            if delta.differences:
+            if delta.needs_old:
                 assert delta.indices is not None
                 indices = delta.indices.astype(np.int64)
                 old = self._values(delta, indices)
-                new = old + delta.values
+                new = delta.new_bits(old, 0, delta.nnz, slice(None))
                 change += change_digest(delta.name, indices, old, new)
-                delta = replace(delta, values=new, differences=False)
+                delta = replace(
+                    delta, values=new, differences=False, cleared=None, new_checksum=None
+                )
             deltas.append(delta)
-        if any(delta.differences for delta in part.deltas):
+        if any(delta.needs_old for delta in part.deltas):
             self._require(part, change)
         for delta in deltas:
             add_delta(self._changed, delta)
@@ -66,7 +69,7 @@ class ModelValues:
     def _require(self, part: DecodedPart, change: Digest) -> None:
         if part.manifest.digest_part != change.hex():
             raise CannotFold(
-                f"version {part.manifest.current_version} sends differences of other values than "
+                f"version {part.manifest.current_version} sends changes of other values than "
                 f"{self._checkpoint} and the versions since lead to; name the checkpoint that the "
                 "log starts from"
             )

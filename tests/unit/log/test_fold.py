@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -206,9 +207,18 @@ def test_differences_cannot_be_folded(tmp_path: Path) -> None:
     )
     change = change_digest("a", delta.indices, np.array([3], np.uint16), np.array([4], np.uint16))
     write(tmp_path, 1, [delta], encoding="gap8_ulp", digest_part=(change + Digest.ZERO).hex())
-    with pytest.raises(CannotFold, match="version 1 sends differences"):
+    with pytest.raises(CannotFold, match="version 1 sends changes"):
         folded(tmp_path, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["weight_v000001"]
+
+
+def test_flipped_bits_cannot_be_folded(tmp_path: Path) -> None:
+    write(tmp_path, 1, [sparse("a", {3: 0x4000})])
+    checksum = "xxh3-128:" + "0" * 32
+    flips = replace(sparse("a", {3: 1}), cleared=np.zeros(1, np.uint16), new_checksum=checksum)
+    write(tmp_path, 2, [flips], encoding="gap8_xor")
+    with pytest.raises(CannotFold, match="version 2 sends changes"):
+        folded(tmp_path, 0)
 
 
 def test_a_tensor_that_changed_its_shape_cannot_be_folded(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from engine_ext.cli import log as cli
@@ -35,6 +36,7 @@ from tests.unit.log.test_fold import (
     write,
 )
 
+NOT_VERIFIED = "xxh3-128:" + "0" * 32  # a fold has no need of whole tensors' checksums
 TORCH = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -48,23 +50,34 @@ def checkpoint_of(weights: Model, folder: Path) -> Path:
     return folder
 
 
-def differences(name: str, old: np.ndarray, changes: dict[int, int]) -> tuple[ParamDelta, Digest]:
+def differences(
+    name: str, old: np.ndarray, changes: dict[int, int], encoding: str
+) -> tuple[ParamDelta, Digest]:
     """What leads from the old bit patterns to the changed ones, and the digest of the change."""
     new = sparse(name, changes)
     assert new.indices is not None
     was = old[new.indices]
-    delta = ParamDelta(name, new.dtype, new.shape, new.indices, new.values - was, True)
+    if encoding == "gap8_ulp":
+        delta = replace(new, values=new.values - was, differences=True)
+    else:
+        cleared = was & 0x5555
+        flips = (was & ~cleared) ^ new.values
+        delta = replace(new, values=flips, cleared=cleared, new_checksum=NOT_VERIFIED)
     return delta, change_digest(name, new.indices, was, new.values)
 
 
 def write_differences(
-    log: Path, version: int, weights: Model, step: dict[str, dict[int, int]]
+    log: Path,
+    version: int,
+    weights: Model,
+    step: dict[str, dict[int, int]],
+    encoding: str = "gap8_ulp",
 ) -> Path:
     """Write a version with one part per dtype."""
     groups: dict[str, list[ParamDelta]] = {}
     digests: dict[str, Digest] = {}
     for name, changes in step.items():
-        delta, change = differences(name, weights[name], changes)
+        delta, change = differences(name, weights[name], changes, encoding)
         groups.setdefault(delta.dtype, []).append(delta)
         digests[delta.dtype] = digests.get(delta.dtype, Digest.ZERO) + change
     parts = [(group, digests[dtype].hex()) for dtype, group in groups.items()]
@@ -75,7 +88,7 @@ def write_differences(
             draft.add(
                 encode_part(
                     group,
-                    encoding="gap8_ulp",
+                    encoding=encoding,
                     current_version=version,
                     base_version=version - 1,
                     sync_id=f"sync {version}",
@@ -100,7 +113,7 @@ steps = st.dictionaries(
     st.dictionaries(st.integers(0, 4), st.integers(0, 65535), min_size=1, max_size=5),
     max_size=3,
 )
-kinds = st.sampled_from(["differences", "values", "dense"])
+kinds = st.sampled_from(["gap8_ulp", "gap8_xor", "values", "dense"])
 
 
 @pytest.mark.slow
@@ -109,12 +122,12 @@ kinds = st.sampled_from(["differences", "values", "dense"])
 def test_a_fold_does_what_its_versions_do(
     tmp_path_factory: pytest.TempPathFactory, chain: list[Any], data: st.DataObject
 ) -> None:
-    """Over any stretch of a chain that mixes differences, values and dense tensors."""
+    """Over any stretch of a chain that mixes differences, flipped bits, values and dense tensors."""
     log = tmp_path_factory.mktemp("log")
     weights = [model()]
     for version, (kind, step) in enumerate(chain, 1):
-        if kind == "differences":
-            write_differences(log, version, weights[-1], step)
+        if kind.startswith("gap8"):
+            write_differences(log, version, weights[-1], step, kind)
             weights.append(changed(weights[-1], step))
             continue
         weights.append(changed(weights[-1], step))
@@ -131,7 +144,7 @@ def test_a_fold_does_what_its_versions_do(
     before = route([entry for entry in entries if entry.version <= first], 0)
     between = [entry for entry in entries if first < entry.version <= last]
     folder = fold_versions(open_log(log), between, first, checkpoint=base, before=before)
-    assert not any(d.differences for p in decoded(entry_of(log, folder)) for d in p.deltas)
+    assert not any(d.needs_old for p in decoded(entry_of(log, folder)) for d in p.deltas)
     assert same(apply(weights[first], log, [folder]), weights[last])
 
 
