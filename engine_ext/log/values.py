@@ -45,8 +45,8 @@ class ModelValues:
         Parts of one version name different tensors, so their order does not matter.
 
         Raises:
-            CannotFold: It sends changes of other values, or without ``digest_part``, or of a tensor that is not in the
-                checkpoint. The values are of no version then.
+            CannotFold: It sends changes of other values, or without ``digest_part``, or of a tensor
+                that is not in the checkpoint. The values are of no version then.
         """
         deltas, change = [], Digest.ZERO
         for delta in part.deltas:

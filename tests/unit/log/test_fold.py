@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine_ext.errors import LogDamaged
 from engine_ext.format import ParamDelta, encode_part

@@ -122,7 +122,7 @@ kinds = st.sampled_from(["gap8_ulp", "gap8_xor", "values", "dense"])
 def test_a_fold_does_what_its_versions_do(
     tmp_path_factory: pytest.TempPathFactory, chain: list[Any], data: st.DataObject
 ) -> None:
-    """Over any stretch of a chain that mixes differences, flipped bits, values and dense tensors."""
+    """Over any stretch of a chain that mixes differences, flipped bits, values, dense tensors."""
     log = tmp_path_factory.mktemp("log")
     weights = [model()]
     for version, (kind, step) in enumerate(chain, 1):
