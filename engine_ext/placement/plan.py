@@ -270,7 +270,10 @@ def covered(placed: Placed) -> bool:
     """Return whether the checkpoint's bits can be recovered from live memory on this rank."""
     if placed.status in (Status.NOT_ON_RANK, Status.EXACT, Status.REBUILT):
         return True
+    return placed.status in (Status.CAST, Status.UNJUDGED) and keeps_bits(placed)
+
+
+def keeps_bits(placed: Placed) -> bool:
+    """Return whether the copies into live memory keep all of the checkpoint's bits."""
     wider = _WIDENED.get(placed.spec.dtype, ())
-    return placed.status in (Status.CAST, Status.UNJUDGED) and all(
-        s.live.tensor.dtype in (placed.spec.dtype, *wider) for s in placed.segments
-    )
+    return all(s.live.tensor.dtype in (placed.spec.dtype, *wider) for s in placed.segments)

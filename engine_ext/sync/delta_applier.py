@@ -34,6 +34,7 @@ from engine_ext.placement import (
     Plan,
     WholeBox,
     has_nan,
+    keeps_bits,
     summary,
     uncertified,
 )
@@ -128,7 +129,7 @@ class DeltaApplier:
             return "it is sent as differences, but no digest proves the old values; send new values"
         if delta.differences and recast:
             return "it is sent as differences, but the loader casts the values; send new values"
-        if recast and has_nan(delta.values, delta.dtype):
+        if (recast or not keeps_bits(placed)) and has_nan(delta.values, delta.dtype):
             return "a new value is NaN, and the loader's casts change the bits of a NaN"
         return None
 

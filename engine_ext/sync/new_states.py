@@ -81,8 +81,20 @@ class GatheredProof:
             BaseMismatch: the new bytes of a tensor would have another checksum.
             NotUpdatable: they cannot be computed.
         """
+        try:
+            finished = self._gather_some(staged)
+        except BaseException:
+            for part in _open(staged):
+                part.gathering = None  # whoever asks again gets the same answer
+            raise
+        for part in finished:
+            part.proven = True
+            part.unproven.clear()
+
+    def _gather_some(self, staged: Sequence[StagedPart]) -> list[StagedPart]:
+        """Gather and hash the next chunks; return the parts whose tensors all ranks have proven."""
         members = self._group.all_gather(self._ranks.rank)
-        left, errors = _SHARE_BYTES, list[Exception]()
+        left, errors, finished = _SHARE_BYTES, list[Exception](), list[StagedPart]()
         for part in _open(staged):
             if part.gathering is None:
                 everyone = self._ranks.all_gather(sorted(part.unproven))
@@ -100,14 +112,14 @@ class GatheredProof:
                     part.gathering.popleft()
             if part.gathering:
                 break
-            part.proven = not errors
-            part.unproven.clear()
+            finished.append(part)
 
         def check() -> None:
             for error in errors:
                 raise error
 
         run_on_all_or_none(self._ranks, check)
+        return finished
 
 
 class GatheredState:

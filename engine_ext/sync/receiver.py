@@ -131,6 +131,8 @@ class Receiver(SyncOperations):
     def set_asleep(self, asleep: bool, *, other: bool = False) -> None:
         """Record whether the weights' memory is released, and `other` memory to generate with."""
         self._sync_state.asleep, self._sync_state.released = asleep, asleep or other
+        if not asleep:  # what was kept for a sleep that failed would be stale at the next one
+            self._unwritten = None
 
     @property
     def uncertain(self) -> bool:

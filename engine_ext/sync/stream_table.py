@@ -9,6 +9,7 @@ The old values are copied to pinned memory while the next batch is staged; an un
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -161,20 +162,22 @@ class StreamTable:
         writes = list[Write]()
         streams: dict[torch.device, StagingStream] = {}
         try:
-            for kind, pieces in self._batches(part, numbers):
-                stream = streams.setdefault(kind.device, StagingStream(kind.device))
-                with stream.current():
-                    batch = _Batch(part, kind, pieces, stream).locate(self._boxes[kind.device])
-                    if batch is None:
-                        return NO_STREAMS
-                    writes += self._deliver(batch, params, memory)
-                del batch  # before the next one takes memory
+            # An exception holds memory that kernels still use: they end before it goes.
+            with contextlib.ExitStack() as ends:
+                for kind, pieces in self._batches(part, numbers):
+                    if kind.device not in streams:
+                        streams[kind.device] = StagingStream(kind.device)
+                        ends.callback(streams[kind.device].wait)
+                    stream = streams[kind.device]
+                    with stream.current():
+                        batch = _Batch(part, kind, pieces, stream).locate(self._boxes[kind.device])
+                        if batch is None:
+                            return NO_STREAMS
+                        writes += self._deliver(batch, params, memory)
+                    del batch  # before the next one takes memory
         except RuntimeError:
             logger.warning("delta updates: a part is staged by the host", exc_info=True)
             return NO_STREAMS
-        finally:
-            for stream in streams.values():
-                stream.wait()
         return StagedStreams(frozenset(numbers), list(params.values()), writes)
 
     def _numbers(self, part: UnpackedPart) -> list[int]:

@@ -90,6 +90,22 @@ def shard(shape: tuple[int, ...], dtype: torch.dtype, dim: int, rank: int, ranks
     return Shard
 
 
+def two_shards(rank: int) -> Any:
+    """A model of one of two ranks: half of two tensors each."""
+
+    class Shards(ToyModel):
+        shapes: ClassVar = {"one": (4, 3), "two": (4, 3)}
+        dtypes: ClassVar = dict.fromkeys(shapes, torch.bfloat16)
+
+        def build(self) -> None:
+            self.one, self.two = (parameter(2, 3, dtype=torch.bfloat16) for _ in range(2))
+
+        def load_one(self, name: str, weight: torch.Tensor) -> None:
+            getattr(self, name).copy_(weight.narrow(0, 2 * rank, 2))
+
+    return Shards
+
+
 @pytest.mark.slow
 @settings(PROPERTY, max_examples=30)
 @given(
@@ -141,6 +157,23 @@ def test_what_is_spread_is_proven(
             ("BaseMismatch", "weight")
         }
         assert [memory(one.model) for one in served] == before
+
+
+@pytest.mark.parametrize("wrong", [("one",), ("one", "two")], ids=str)
+def test_failed_proof_fails_again_when_asked_again(wrong: tuple[str, ...], tmp_path: Path) -> None:
+    """A process that did not get the first answer asks again, and the sync is still staged."""
+    models = [two_shards(0), two_shards(1)]
+    base = base_checkpoint(models[0], 1)
+    theirs = {n: changed(t, 9) if n in wrong else t for n, t in base.items()}
+    target = {n: changed(t, 20 + k) for k, (n, t) in enumerate(theirs.items())}
+    served = serve_ranks(models, base, apply="scatter")
+    engine = Engine([one.applier for one in served], tmp_path, timeout=5.0)
+    body = part([change(name, theirs[name], target[name]) for name in base])
+    one, before = part_id(body), [memory(rank.model) for rank in served]
+    for answers in (engine.stage(one, body), engine.prepare(one), engine.prepare(one)):
+        assert {error["type"] for error in errors_of(answers)} == {"BaseMismatch"}
+    errors_of(engine.commit(one))
+    assert [memory(rank.model) for rank in served] == before
 
 
 @pytest.mark.parametrize(

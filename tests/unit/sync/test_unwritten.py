@@ -15,7 +15,7 @@ from engine_ext.model import extent, reachable_tensors
 from engine_ext.sync import unwritten as unwritten_module
 from engine_ext.sync.unwritten import Unwritten
 from tests.support.quantised_engine import Serving
-from tests.support.rank_engine import errors_of
+from tests.support.rank_engine import Engine, RecordingApplier, errors_of
 from tests.support.served_models import (
     attempt,
     base_checkpoint,
@@ -150,6 +150,30 @@ def test_a_sleep_that_failed_keeps_nothing_for_later(tmp_path: Path) -> None:
     before = memory(serving.models[0])
     receiver.weights_returned()
     assert memory(serving.models[0]) == before
+
+
+class KeepsOne(RecordingApplier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.zeros(2)
+
+    def unwritten(self) -> Unwritten:
+        return Unwritten([self.kept])
+
+
+def test_next_sleep_keeps_what_there_is_by_then(tmp_path: Path) -> None:
+    """A sleep has failed, and the engine has served and changed since."""
+    applier = KeepsOne()
+    [receiver] = Engine([applier], tmp_path).receivers
+    receiver.weights_released()
+    receiver.weights_discarded("a sleep that fails")
+    receiver.set_asleep(False)
+    applier.kept.fill_(7)
+    receiver.weights_released()
+    receiver.weights_discarded("a sleep")
+    applier.kept.fill_(-1)
+    receiver.weights_returned()
+    assert applier.kept.tolist() == [7, 7]
 
 
 def test_caches_are_not_kept_under_any_name() -> None:
