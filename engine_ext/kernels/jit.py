@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import xxhash
 
 # The rooms with functions that loops of other files call.
-_CALLED: Final = ("format", "kernels")
+_CALLED: Final = ("format", "kernels", "placement")
 _COMPILING = threading.RLock()
 
 _Made = TypeVar("_Made")
@@ -62,7 +62,8 @@ def compile_loop(function: Callable[..., Any], signature: Any) -> Callable[..., 
     """Compile a function to machine code that runs without the GIL.
 
     It is compiled now for the numba types in `signature`, or loaded from numba's cache. Code that
-    was compiled before a file of the rooms ``format`` and ``kernels`` changed is not used.
+    was compiled before a file of the rooms ``format``, ``kernels`` and ``placement`` changed is not
+    used.
 
     Raises:
         ImportError: numba is not installed.

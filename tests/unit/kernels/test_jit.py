@@ -56,7 +56,7 @@ def test_a_cache_that_mixes_signatures_up_is_not_believed(tmp_path: Path) -> Non
 LOOP = """
 from numba import types
 from numba.extending import register_jitable
-from engine_ext.format.of_a_test import more
+from engine_ext.ROOM.of_a_test import more
 from engine_ext.kernels.jit import compile_loop
 
 register_jitable(more)
@@ -69,11 +69,12 @@ print(compiled(1), sum(compiled.stats.cache_hits.values()))
 """
 
 
-def test_a_function_of_another_file_that_changed_is_compiled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["format", "kernels", "placement"])
+def test_a_function_of_another_file_that_changed_is_compiled(tmp_path: Path, name: str) -> None:
     """numba's cache compares only the file of the function that calls it."""
-    room = tmp_path / "engine_ext" / "format"
+    room = tmp_path / "engine_ext" / name
     shutil.copytree(Path(engine_ext.__file__).parent, room.parent)
-    (tmp_path / "loop_of_a_test.py").write_text(LOOP)
+    (tmp_path / "loop_of_a_test.py").write_text(LOOP.replace("ROOM", name))
     command = [sys.executable, "-c", "import loop_of_a_test"]
 
     def run(added: int) -> str:

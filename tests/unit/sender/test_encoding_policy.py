@@ -21,7 +21,7 @@ from delta_sender.encode.encoding_policy import (
     _sizes,
     escaped_share,
 )
-from engine_ext.format import encode_part
+from engine_ext.format import ParamDelta, encode_part
 from scripts.bench import synthetic_weights
 from tests.support.fake_engine import Engine, Handler, Model, model_of, train
 
@@ -51,6 +51,21 @@ def test_a_fast_link_is_not_waited_for_by_zstd(gbit: float, stored: bool) -> Non
         stats = replace(BF16, nnz=int(density * BF16.numel))
         assert auto(stats, gbit * 1e9 / 8).stored == stored
         assert not auto(stats, gbit * 1e9 / 8, dense=True).stored
+
+
+@pytest.mark.parametrize("encoding", ["indices", "deltas", "deltas_zstd", "auto"])
+def test_positions_reach_as_far_as_the_tensor(encoding: str) -> None:
+    """Nobody knows before the change how large its gaps are."""
+    policy = EncodingPolicy(encoding, differences=False)
+    for numel in (1 << 33, 1 << 31):
+        stats = ParamStats(numel=numel, nnz=1000, width=2, floating=True)
+        for speed in (SLOW, 1e9, FAST):
+            choice = policy.choose(stats, False, speed)
+            indices = np.array([5, numel - 1])
+            value = np.zeros(2, np.uint16)
+            delta = ParamDelta("w", "bfloat16", (numel,), indices, value)
+            encode_part([delta], encoding=choice.encoding, current_version=1)
+    assert policy.sparsely(proven=False, numel=5).encoding == policy.empty
 
 
 def test_differences_that_are_large_go_as_values() -> None:
@@ -169,7 +184,7 @@ def test_any_param_has_a_way() -> None:
                 stats = ParamStats(numel, nnz, width, True, 1.0)
                 assert auto(stats, speed, dense=True).dense
                 assert nnz in (0, numel) or not auto(stats, speed).dense
-    assert dict(_sizes(ParamStats(1 << 34, 1000, 2, True)))[EncodingChoice("deltas", False)] == 6000
+    assert dict(_sizes(ParamStats(1 << 32, 1000, 2, True)))[EncodingChoice("deltas", False)] == 6000
 
 
 # ---- with engines --------------------------------------------------------------------------------

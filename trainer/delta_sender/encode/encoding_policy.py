@@ -20,6 +20,10 @@ from engine_ext.format import DIFFERENCES, PACKED_ENCODINGS
 
 AUTO: Final = "auto"
 
+# Elements of a tensor whose indices, or gaps between them, an encoding can hold.
+REACH: Final = {"indices": (1 << 31) - 1, "deltas": 1 << 32, "deltas_zstd": 1 << 32}
+_FARTHEST: Final = "gap8_exp"  # reaches as far as any tensor
+
 _SAMPLE: Final = 4096  # differences that are looked at
 _NIBBLES: Final = 15  # zigzagged differences below it take a nibble
 
@@ -94,10 +98,15 @@ class EncodingPolicy:
         """Whether a small change is sent in the same way whatever its size."""
         return self.encoding != AUTO
 
-    def sparsely(self, *, proven: bool) -> EncodingChoice:
-        """Return how a small change travels if `is_fixed`; as differences only if `proven`."""
+    def sparsely(self, *, proven: bool, numel: int = 0) -> EncodingChoice:
+        """Return how a small change travels if `is_fixed`; as differences only if `proven`.
+
+        Args:
+            numel: Elements of the tensor.
+        """
         as_differences = proven and self.may_send_differences
-        return EncodingChoice(self.encoding if as_differences else self.empty, False)
+        encoding = self.encoding if as_differences else self.empty
+        return EncodingChoice(encoding if numel <= REACH.get(encoding, numel) else _FARTHEST, False)
 
     def choose(
         self, stats: ParamStats, dense: bool, speed: float, *, sparse: bool = False
@@ -112,7 +121,7 @@ class EncodingPolicy:
             ways = _times(stats, speed)
             times = {c: s for c, s in ways if (c.dense or not dense) and not (c.dense and sparse)}
             return min(times, key=lambda choice: times[choice])
-        sparsely = self.sparsely(proven=stats.escaped is not None)
+        sparsely = self.sparsely(proven=stats.escaped is not None, numel=stats.numel)
         whole = EncodingChoice(self.empty, True)
         if sparse:
             return sparsely
@@ -169,7 +178,8 @@ def _sizes(stats: ParamStats) -> Iterator[tuple[EncodingChoice, float]]:
     gap = -math.log2(density) - (rest / density * math.log2(rest) if rest else 0.0)
     # One gap above 65535 makes all gaps of the param four bytes wide.
     wide = nnz * rest**65536 > 0.5
-    yield EncodingChoice("deltas", False), nnz * ((4 if wide else 2) + width)
+    if stats.numel <= REACH["deltas"]:
+        yield EncodingChoice("deltas", False), nnz * ((4 if wide else 2) + width)
     yield EncodingChoice("gap8_exp", False), nnz * (gap / 8 + value)
     # Symbols of one byte or of two, with those that skip.
     symbol = min(size / (1 - rest**skip) for size, skip in ((1, 255), (2, 65535)))

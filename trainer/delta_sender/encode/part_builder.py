@@ -8,6 +8,7 @@ shards have another one.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,7 +20,12 @@ import numpy as np
 
 from delta_sender.diff.compare import Bits, Change
 from delta_sender.encode.acked_state import AckedState, digest_of
-from delta_sender.encode.encoding_policy import EncodingChoice, ParamStats, escaped_share
+from delta_sender.encode.encoding_policy import (
+    REACH,
+    EncodingChoice,
+    ParamStats,
+    escaped_share,
+)
 from delta_sender.encode.sync_round import Attempt, SyncRound
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.format import (
@@ -34,6 +40,7 @@ from engine_ext.format import (
 )
 
 _FIRST: Final = 8 << 20  # bytes of the first part, so that the engine begins early
+_FAR: Final = min(REACH.values())  # elements that every encoding can reach
 _LARGE: Final = 128 << 20  # bytes; a larger tensor goes dense if most of it has changed
 
 
@@ -367,6 +374,8 @@ class ChangedTensors:
         is_proven = not full and self._state.plan.counts(name)
         is_large = change is not None and change.indices is None
         if policy.is_fixed and not (full or change is None or is_large):
+            if (numel := math.prod(change.shape)) > _FAR:
+                return policy.sparsely(proven=is_proven, numel=numel)
             return self._sparsely[is_proven]
         image = self._snapshot.image(self._snapshot.key(name))
         values, escaped = image.values, None
