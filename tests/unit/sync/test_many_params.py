@@ -14,8 +14,9 @@ import torch
 from engine_ext.conformance.toy_models import Checkpoint, ToyModel
 from engine_ext.format import decode_part
 from engine_ext.sync import checks, delta_applier, writes
+from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.disposer import Disposer
-from engine_ext.sync.staged import Write
+from engine_ext.sync.staged import StagedPart, Write
 from tests.support.rank_engine import Engine, errors_of, part_id
 from tests.support.served_models import (
     base_checkpoint,
@@ -150,6 +151,23 @@ def test_commit_succeeds_if_no_thread_can_free(
     monkeypatch.setattr(ThreadPoolExecutor, "submit", failing)
     errors_of(trained.engine.commit(one), none=True)
     assert trained.held() == [memory(load(Experts, trained.target))] * 2
+
+
+def test_commit_frees_what_it_has_staged(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged: list[StagedPart] = []
+    stage = DeltaApplier.stage
+
+    def noted(applier: DeltaApplier, *arguments: Any) -> StagedPart:
+        staged.append(stage(applier, *arguments))
+        return staged[-1]
+
+    monkeypatch.setattr(DeltaApplier, "stage", noted)
+    errors_of(trained.engine.commit(trained.stage(1, trained.base, trained.target)), none=True)
+    deadline = time.monotonic() + 10
+    while any(part.params for part in staged):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(staged) == 4
 
 
 def test_what_was_written_is_freed_in_the_background(trained: Trained) -> None:
