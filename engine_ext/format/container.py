@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 
 from engine_ext.dtypes import NAME_OF_CODE, SAFETENSORS_CODE, itemsize
 from engine_ext.errors import MalformedPart, TooLarge
-from engine_ext.format.manifest import PACKED_ENCODINGS, Limits, Manifest, parse_manifest
+from engine_ext.format.gap_streams import index_dtype
+from engine_ext.format.manifest import (
+    PACKED_ENCODINGS,
+    Limits,
+    Manifest,
+    ParamEntry,
+    parse_manifest,
+)
 from engine_ext.format.zstd_frames import ZSTD_MAGIC
 from engine_ext.structs import prepare
 
@@ -105,11 +112,19 @@ def parse_header(raw: bytes, limits: Limits) -> Header:
     if manifest.encoding in PACKED_ENCODINGS:
         if values.dtype != "uint8":
             raise MalformedPart(f"__values__ of {manifest.encoding} is {values.dtype}, not uint8")
-        unpacked = sum(entry.nnz * itemsize(entry.dtype) for entry in manifest.params)
-        _check_size(covered[0] + unpacked, "bytes, unpacked", limits)
+        # A gap stream shrinks by any factor, so what it expands to counts as well.
+        unpacked = covered[0] + sum(
+            entry.nnz * (itemsize(entry.dtype) + _index_bytes(entry)) for entry in manifest.params
+        )
+        _check_size(unpacked, "bytes, unpacked", limits)
     elif covered != actual:
         raise MalformedPart("params does not cover the tensors", expected=covered, actual=actual)
     return Header(manifest, header.metadata, positions, values, total_bytes=second.end)
+
+
+def _index_bytes(entry: ParamEntry) -> int:
+    """Return the bytes of each index that the positions of a param expand to."""
+    return 0 if entry.is_dense else index_dtype(entry.numel).itemsize
 
 
 class PartGate:

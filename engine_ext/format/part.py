@@ -263,7 +263,8 @@ def encode_part(
         sync_id: Equal in all parts of one sync, and in no other sync.
         part, num_parts: This part's number, from 0, and the number of parts of the sync.
         full: Whether the sync's params are dense and together cover the model.
-        digest_part: Of the new values minus that of the old ones, 32 hex digits.
+        digest_part: Of the new values minus that of the old ones, of the tensors that the digest
+            covers; 32 hex digits.
         digest_before, digest_after: Digests of all covered tensors at the base and target version.
         run, run_epoch, run_owner: The sender's run, which opening of it this is, from 1, and its
             HOST:PID.

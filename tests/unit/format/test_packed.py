@@ -336,9 +336,9 @@ def test_index_errors_name_the_tensor() -> None:
 def test_header_with_too_large_unpacked_size_is_refused() -> None:
     body = packed(params=changed(2, shape=[10**9], pos_end=2000))
     with pytest.raises(MalformedPart, match="declares 5 bytes"):
-        decode_part(body, Limits(max_part_bytes=2010))
-    with pytest.raises(TooLarge, match="2010 bytes, unpacked"):
-        decode_part(body, Limits(max_part_bytes=2009))
+        decode_part(body, Limits(max_part_bytes=2026))
+    with pytest.raises(TooLarge, match="2026 bytes, unpacked"):
+        decode_part(body, Limits(max_part_bytes=2025))
 
 
 # Whatever the bytes are, under a right checksum --------------------------------------------------
