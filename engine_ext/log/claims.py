@@ -106,6 +106,9 @@ class Claims:
         if claim.refuses:
             self._refuse(folder)
             return
+        # A version that was folded has been published, and might have been deleted since.
+        if any(found.name.startswith(f"{folder}_from_") for found in self._objects.list()):
+            return
         refused = Done(version=claim.version, base_version=None, files={}, refused=True)
         with contextlib.suppress(FileExistsError):
             self._objects.create(f"{folder}/{DONE}", msgspec.json.encode(refused))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import stat
@@ -27,6 +28,8 @@ from engine_ext.errors import LogDamaged
 from engine_ext.files import FileLock, sync_folder, write_file
 from engine_ext.log.catalog import DONE, PART_SUFFIX, REFUSED, Entry, FileFacts
 from engine_ext.log.store import Files
+
+logger = logging.getLogger(__name__)
 
 _GONE: Final = (errno.ENOENT, errno.ESTALE)  # deleted meanwhile, by another host too
 
@@ -239,6 +242,11 @@ class FolderTurn:
         folder.mkdir(parents=True, exist_ok=True)
         conflict = f"another sender writes into the log {folder}"
         self._lock = FileLock(folder, os.O_RDONLY | os.O_DIRECTORY, conflict)
+        if not self._lock.is_enforced:
+            logger.warning(
+                "the file system of %s has no locks: make sure that no other sender writes there",
+                folder,
+            )
 
     def claim(self, version: int, *, refuses: bool = False) -> None:
         """Nobody else writes while the lock is held."""

@@ -16,8 +16,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from engine_ext.log import DeltaLog, LogWriter, ObjectFacts, Objects, ObjectStore
-from engine_ext.log.catalog import Done, FileFacts
+from engine_ext.log import (
+    DeltaLog,
+    LogWriter,
+    ObjectFacts,
+    Objects,
+    ObjectStore,
+    fold_versions,
+    route,
+)
+from engine_ext.log.catalog import Done, FileFacts, folder_name
 from tests.support.served_models import PROPERTY
 from tests.unit.log.places import decoded, part
 
@@ -142,6 +150,18 @@ def test_a_long_mark_settles_its_version_for_good() -> None:
     objects.create("weight_v000001/DONE", done)
     assert LogWriter(store_of(memory)).last_number == 1
     assert objects.read("weight_v000001/DONE", len(done)) == done
+
+
+def test_folded_version_is_not_refused_once_deleted() -> None:
+    memory = MemoryStore()
+    writer, log = LogWriter(store_of(memory)), DeltaLog(store_of(memory))
+    last = [write_version(writer, "first") for _ in range(3)][-1]
+    fold_versions(log, route(log.listing().entries, 0), 0)
+    log.discard(*(folder_name(version) for version in range(1, last + 1)))
+    assert LogWriter(store_of(memory)).last_number == last
+    listing = log.listing()
+    assert [entry.folder.name for entry in listing.entries] == [folder_name(last, 0)]
+    assert not listing.refused
 
 
 def test_refusal_by_a_sender_that_is_out_marks_nothing(folder: Path) -> None:

@@ -124,6 +124,17 @@ def test_refusal_needs_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (tmp_path / FIRST / REFUSED).read_bytes() == done
 
 
+def test_writer_warns_where_there_are_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    write(open_log(tmp_path), 1)
+    assert f"the file system of {tmp_path} has no locks" in caplog.text
+
+
 def test_lock_ends_with_its_writer(tmp_path: Path) -> None:
     log = open_log(tmp_path / "new" / "log")
     with log.writer(), pytest.raises(BlockingIOError, match="another sender"):
