@@ -21,7 +21,14 @@ def main(model: str, out: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    llm = LLM(model, load_format="delta", dtype="bfloat16", enforce_eager=True, max_model_len=256)
+    llm = LLM(
+        model,
+        load_format="delta",
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=256,
+        enable_prefix_caching=False,
+    )
     (answer,) = llm.collective_rpc("delta_updates", args=("status", {}))
     Path(out).write_text(json.dumps(answer))
 

@@ -170,10 +170,15 @@ def _set_up(args: Any) -> Any:
     """Return the parsed command line and all other settings that delta updates depend on."""
     cpu_engine = bool(os.environ.get("SGLANG_USE_CPU_ENGINE"))
     on_cpu = getattr(args, "device", None) == "cpu" or cpu_engine
-    vision_graphs = os.environ.get("SGLANG_VIT_ENABLE_CUDA_GRAPH", "").lower()
     return argparse.Namespace(
         **vars(args),
         on_cpu=on_cpu,
         patched=_is_patched(),
-        vision_graphs=vision_graphs in ("1", "true", "yes", "y"),
+        vision_graphs=_is_set("SGLANG_VIT_ENABLE_CUDA_GRAPH"),
+        rust_server=_is_set("SGLANG_RUST_SERVER"),
     )
+
+
+def _is_set(variable: str) -> bool:
+    """Return whether SGLang takes a variable of the environment for true."""
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "y")

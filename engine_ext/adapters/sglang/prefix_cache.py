@@ -80,8 +80,35 @@ SALTS = Salts()
 
 
 def install() -> None:
-    """Salt the requests of this process; safe to call more than once."""
+    """Salt the requests of this process, and let its paused scheduler flush the cache.
+
+    It is safe to call it more than once.
+    """
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
 
     if not hasattr(Req.__init__, "delta_updates"):
         SALTS.follow(Req)
+        flush_beside_grammars(Scheduler)
+
+
+def flush_beside_grammars(scheduler_type: Any) -> None:
+    """Let a paused scheduler flush its cache while grammars of requests are compiled.
+
+    SGLang refuses that, and a paused scheduler does not take the compiled ones. Those requests
+    hold no KV.
+    """
+    flush_now = scheduler_type.flush_cache
+
+    @functools.wraps(flush_now)
+    def flush(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        manager = scheduler.grammar_manager
+        if not scheduler._engine_paused or not manager.grammar_queue:
+            return flush_now(scheduler, *args, **kwargs)
+        compiled, manager.grammar_queue = manager.grammar_queue, []
+        try:
+            return flush_now(scheduler, *args, **kwargs)
+        finally:
+            manager.grammar_queue = compiled
+
+    scheduler_type.flush_cache = flush

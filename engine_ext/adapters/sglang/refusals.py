@@ -199,6 +199,7 @@ ARGUMENTS: Final = (
     Refusal("--smg-grpc-mode", _NO_ENDPOINTS, (enabled("smg_grpc_mode"),)),
     Refusal("--grpc-mode", _NO_ENDPOINTS, (enabled("grpc_mode"),)),
     Refusal("--use-ray", _NO_ENDPOINTS, (enabled("use_ray"),)),
+    Refusal("SGLANG_RUST_SERVER", _NO_ENDPOINTS, (enabled("rust_server"),)),
     Refusal("--enable-http2", _NO_ENDPOINTS, (enabled("enable_http2"),)),
     Refusal(
         "--tokenizer-worker-num above 1 without the source patches",

@@ -9,11 +9,12 @@ from typing import Any
 
 from engine_ext.adapters.vllm import prefix_cache
 from engine_ext.adapters.vllm.features import may_span_hosts
-from engine_ext.errors import DeltaError, SaltUnavailable
+from engine_ext.errors import Conflict, DeltaError, SaltUnavailable
 from engine_ext.ranks import replicas
 from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
 
 _DEATH_POLL_S = 0.5
+_HELD_KV = "Failed to reset KV cache even when all the running requests are preempted"  # vLLM's
 
 
 class VllmEngine:
@@ -86,11 +87,21 @@ class VllmEngine:
         """Drop all KV and image embeddings of a paused engine; kept requests are recomputed.
 
         Raises:
+            Conflict: a request holds KV that vLLM does not take from it.
             RuntimeError: the cache could not be reset.
         """
-        if not await self._unless_dead(
-            self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        ):
+        reset = self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        try:
+            done = await self._unless_dead(reset)
+        except Exception as error:
+            if _HELD_KV not in str(error):
+                raise
+            raise Conflict(
+                "a request holds KV that vLLM does not drop, such as one that waits for more input "
+                "(a realtime session); send the sync again when it has ended, or with "
+                "flush_cache=salt"
+            ) from error
+        if not done:
             raise RuntimeError("vLLM did not reset its prefix cache")
         await self._unless_dead(self._client.reset_encoder_cache())
 

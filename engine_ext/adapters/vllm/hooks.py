@@ -88,7 +88,11 @@ def check_config(config: Any) -> None:
     offload = getattr(config, "offload_config", None)
     backend = getattr(offload, "offload_backend", None)
     group_size = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
+    has_server = settings.from_environment() is not None
+    cache = getattr(config, "cache_config", None)
     resolved = argparse.Namespace(
+        keeps_queries=_keeps_queries(getattr(config, "model_config", None)),
+        caches_without_server=not has_server and bool(cache and cache.enable_prefix_caching),
         kv_connector=connector,
         kv_role=getattr(transfer, "kv_role", None) if connector else None,
         load_format=_SHARED_MEMORY if _SHARED_MEMORY in formats else None,
@@ -97,6 +101,15 @@ def check_config(config: Any) -> None:
         freezes_weights=freezes_weights(getattr(config, "compilation_config", None)),
     )
     refuse(resolved, (FREEZING, *RESOLVED))
+
+
+def _keeps_queries(model: Any) -> bool:
+    """Return whether the engine keeps an encoded query until its documents are scored."""
+    pooler = getattr(model, "pooler_config", None)
+    if getattr(model, "runner_type", None) != "pooling" or pooler is None:
+        return False
+    flash = getattr(pooler, "enable_flash_late_interaction", True)
+    return bool(flash) and model.score_type == "late-interaction"
 
 
 def _load_configs(config: Any) -> list[Any]:

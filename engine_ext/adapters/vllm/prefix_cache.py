@@ -8,7 +8,9 @@ copied, freed or recomputed; a block whose last request ends is free.
 
 from __future__ import annotations
 
+import functools
 import uuid
+from collections.abc import Callable
 from typing import Any, Final
 
 # The method of an engine core; the front end calls it by name.
@@ -46,3 +48,24 @@ def salt(core: Any, only_checks: bool = False) -> None:
         pool.evict_blocks({one.block_id for one in pool.blocks if one.block_hash is not None})
     core.scheduler.reset_encoder_cache()
     core.model_executor.reset_encoder_cache()
+
+
+def forget_pooled_rows(runner: Any) -> None:
+    """Let preempted requests of a pooling model begin again without the rows that they have.
+
+    vLLM's first model runner keeps the rows of earlier chunks, which are of old weights then, and
+    would return them with the new ones. Call it once per runner.
+    """
+    update: Callable[[Any], Any] | None = getattr(runner, "_update_states", None)
+    if update is None or not getattr(runner, "is_pooling_model", False):
+        return
+
+    @functools.wraps(update)
+    def updated(output: Any) -> Any:
+        for request in output.scheduled_cached_reqs.resumed_req_ids:
+            states = getattr(runner.requests.get(request), "pooling_states", None)
+            if states is not None:
+                states.clean()
+        return update(output)
+
+    runner._update_states = updated

@@ -144,6 +144,17 @@ RESOLVED: Final = (
         (enabled("prefetches_layers"),),
     ),
     Refusal(
+        "a model that scores by late interaction (ColBERT, ColQwen and others)",
+        "a sync drops the query that vLLM keeps for the documents, and the engine dies of that; "
+        "add --no-enable-flash-late-interaction",
+        (enabled("keeps_queries"),),
+    ),
+    Refusal(
+        'prefix caching and LLM(load_format="delta")',
+        "without a server, nothing drops KV of old weights; give enable_prefix_caching=False",
+        (enabled("caches_without_server"),),
+    ),
+    Refusal(
         "VLLM_ENABLE_STARTUP_PLAN",
         "a plan that was recorded without delta updates gives the KV cache the memory that they "
         "need",

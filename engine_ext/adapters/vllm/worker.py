@@ -32,6 +32,7 @@ from engine_ext.adapters.vllm.postload import (
     processing_context,
     recomputations,
 )
+from engine_ext.adapters.vllm.prefix_cache import forget_pooled_rows
 from engine_ext.adapters.vllm.transfer_frontend import is_chosen, register_backend
 from engine_ext.ranks import GroupRanks, RankGroup, among_replicas, replicas
 from engine_ext.remote_parts import locator
@@ -74,6 +75,7 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
                 hooks.enter_context(around_load(worker.model_runner, draft))
             original_load(*args, **kwargs)
         worker.delta_receiver = build_receiver(worker, chosen, observed, loading, states)
+        forget_pooled_rows(worker.model_runner)
 
     def sleep(level: int = 1) -> None:
         earlier = released.copy()

@@ -94,3 +94,19 @@ def test_a_rank_salts_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None
     assert answer.success
     assert answer.message == call.reply([encode_answer(Reply)], 0)
     assert make().extra_key == "s1:"
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_paused_cache_is_flushed_while_grammars_compile(paused: bool) -> None:
+    class Scheduler:
+        def __init__(self) -> None:
+            self._engine_paused = paused
+            self.grammar_manager = SimpleNamespace(grammar_queue=["compiles"])
+
+        def flush_cache(self, empty_cache: bool = True) -> bool:
+            return empty_cache and not self.grammar_manager.grammar_queue
+
+    prefix_cache.flush_beside_grammars(Scheduler)
+    scheduler = Scheduler()
+    assert scheduler.flush_cache() is paused
+    assert scheduler.grammar_manager.grammar_queue == ["compiles"]

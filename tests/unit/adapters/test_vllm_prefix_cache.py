@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.model_executor.layers.pooler.tokwise.methods import AllPool
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.pool.metadata import PoolingStates
 from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.adapters.vllm import prefix_cache
@@ -169,3 +171,38 @@ def test_engine_cores_get_the_method() -> None:
     core.prefill(core.add("flying"))
     method(core)
     assert core.prefill(core.add("new")) == 0
+
+
+def test_preempted_prompt_gives_one_row_per_token() -> None:
+    """vLLM's own pooling of chunks; between two of them, a sync makes the request begin again."""
+    pool = AllPool.__new__(AllPool)
+    torch.nn.Module.__init__(pool)
+    pool.enable_chunked_prefill, pool.clone_finished = True, False
+    states = PoolingStates()
+
+    def chunk(tokens: int, weights: float, *, finished: bool) -> Any:
+        cursor = SimpleNamespace(
+            num_scheduled_tokens_cpu=torch.tensor([tokens]), get_finished_mask=lambda: [finished]
+        )
+        metadata: Any = SimpleNamespace(get_pooling_cursor=lambda: cursor, pooling_states=[states])
+        return pool.forward(torch.full((tokens, 2), weights), metadata)
+
+    seen: list[Any] = []
+    runner = SimpleNamespace(
+        is_pooling_model=True,
+        requests={"a": SimpleNamespace(pooling_states=states)},
+        _update_states=seen.append,
+    )
+    prefix_cache.forget_pooled_rows(runner)
+
+    def step(*resumed: str) -> None:
+        cached = SimpleNamespace(resumed_req_ids={*resumed})
+        runner._update_states(SimpleNamespace(scheduled_cached_reqs=cached))
+
+    chunk(4, 1.0, finished=False)
+    step("a", "gone")
+    chunk(4, 2.0, finished=False)
+    step()
+    [rows] = chunk(2, 2.0, finished=True)
+    assert rows[:, 0].tolist() == [2.0] * 6
+    assert len(seen) == 2
