@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
@@ -21,7 +22,7 @@ from engine_ext.model import PROCESSING, ModelStateGuard, is_constant
 from engine_ext.placement import Repack
 from engine_ext.startup.permuted.infer import InferredRepacks, infer_repacks
 from engine_ext.startup.permuted.kept_values import kept_values
-from engine_ext.startup.permuted.module_copy import ModuleCopy, state_of
+from engine_ext.startup.permuted.module_copy import ModuleCopy, loaded_tensors, state_of
 
 # Attributes of parameters that their loaders read, in both engines.
 _DIMENSIONS: Final = frozenset({"input_dim", "output_dim", "packed_dim"})
@@ -47,6 +48,9 @@ class Processing:
 Walk = Callable[..., Iterable[Processing]]
 """Called with the engine function's arguments, the model first; returns its calls, in order."""
 
+BeforeProcessing = Callable[[torch.nn.Module], AbstractSet[str]]
+"""Called with a loaded model; returns names of live tensors that its loader fills, if known."""
+
 
 class LearningError(RuntimeError):
     """Probing changed the live model, so it must not be served."""
@@ -54,6 +58,8 @@ class LearningError(RuntimeError):
 
 class RepackLearner:
     """Context manager around a model's loading that infers the repacks of its weights.
+
+    These are its parameters, and the buffers that `before` says are filled by the loader.
 
     Only the first model loaded in the block counts (a draft model is loaded after it). The engine's
     function `name` in `owner`, a module or class, which processes a loaded model, is replaced
@@ -74,7 +80,7 @@ class RepackLearner:
         owner: Any,
         name: str,
         walk: Walk,
-        before: Callable[[torch.nn.Module], None] | None = None,
+        before: BeforeProcessing | None = None,
         keep: Callable[[Processing, bool], str | None] | None = None,
         *,
         keep_moved: bool = False,
@@ -118,17 +124,21 @@ class RepackLearner:
             return
         self._called = True
         self.complete = not hasattr(model, PROCESSING)
-        if self._before is not None:
-            self._before(model)
+        filled = self._before(model) if self._before is not None else frozenset()
         processings = self._walk(model, *args, **kwargs)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names |= {id(buffer): name for name, buffer in model.named_buffers() if name in filled}
         for processing in processings:
             self._infer_module(model, processing, names)
 
     def _infer_module(
         self, model: torch.nn.Module, processing: Processing, names: dict[int, str]
     ) -> None:
-        parameters = {n: p for n, p in processing.module.named_parameters() if not p.is_meta}
+        parameters = {
+            name: tensor
+            for name, tensor in loaded_tensors(processing.module)
+            if id(tensor) in names and not tensor.is_meta
+        }
         if not parameters:
             return
         try:
@@ -159,9 +169,9 @@ class RepackLearner:
 
 
 def _infer(
-    model: torch.nn.Module, processing: Processing, parameters: dict[str, torch.nn.Parameter]
+    model: torch.nn.Module, processing: Processing, parameters: dict[str, torch.Tensor]
 ) -> InferredRepacks:
-    """Infer the repacks of one module.
+    """Infer the repacks of one module; its loaded buffers are among its `parameters`.
 
     If the engine might recompute what the processing attaches to the module, no parameter is
     refused for tensors that `find_derived` will find on the loaded model: they are then either
@@ -194,7 +204,7 @@ def _infer(
     try:
         with torch.random.fork_rng(sorted(devices)):
             inferred = infer_repacks(parameters, process)
-            after = dict(copies[-1].root.named_parameters()) if copies else parameters
+            after = dict(loaded_tensors(copies[-1].root)) if copies else parameters
             refusals = _marked(parameters, after) | inferred.refusals
             inferred = replace(inferred, refusals=refusals, replaced=_replaced(parameters, after))
             if len(inferred.refusals) < len(parameters) and (kept := kept_values(parameters, run)):

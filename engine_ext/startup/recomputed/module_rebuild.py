@@ -18,6 +18,7 @@ from engine_ext.model import (
     location,
     reachable_tensors,
 )
+from engine_ext.startup.permuted import loaded_tensors
 from engine_ext.startup.recomputed.compare import (
     Pair,
     RebuildError,
@@ -37,7 +38,6 @@ from engine_ext.startup.recomputed.rebuild import (
 from engine_ext.startup.recomputed.unprocessed_modules import (
     Change,
     UnprocessedModule,
-    loaded_tensors,
     storage_of,
 )
 
