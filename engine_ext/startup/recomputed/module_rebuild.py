@@ -110,6 +110,9 @@ class ModuleRebuild:
             and (computed is None or self._computes(self.module) == computed)
         )
 
+    def check_old_values(self) -> None:
+        """Do nothing: processing begins with the unprocessed weights."""
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters and buffers before processing, by their names in the module."""
         yield from self.state.weights()
