@@ -42,14 +42,12 @@ _LARGE: Final = 1 << 16
 def is_constant(path: str, tensor: torch.Tensor) -> bool:
     """Return whether a tensor is of a kind that engines do not compute from weights.
 
-    These are empty tensors, rotary tables, key-value caches, one-dimensional integer tables, and
-    single elements that are 0 or 1. The `path` is that in the model.
+    These are empty tensors, rotary tables, key-value caches, and one-dimensional integer tables.
+    The `path` is that in the model.
     """
     if tensor.numel() == 0 or tensor.is_meta or _ROTARY.search(path) or is_cache(path):
         return True
-    if tensor.dim() <= 1 and tensor.dtype in _TABLES:
-        return True
-    return tensor.numel() == 1 and not tensor.is_complex() and float(tensor) in (0.0, 1.0)
+    return tensor.dim() <= 1 and tensor.dtype in _TABLES
 
 
 def is_default(tensor: torch.Tensor) -> bool:

@@ -260,8 +260,7 @@ def _found_later(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> bo
     whatever its values.
     """
     new = name.isidentifier() and not isinstance(getattr(module, name, None), torch.Tensor)
-    large = tensor.numel() > 1 and tensor.is_floating_point()
-    return new and large and not is_constant(name, tensor)
+    return new and tensor.is_floating_point() and not is_constant(name, tensor)
 
 
 def _signature(processing: Processing, parameters: dict[str, Any]) -> Any:
