@@ -85,8 +85,7 @@ class ProvenanceTracker:
         storage.source, storage.names = name, frozenset([name])
 
     def add_made(self, outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
-        """Note the memory that an operator has made, which is in none of its inputs.
-        """
+        """Note the memory that an operator has made, which is in none of its inputs."""
         given = {_key(t) for t in inputs}
         self._made.update(_key(t) for t in outputs if _key(t) not in given)
 
