@@ -93,7 +93,7 @@ class LoaderRebuild:
         """See `Rebuild.check_old_values`.
 
         The loader is given parameters of very large and very small numbers, and then the other way
-        round, with a tensor of zeros. It may leave elements as they are (padding), the same ones
+        round, with a tensor of zeros. It can leave elements as they are (padding), the same ones
         both times.
         """
         first = self._loaded(self._tensor.clone(), _extremes)

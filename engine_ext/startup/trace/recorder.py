@@ -140,7 +140,7 @@ class Recorder:
         if not storages and not read:
             out = func(*args, **kwargs)
             made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-            # What another library has made is lifted, not returned by an operator.
+            # No operator returns what another library has made; it is lifted.
             self._tracker.add_made(made, () if func is _LIFT else inputs)
             return out
         # Elements that were only read back from live memory have data.

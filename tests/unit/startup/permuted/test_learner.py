@@ -82,7 +82,12 @@ def test_a_move_is_learned_though_all_elements_are_the_same() -> None:
 
 
 def test_modules_that_are_alike_share_what_was_learned() -> None:
-    learner = learned_of(transpose, transpose, transpose)
+    model = nn.Sequential(*[Layer(Method(transpose)) for _ in range(3)])
+    for layer in model.children():
+        layer.get_parameter("weight").copy_(torch.arange(24).view(4, 6))
+    owner = engine()
+    with RepackLearner(owner, "process", walk) as learner:
+        owner.process(model, "cpu")
     assert len(learner.repacks) == 3
     assert len({id(repack) for repack in learner.repacks.values()}) == 1
 
