@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,6 +19,7 @@ from engine_ext.adapters.target_and_draft import ModelRole, outside
 from engine_ext.model import ConstantsWatch
 from engine_ext.placement import Repack
 from engine_ext.startup import (
+    BeforeProcessing,
     CheckpointReader,
     LoadingTrace,
     LoadWeights,
@@ -41,12 +43,12 @@ class EngineLoad(Protocol):
         """Return the context in which dummy weights do not replace the constructor's constants."""
 
     def learner(
-        self, before: Callable[[torch.nn.Module], None], states: UnprocessedModules
+        self, before: BeforeProcessing, states: UnprocessedModules
     ) -> contextlib.AbstractContextManager[RepackLearner]:
         """Return the context in which post-load processing is learned.
 
         Args:
-            before: called with the model before it is processed.
+            before: called with the model before it is processed, see `RepackLearner`.
             states: keeps what cannot be followed.
         """
 
@@ -107,8 +109,12 @@ class ModelLoadObserver(Generic[Engine]):
         """The model's place in the receiver's model."""
         return self.engine.role
 
-    def _trace(self, model: torch.nn.Module) -> None:
-        """Trace the loader of the model, which is not processed yet but for what was on loading."""
+    def _trace(self, model: torch.nn.Module) -> AbstractSet[str]:
+        """Trace the loader of the model, which is not processed yet but for what was on loading.
+
+        Returns:
+            See `LoadingTrace.trace`.
+        """
         self.model, role = model, self.role
         self.engine.check(model)
         reader = self.engine.reader(model)
@@ -116,7 +122,7 @@ class ModelLoadObserver(Generic[Engine]):
         inside = {id(module) for module in model.modules()}
         states = [state for state in self._states.states if id(state.module) in inside]
         unprocessed = make_unprocessed_model(model, states)
-        self._loading.trace(
+        return self._loading.trace(
             *(unprocessed, self.engine.load_function(unprocessed), reader),
             self.engine.refuse_while,
             path=role.path,

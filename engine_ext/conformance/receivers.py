@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -88,9 +89,9 @@ def _load(rank: Rank, place: ThreadRanks) -> LoadedModel:
     )
     rank.load()
 
-    def trace(model: nn.Module) -> None:
+    def trace(model: nn.Module) -> AbstractSet[str]:
         unprocessed: Any = make_unprocessed_model(model, states.states)
-        loading.trace(unprocessed, unprocessed.load_weights, rank.checkpoint.items)
+        return loading.trace(unprocessed, unprocessed.load_weights, rank.checkpoint.items)
 
     # The engine's walk over its modules is preceded by the learner's.
     learner = RepackLearner(type(model), "after_loading", _processings, trace, states.keep)

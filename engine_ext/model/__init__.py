@@ -22,6 +22,7 @@ from engine_ext.model.module_walk import (
     PROCESSING,
     reachable_containers,
     reachable_tensors,
+    takes_part,
     walk,
 )
 from engine_ext.model.state_guard import (
@@ -67,5 +68,6 @@ __all__ = [
     "reachable_leaves",
     "reachable_tensors",
     "same_leaf",
+    "takes_part",
     "walk",
 ]

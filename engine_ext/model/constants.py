@@ -6,12 +6,14 @@ A tensor that no checkpoint tensor is loaded into might still have been computed
 - its kind: rotary tables, key-value caches, integer tables and the like (`is_constant`);
 - its history: it was on the model, with the same bits, before any weight was loaded
   (`Constants`, which `ConstantsWatch` fills in between the model's construction and its loading).
+  Equal bits prove nothing if it might be a copy of a bias of zeros and was written to since.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final
@@ -42,14 +44,12 @@ _LARGE: Final = 1 << 16
 def is_constant(path: str, tensor: torch.Tensor) -> bool:
     """Return whether a tensor is of a kind that engines do not compute from weights.
 
-    These are empty tensors, rotary tables, key-value caches, one-dimensional integer tables, and
-    single elements that are 0 or 1. The `path` is that in the model.
+    These are empty tensors, rotary tables, key-value caches, and one-dimensional integer tables.
+    The `path` is that in the model.
     """
     if tensor.numel() == 0 or tensor.is_meta or _ROTARY.search(path) or is_cache(path):
         return True
-    if tensor.dim() <= 1 and tensor.dtype in _TABLES:
-        return True
-    return tensor.numel() == 1 and not tensor.is_complex() and float(tensor) in (0.0, 1.0)
+    return tensor.dim() <= 1 and tensor.dtype in _TABLES
 
 
 def is_default(tensor: torch.Tensor) -> bool:
@@ -73,17 +73,39 @@ class Constants:
     """Hashes of the tensors on a model whose weights are not loaded yet."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._fingerprints = {
-            f"{path}.{attribute}".lstrip("."): hash_tensor(tensor)
-            for path, _, attribute, tensor in reachable_tensors(model)
-            if not tensor.is_meta
-            and not (isinstance(tensor, torch.nn.Parameter) and tensor.numel() > _LARGE)
-        }
+        self._fingerprints: dict[str, str] = {}
+        # How often those that might become copies of a weight were written to.
+        self._writes: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        for path, module, attribute, tensor in reachable_tensors(model):
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            if tensor.is_meta or (is_parameter and tensor.numel() > _LARGE):
+                continue
+            name = f"{path}.{attribute}".lstrip(".")
+            self._fingerprints[name] = hash_tensor(tensor)
+            if not is_parameter and _can_equal_weight(tensor, module):
+                self._writes[name] = weakref.ref(tensor), tensor._version
 
     def __call__(self, path: str, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor was there before the weights were, with the same bits."""
+        """Return whether the tensor was there before the weights were, and is as it was."""
         before = self._fingerprints.get(path)
-        return before is not None and before == hash_tensor(tensor)
+        if before is None or before != hash_tensor(tensor):
+            return False
+        known, writes = self._writes.get(path, (None, 0))
+        return known is None or known() is not tensor or tensor._version == writes
+
+
+def _can_equal_weight(tensor: torch.Tensor, module: torch.nn.Module) -> bool:
+    """Return whether a weight of a module can have the elements of a tensor by chance.
+
+    These are several floating-point numbers, all the same. Engines fill single ones again, the
+    scales of their KV caches.
+    """
+    if tensor.numel() < 2 or not tensor.is_floating_point() or tensor.is_inference():
+        return False
+    if all(parameter.shape != tensor.shape for parameter in module.parameters()):
+        return False
+    values = tensor.detach().flatten()
+    return bool((values.float() == values[0].float()).all())
 
 
 class ConstantsWatch:

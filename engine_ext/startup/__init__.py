@@ -28,7 +28,13 @@ from engine_ext.startup.order import (
     trace_again,
     trace_model,
 )
-from engine_ext.startup.permuted import ModuleCopy, Processing, RepackLearner, compose
+from engine_ext.startup.permuted import (
+    BeforeProcessing,
+    ModuleCopy,
+    Processing,
+    RepackLearner,
+    compose,
+)
 from engine_ext.startup.recomputed import (
     LockstepRunner,
     Probe,
@@ -51,6 +57,7 @@ from engine_ext.startup.trace import (
 
 __all__ = [
     "COPY_REPLACED",
+    "BeforeProcessing",
     "CheckpointReader",
     "LaterCopies",
     "LoadWeights",

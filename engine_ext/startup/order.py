@@ -133,7 +133,6 @@ def trace_model(
     outputs = {one.path: frozenset(one.names) for one in rebuilds}
     if again is not None:
         outputs |= again.states.refused_names(loaded.model)
-    if again is not None:
         by_loading = rebuild_by_loading(
             *(dry_run, again.loader, again.context, placement, checkpoint),
             names=untraceable,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -149,10 +150,10 @@ class Serving:
         def checkpoint() -> Iterable[tuple[str, torch.Tensor]]:
             return copied(self.base)
 
-        def trace(model: nn.Module) -> None:
+        def trace(model: nn.Module) -> AbstractSet[str]:
             unprocessed: Any = make_unprocessed_model(model, states.states)
             reader = None if self.dummy else checkpoint
-            loading.trace(unprocessed, unprocessed.load_weights, reader)
+            return loading.trace(unprocessed, unprocessed.load_weights, reader)
 
         if self.dummy:
             for seed, (name, one) in enumerate(model.named_parameters(), 99):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from engine_ext.adapters.observer import ModelLoadObserver
 from engine_ext.adapters.sglang.postload import constants_kept, repack_learner
 from engine_ext.adapters.target_and_draft import ModelRole, TargetAndDraft, read
 from engine_ext.startup import (
+    BeforeProcessing,
     CheckpointReader,
     LoadingTrace,
     LoadWeights,
@@ -39,7 +40,7 @@ class RunnerLoad:
         return constants_kept()
 
     def learner(
-        self, before: Callable[[torch.nn.Module], None], states: UnprocessedModules
+        self, before: BeforeProcessing, states: UnprocessedModules
     ) -> contextlib.AbstractContextManager[RepackLearner]:
         return repack_learner(before, states)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 
 from engine_ext.model import PROCESSING, is_default
 from engine_ext.startup import (
+    BeforeProcessing,
     Processing,
     Recomputation,
     RepackLearner,
@@ -20,16 +22,14 @@ from engine_ext.startup import (
 
 
 @contextlib.contextmanager
-def repack_learner(
-    before: Callable[[torch.nn.Module], None], states: UnprocessedModules
-) -> Iterator[RepackLearner]:
+def repack_learner(before: BeforeProcessing, states: UnprocessedModules) -> Iterator[RepackLearner]:
     """Learn SGLang's post-load processing; use it around the loading of a model.
 
     Most of SGLang's loaders process a model by a function that they share. Those for dummy weights
     and some formats call the modules' quant methods themselves; the first call is preceded then.
 
     Args:
-        before: called with the model before it is processed.
+        before: called with the model before it is processed, see `RepackLearner`.
         states: keeps what cannot be followed; `before` can still set its `moved_too`.
     """
     from sglang.srt.model_loader import loader
@@ -41,10 +41,11 @@ def repack_learner(
         while watched:
             vars(watched.pop()).pop(PROCESSING, None)
 
-    def learn_now(model: torch.nn.Module) -> None:
+    def learn_now(model: torch.nn.Module) -> AbstractSet[str]:
         unwatch()  # the learner copies the quant methods
-        before(model)
+        filled = before(model)
         learner.keep_moved = states.moved_too
+        return filled
 
     owner, name = loader.DefaultModelLoader, "postprocess_weights"
     learner = RepackLearner(owner, name, _processings, learn_now, states.keep)

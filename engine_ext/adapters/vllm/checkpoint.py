@@ -16,7 +16,13 @@ from engine_ext.adapters.vllm import refusals
 from engine_ext.adapters.vllm.draft import ModelRole
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.postload import constants_kept, repack_learner
-from engine_ext.startup import CheckpointReader, LoadWeights, RepackLearner, UnprocessedModules
+from engine_ext.startup import (
+    BeforeProcessing,
+    CheckpointReader,
+    LoadWeights,
+    RepackLearner,
+    UnprocessedModules,
+)
 
 _COLLECTIVE: Final = ("fastsafetensors", "instanttensor")
 
@@ -49,7 +55,7 @@ class WorkerLoad:
         return constants_kept()
 
     def learner(
-        self, before: Callable[[torch.nn.Module], None], states: UnprocessedModules
+        self, before: BeforeProcessing, states: UnprocessedModules
     ) -> contextlib.AbstractContextManager[RepackLearner]:
         return repack_learner(before, states)
 

@@ -11,6 +11,7 @@ import torch
 
 from engine_ext.model import is_default
 from engine_ext.startup import (
+    BeforeProcessing,
     Processing,
     Recomputation,
     RepackLearner,
@@ -21,7 +22,7 @@ from engine_ext.startup import (
 
 
 def repack_learner(
-    before: Callable[[torch.nn.Module], None] | None = None,
+    before: BeforeProcessing | None = None,
     states: UnprocessedModules | None = None,
 ) -> RepackLearner:
     """Return a learner of vLLM's post-load processing; use it around `load_model`."""

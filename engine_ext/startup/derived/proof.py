@@ -11,6 +11,10 @@ Before anything is served, each function is run on the live modules:
 3. on the old weights again: the old bits must come back, so the result depends on the weights
    alone, not on what was there before.
 
+A function that reads one weight live and its own copy of another passes. Varied alone, such a
+weight looks like one that the derived tensors do not depend on, and of these a module has many (the
+output projection of an attention layer, the input scale of a quantised one).
+
 The bits of one recomputation's weights at a time are kept in host memory, and restored whatever
 happens. At the end the whole model is compared with what it was.
 """

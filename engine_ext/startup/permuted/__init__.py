@@ -7,7 +7,14 @@ Imports: `engine_ext.placement` and the rooms below it.
 """
 
 from engine_ext.startup.permuted.infer import compose
-from engine_ext.startup.permuted.learner import Processing, RepackLearner
-from engine_ext.startup.permuted.module_copy import ModuleCopy
+from engine_ext.startup.permuted.learner import BeforeProcessing, Processing, RepackLearner
+from engine_ext.startup.permuted.module_copy import ModuleCopy, loaded_tensors
 
-__all__ = ["ModuleCopy", "Processing", "RepackLearner", "compose"]
+__all__ = [
+    "BeforeProcessing",
+    "ModuleCopy",
+    "Processing",
+    "RepackLearner",
+    "compose",
+    "loaded_tensors",
+]

@@ -3,16 +3,18 @@
 While a model is loaded, the engine's walk over its modules is preceded by one of ours: each
 module's processing is run on a copy that shares nothing the processing could write to, in the
 state that the engine's own call will find. Modules that look alike share the result of the first
-one; certification later proves it for each of them against the checkpoint's bytes.
+one; certification later proves it for each of them against the checkpoint's bytes. A module whose
+bytes prove nothing is probed for itself, and what shows only after processing is compared then (see
+`look_alikes`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, Final
 
 import torch
@@ -21,7 +23,8 @@ from engine_ext.model import PROCESSING, ModelStateGuard, is_constant
 from engine_ext.placement import Repack
 from engine_ext.startup.permuted.infer import InferredRepacks, infer_repacks
 from engine_ext.startup.permuted.kept_values import kept_values
-from engine_ext.startup.permuted.module_copy import ModuleCopy, state_of
+from engine_ext.startup.permuted.look_alikes import LookAlikes, all_equal, signature_of
+from engine_ext.startup.permuted.module_copy import ModuleCopy, loaded_tensors, state_of
 
 # Attributes of parameters that their loaders read, in both engines.
 _DIMENSIONS: Final = frozenset({"input_dim", "output_dim", "packed_dim"})
@@ -47,6 +50,9 @@ class Processing:
 Walk = Callable[..., Iterable[Processing]]
 """Called with the engine function's arguments, the model first; returns its calls, in order."""
 
+BeforeProcessing = Callable[[torch.nn.Module], AbstractSet[str]]
+"""Called with a loaded model; returns names of live tensors that its loader fills, if known."""
+
 
 class LearningError(RuntimeError):
     """Probing changed the live model, so it must not be served."""
@@ -54,6 +60,8 @@ class LearningError(RuntimeError):
 
 class RepackLearner:
     """Context manager around a model's loading that infers the repacks of its weights.
+
+    These are its parameters, and the buffers that `before` says are filled by the loader.
 
     Only the first model loaded in the block counts (a draft model is loaded after it). The engine's
     function `name` in `owner`, a module or class, which processes a loaded model, is replaced
@@ -74,7 +82,7 @@ class RepackLearner:
         owner: Any,
         name: str,
         walk: Walk,
-        before: Callable[[torch.nn.Module], None] | None = None,
+        before: BeforeProcessing | None = None,
         keep: Callable[[Processing, bool], str | None] | None = None,
         *,
         keep_moved: bool = False,
@@ -87,7 +95,8 @@ class RepackLearner:
         self._before, self._keep = before, keep
         self.keep_moved = keep_moved
         self._original = inspect.getattr_static(owner, name)
-        self._known: dict[Any, InferredRepacks] = {}
+        self._known: dict[Hashable, InferredRepacks] = {}
+        self._alike = LookAlikes()
 
     def __enter__(self) -> RepackLearner:
         original = getattr(self._owner, self._name)
@@ -95,7 +104,9 @@ class RepackLearner:
         @functools.wraps(original)
         def process(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             self.learn(model, *args, **kwargs)
-            return original(model, *args, **kwargs)
+            result = original(model, *args, **kwargs)
+            self.refusals = self._alike.refusals() | self.refusals
+            return result
 
         # A static method of a class must not become a method.
         static = isinstance(self._original, staticmethod)
@@ -104,6 +115,7 @@ class RepackLearner:
 
     def __exit__(self, *error: object) -> None:
         setattr(self._owner, self._name, self._original)
+        self._alike = LookAlikes()  # it keeps modules alive, which the engine might replace
 
     def learn(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         """Infer the repacks of a model that the engine is about to process.
@@ -118,24 +130,36 @@ class RepackLearner:
             return
         self._called = True
         self.complete = not hasattr(model, PROCESSING)
-        if self._before is not None:
-            self._before(model)
+        filled = self._before(model) if self._before is not None else frozenset()
         processings = self._walk(model, *args, **kwargs)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names |= {id(buffer): name for name, buffer in model.named_buffers() if name in filled}
         for processing in processings:
             self._infer_module(model, processing, names)
 
     def _infer_module(
         self, model: torch.nn.Module, processing: Processing, names: dict[int, str]
     ) -> None:
-        parameters = {n: p for n, p in processing.module.named_parameters() if not p.is_meta}
+        parameters = {
+            name: tensor
+            for name, tensor in loaded_tensors(processing.module)
+            if id(tensor) in names and not tensor.is_meta
+        }
         if not parameters:
             return
         try:
-            signature = _signature(processing, parameters)
-            if signature not in self._known:
-                self._known[signature] = _infer(model, processing, parameters)
-            inferred = self._known[signature]
+            module, method = processing.module, processing.method
+            group: Hashable = processing.recomputed, signature_of(module, method, parameters)
+            known = self._known.get(group)
+            if known is not None and _proves_nothing(processing, parameters, known):
+                group = group, id(module)
+                known = None
+            inferred = _infer(model, processing, parameters) if known is None else known
+            self._known[group] = inferred
+            if inferred.refusals:
+                self._alike.leave_out(module)
+            else:
+                self._alike.add(group, module, [names[id(one)] for one in parameters.values()])
         except LearningError:
             raise
         except Exception as error:
@@ -158,10 +182,32 @@ class RepackLearner:
                 self.repacks[live] = inferred.repacks[name]
 
 
+def _proves_nothing(
+    processing: Processing, parameters: Mapping[str, torch.Tensor], known: InferredRepacks
+) -> bool:
+    """Return whether certification would miss that a module is processed in another way than known.
+
+    It would for tensors whose elements are all the same. If nothing is known to happen, only these
+    are probed, and only for what the module alone shows.
+    """
+    equal = {name: one for name, one in parameters.items() if all_equal(one)}
+    if known.refusals or not equal:
+        return False
+    if known != InferredRepacks({}, {}):
+        return True
+    return known != _infer(processing.module, processing, equal, values=False)
+
+
 def _infer(
-    model: torch.nn.Module, processing: Processing, parameters: dict[str, torch.nn.Parameter]
+    model: torch.nn.Module,
+    processing: Processing,
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    values: bool = True,
 ) -> InferredRepacks:
-    """Infer the repacks of one module.
+    """Infer the repacks of one module; its loaded buffers are among its `parameters`.
+
+    Nothing in `model` must change meanwhile. With `values`, numbers are looked for, too.
 
     If the engine might recompute what the processing attaches to the module, no parameter is
     refused for tensors that `find_derived` will find on the loaded model: they are then either
@@ -194,10 +240,11 @@ def _infer(
     try:
         with torch.random.fork_rng(sorted(devices)):
             inferred = infer_repacks(parameters, process)
-            after = dict(copies[-1].root.named_parameters()) if copies else parameters
+            after = dict(loaded_tensors(copies[-1].root)) if copies else parameters
             refusals = _marked(parameters, after) | inferred.refusals
             inferred = replace(inferred, refusals=refusals, replaced=_replaced(parameters, after))
-            if len(inferred.refusals) < len(parameters) and (kept := kept_values(parameters, run)):
+            followed = values and len(inferred.refusals) < len(parameters)
+            if followed and (kept := kept_values(parameters, run)):
                 reason = f"post-load processing also keeps {', '.join(kept)}, computed from weights"
                 refusals = dict.fromkeys(parameters, reason) | inferred.refusals
                 inferred = replace(inferred, repacks={}, refusals=refusals)
@@ -250,29 +297,4 @@ def _found_later(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> bo
     whatever its values.
     """
     new = name.isidentifier() and not isinstance(getattr(module, name, None), torch.Tensor)
-    large = tensor.numel() > 1 and tensor.is_floating_point()
-    return new and large and not is_constant(name, tensor)
-
-
-def _signature(processing: Processing, parameters: dict[str, Any]) -> Any:
-    """Return what distinguishes modules: those with equal signatures share one result."""
-    module, method = processing.module, processing.method
-    return (
-        type(module),
-        type(method),
-        _traits(method),
-        processing.recomputed,
-        tuple((n, p.shape, p.stride(), p.dtype, p.device.type) for n, p in parameters.items()),
-        tuple((name, _traits(part)) for name, part in module.named_modules()),
-    )
-
-
-def _traits(thing: object) -> tuple[Any, ...]:
-    """Return an object's attributes with their types, and the values of switches.
-
-    Other values do not count: a layer's number differs between modules that are alike.
-    """
-    return tuple(
-        (name, value if isinstance(value, (bool, Enum, torch.dtype)) else type(value))
-        for name, value in sorted(vars(thing).items())
-    )
+    return new and tensor.is_floating_point() and not is_constant(name, tensor)

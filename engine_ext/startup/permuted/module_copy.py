@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,10 +10,16 @@ import torch
 from engine_ext.model import DEPTH, PROCESSING, hash_tensor, same_leaf, walk
 
 
+def loaded_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers of a module, which a loader can write to, by name."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
 def state_of(module: torch.nn.Module) -> list[Any]:
     """Return everything that shows whether a module was written to; compare two with ``==``."""
     state: list[Any] = []
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for name, tensor in loaded_tensors(module):
         address = 0 if tensor.is_meta else tensor.data_ptr()
         state.append((name, id(tensor), address, hash_tensor(tensor)))
     for name, part in module.named_modules():
@@ -40,8 +46,8 @@ class ModuleCopy:
 
     The module and its submodules are copied, the objects on them that take part in post-load
     processing (quant methods, schemes, attention backends), and plain containers. Tensors are
-    cloned; everything else is shared. `probes` replace parameters, given by `id`; `root` is the
-    copied module.
+    cloned; everything else is shared. `probes` replace parameters and buffers, given by `id`;
+    `root` is the copied module.
     """
 
     def __init__(self, module: torch.nn.Module, probes: dict[int, torch.Tensor]) -> None:
@@ -95,12 +101,12 @@ class ModuleCopy:
         return copy
 
     def tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return the parameters with these names, and all reachable tensors in other memory.
+        """Return what is loaded under these names, and all reachable tensors in other memory.
 
         The latter are those that the processing has made or kept a copy of, by path.
         """
-        parameters: dict[str, torch.Tensor] = dict(self.root.named_parameters())
-        found = {name: parameters[name] for name in names if name in parameters}
+        loaded = dict(loaded_tensors(self.root))
+        found = {name: loaded[name] for name in names if name in loaded}
         memory = {_memory(tensor) for tensor in found.values()}
         seen = {id(copy): DEPTH for _, _, copy in self._copies}
         for path, original, copy in self._copies:

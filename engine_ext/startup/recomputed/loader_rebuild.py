@@ -16,7 +16,7 @@ from itertools import chain
 import torch
 
 from engine_ext.model import LiveTensor, StorageIndex, hash_memory, layout
-from engine_ext.placement import Placed, Placement, Segment
+from engine_ext.placement import Placed, Placement, Segment, flat_bits
 from engine_ext.startup.recomputed.compare import RebuildError
 from engine_ext.startup.recomputed.rebuild import (
     Context,
@@ -82,25 +82,61 @@ class LoaderRebuild:
         tensor = self._tensor.clone()
         for change in changes.get(_TENSOR, ()):
             change.elements.within(tensor).put(change.new)
+        differences: list[Difference] = []
+        fingerprints: dict[str, str] = {}
+        for name, (original, result) in self._loaded(tensor, torch.clone).items():
+            differences += tensor_differences(name, original, result)
+            fingerprints[name] = hash_memory(result) if result.numel() else ""
+        return RebuildResult(differences, fingerprints)
+
+    def check_old_values(self) -> None:
+        """See `Rebuild.check_old_values`.
+
+        The loader is given parameters of very large and very small numbers, and then the other way
+        round, with a tensor of zeros. It can leave elements as they are (padding), the same ones
+        both times.
+        """
+        first = self._loaded(self._tensor.clone(), _extremes)
+        second = self._loaded(torch.zeros_like(self._tensor), lambda t: _extremes(t, swap=True))
+        for name, (original, result) in first.items():
+            live, now, other = flat_bits(original), flat_bits(result), flat_bits(second[name][1])
+            start = flat_bits(_extremes(original))
+            left = now == start
+            left_again = other == flat_bits(_extremes(original, swap=True))
+            if bool(((now != live) & ~left | (left != left_again) & (start != live)).any()):
+                raise RebuildError(f"{name} depends on what it held before")
+
+    def _loaded(
+        self, tensor: torch.Tensor, start: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Load the checkpoint tensor into copies of the parameters.
+
+        Args:
+            start: returns what the copy of a parameter holds before.
+
+        Returns:
+            Each parameter with what the loader has made of its copy, by its first name.
+
+        Raises:
+            RebuildError: the loader makes something that cannot take the parameters' place.
+        """
         originals = {name: self._model.get_parameter(name) for name in self.computed}
-        copies = {id(original): _copied(original) for original in originals.values()}
+        copies = {id(original): _copied(original, start) for original in originals.values()}
         copy = with_modules(self._model, _holders(self._model, copies))
         with torch.no_grad(), self._context():
             self._loader(copy)(iter([(self._name, tensor)]))
-        differences: list[Difference] = []
-        fingerprints: dict[str, str] = {}
-        results: dict[int, tuple[str, torch.Tensor]] = {}
+        found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        names: dict[int, str] = {}
         for name, original in originals.items():
             result = copy.get_parameter(name)
-            known = results.setdefault(id(original), (name, result))
-            if known[1] is not result:
-                raise RebuildError(f"the loader parts {name} from {known[0]}")
+            first = names.setdefault(id(original), name)
+            if first == name:
+                found[name] = original, result
+            elif found[first][1] is not result:
+                raise RebuildError(f"the loader parts {name} from {first}")
             if layout(result) != layout(original):
                 raise RebuildError(f"the loader gives {name} another layout")
-            if known[0] == name:
-                differences += tensor_differences(name, original, result)
-                fingerprints[name] = hash_memory(result) if result.numel() else ""
-        return RebuildResult(differences, fingerprints)
+        return found
 
     def is_intact(self, expected: Mapping[str, str]) -> bool:
         """See `Rebuild.is_intact`."""
@@ -124,9 +160,24 @@ class LoaderRebuild:
         return False
 
 
-def _copied(original: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return a parameter alike in everything but its memory."""
-    parameter = torch.nn.Parameter(original.detach().clone(), requires_grad=False)
+def _extremes(tensor: torch.Tensor, *, swap: bool = False) -> torch.Tensor:
+    """Return a tensor alike with random very large and very small numbers, or these swapped."""
+    info = (torch.finfo if tensor.is_floating_point() else torch.iinfo)(tensor.dtype)
+    # No infinity, nor the largest number: a loader might clamp to these.
+    bounds = [torch.full((), x * 0.75).to(tensor.dtype) for x in (info.min, info.max)]
+    small, large = (flat_bits(bound).to(tensor.device) for bound in bounds)
+    found = tensor.detach().clone()
+    memory = flat_bits(found)
+    chosen = torch.rand(memory.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    memory.copy_(torch.where(chosen.to(memory.device) ^ swap, small, large))
+    return found
+
+
+def _copied(
+    original: torch.nn.Parameter, start: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.nn.Parameter:
+    """Return a parameter alike in everything but its memory, which holds what `start` returns."""
+    parameter = torch.nn.Parameter(start(original.detach()), requires_grad=False)
     parameter.__class__ = type(original)
     vars(parameter).update(vars(original))
     return parameter

@@ -18,6 +18,7 @@ from engine_ext.model import (
     location,
     reachable_tensors,
 )
+from engine_ext.startup.permuted import loaded_tensors
 from engine_ext.startup.recomputed.compare import (
     Pair,
     RebuildError,
@@ -37,7 +38,6 @@ from engine_ext.startup.recomputed.rebuild import (
 from engine_ext.startup.recomputed.unprocessed_modules import (
     Change,
     UnprocessedModule,
-    loaded_tensors,
     storage_of,
 )
 
@@ -109,6 +109,9 @@ class ModuleRebuild:
             and all(d.path not in self.proven for d in found.differences)
             and (computed is None or self._computes(self.module) == computed)
         )
+
+    def check_old_values(self) -> None:
+        """Do nothing: processing begins with the unprocessed weights."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters and buffers before processing, by their names in the module."""

@@ -9,7 +9,9 @@ Before anything is served, each module is rebuilt
 3. with other bits in these, one parameter at a time: something must come out differently. This
    shows that processing reads them, and no copy of them. A parameter that nothing depends on
    must be gone from the live module (zero points of a symmetric scheme), or processing must leave
-   it in place, and not read it there.
+   it in place, and not read it there;
+4. if the loader computes a parameter, into memory that holds something else: the same must come
+   out, because a fresh engine does not begin with what is served.
 
 All of this must leave unchanged what the live module holds, such as an object or a tensor that its
 copies share. A parameter must not have been reachable from the module by another way before it was
@@ -119,6 +121,7 @@ def _prove_bits(one: Rebuild, written: list[str], probe: Probe, held: _Held) -> 
     wrong = sorted({d.path for d in found if not isinstance(d.new, Replacement)})
     if wrong:
         raise RebuildError(f"processing it again gives other bits in {', '.join(wrong)}")
+    one.check_old_values()
     expected = _probed(one, [], probe) if found else None
     if found and expected is None:
         handles = ", ".join(sorted(d.path for d in found))

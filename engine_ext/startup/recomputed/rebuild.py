@@ -126,6 +126,14 @@ class Rebuild(Protocol):
             expected: fingerprints that must come out.
         """
 
+    def check_old_values(self) -> None:
+        """Check that what comes out does not depend on what live memory holds.
+
+        Raises:
+            RebuildError: it does.
+            Exception: the engine's own.
+        """
+
     def shares(self, name: str) -> bool:
         """Return whether an unprocessed weight can be read by another way than from its copy."""
 

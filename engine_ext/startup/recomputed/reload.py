@@ -12,10 +12,10 @@ from collections.abc import Set as AbstractSet
 import torch
 
 from engine_ext.model import PLAIN
-from engine_ext.startup.permuted import ModuleCopy
+from engine_ext.startup.permuted import ModuleCopy, loaded_tensors
 from engine_ext.startup.recomputed.rebuild import Context, Rebuild, tensor_differences
 from engine_ext.startup.recomputed.unprocessed_model import with_modules, with_parts
-from engine_ext.startup.recomputed.unprocessed_modules import UnprocessedModule, loaded_tensors
+from engine_ext.startup.recomputed.unprocessed_modules import UnprocessedModule
 from engine_ext.startup.trace import LoadWeights
 
 

@@ -15,10 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine_ext.model import StorageIndex, address_range, reachable_tensors
 from engine_ext.placement import flat_bits
+from engine_ext.startup.permuted import loaded_tensors
 from engine_ext.startup.recomputed.module_rebuild import ModuleRebuild
 from engine_ext.startup.recomputed.unprocessed_modules import (
     UnprocessedModule,
-    loaded_tensors,
     storage_of,
 )
 

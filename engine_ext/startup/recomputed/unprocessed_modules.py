@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine_ext.model import extent, reachable_tensors
-from engine_ext.startup.permuted import ModuleCopy, Processing
+from engine_ext.startup.permuted import ModuleCopy, Processing, loaded_tensors
 from engine_ext.startup.recomputed import host_copies
 from engine_ext.startup.recomputed.elements import AttributeElements
 
@@ -209,12 +209,6 @@ def _state(
 def _apply(changes: Iterable[Change], tensor: torch.Tensor) -> None:
     for change in changes:
         change.elements.within(tensor).put(change.new)
-
-
-def loaded_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers of a module, which a loader can write to, by name."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _shared(module: torch.nn.Module, before: torch.nn.Module) -> frozenset[str]:

@@ -286,6 +286,7 @@ def _refuse_changes(guard: ModelStateGuard, recorder: Recorder) -> None:
         recorder.refuse_kept([attached.memory, *current], attached.path)
     for path, tensor in chain(guard.known_tensors(), guard.new_tensors()):
         recorder.refuse_kept([tensor], path)
+    recorder.refuse_outside()
 
 
 def _brief(error: Exception) -> str:

@@ -84,7 +84,7 @@ class LoadingTrace:
         *,
         path: str = "",
         prefix: str = "",
-    ) -> None:
+    ) -> frozenset[str]:
         """Trace a model that is loaded, just before its post-load processing.
 
         The other arguments and errors are those of `LoaderDryRun`. If there is no checkpoint, or
@@ -93,15 +93,20 @@ class LoadingTrace:
         Args:
             path: the model's in the receiver's model, if that consists of several.
             prefix: what the names of its checkpoint's tensors have before them there.
+
+        Returns:
+            The live tensors that the loader copies checkpoint tensors to, by each name in `model`;
+            none if the loader was not traced now.
         """
+        filled: set[str] = set()
         if path in self._models:
-            return
+            return frozenset()
         index = StorageIndex(model)
         loaded = self._models[path] = _Loaded(
             {_join(path, n): r for n, r in _ranges(index).items()}
         )
         if checkpoint is None or (refuse_while is not None and refuse_while(model)):
-            return
+            return frozenset()
         specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in checkpoint()]
         dry_run = LoaderDryRun(model, load_weights, index, refuse_while)
         placement = dry_run.trace(specs)
@@ -111,11 +116,13 @@ class LoadingTrace:
             boxes = loaded.boxes[prefix + name] = dict[str, list[Strides]]()
             for segment in placed.segments:
                 live = _join(path, segment.live.name)
+                filled.update([segment.live.name, *segment.live.aliases])
                 written[live] += prod(segment.sizes)
                 boxes.setdefault(live, []).append(_box(segment))
             placed.segments = []  # they keep memory alive that processing might free
             loaded.placed[prefix + name] = placed
         loaded.specs = [replace(spec, name=prefix + spec.name) for spec in specs]
+        return frozenset(filled)
 
     def forget(self, modules: Iterable[str]) -> set[str]:
         """Forget modules, given by path, that the engine has since replaced by others.

@@ -72,6 +72,9 @@ class ProvenanceTracker:
         self._storages: dict[int, TrackedStorage] = {}
         self._steps = 0
         self.used: set[str] = set()
+        # The storages of temporaries that have data, by key; none else is ever at their addresses.
+        self._made: set[int] = set()
+        self._outside: dict[TrackedStorage, None] = {}
         # The key of a storage is its address, so what is tracked must stay alive.
         self._alive: list[torch.Tensor] = []
         self._cached: tuple[tuple[TrackedStorage, int], ElementIds] | None = None
@@ -80,6 +83,15 @@ class ProvenanceTracker:
         """Track a contiguous tensor that stands for a checkpoint tensor."""
         storage = self._track(tensor)
         storage.source, storage.names = name, frozenset([name])
+
+    def add_made(self, outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
+        """Note the memory that an operator has made, which is in none of its inputs."""
+        given = {_key(t) for t in inputs}
+        self._made.update(_key(t) for t in outputs if _key(t) not in given)
+
+    def kept_outside(self) -> list[TrackedStorage]:
+        """Return the storages written to that were there before, and are no live tensor's."""
+        return list(self._outside)
 
     def find(self, tensor: torch.Tensor) -> TrackedStorage | None:
         """Return the tracked storage that a tensor is a view of, or None."""
@@ -105,10 +117,16 @@ class ProvenanceTracker:
         inputs = [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
         keys = {_key(t) for t in inputs}
         created = [t for t in outputs if _key(t) not in keys]
+        self.add_made(created, ())
         if not created and not written:
             return
         self.used.update(*(storage.names for storage in self.find_all(inputs)))
         problem = self._problem(func, arguments, live)
+        self._outside |= {
+            self._track(t): None
+            for t in written
+            if t.numel() and not t.is_meta and _key(t) not in self._made
+        }
         targets = [self.find(t) or self._track(t) for t in [*created, *written]]
         for storage in targets:
             for other in self.find_all(inputs):
@@ -187,6 +205,7 @@ class ProvenanceTracker:
         return View(storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def _track(self, tensor: torch.Tensor) -> TrackedStorage:
+        """Return the storage of a tensor, tracked from now on."""
         elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         self._alive.append(tensor)
         return self._storages.setdefault(_key(tensor), TrackedStorage(tensor.dtype, elements))

@@ -32,6 +32,7 @@ _MOST_SEGMENTS: Final = 1024
 _MANY_SEGMENTS: Final = 64
 _aten: Final = torch.ops.aten
 _COPY: Final = _aten.copy_.default
+_LIFT: Final = _aten.lift_fresh.default
 # Operators that neither read elements nor write any, whatever their arguments; most of a loader's.
 _VIEWS: Final = frozenset(
     {
@@ -55,7 +56,8 @@ class Recorder:
 
     Attributes:
         writes: all writes to live memory, whatever was written.
-        kept: paths of other tensors that the loader keeps elements in.
+        kept: paths of other tensors that the loader keeps elements in; empty for one that is not
+            reachable from the model.
         lock: held while an operator runs.
         thread: whether the thread that asks is in a call of ``Tensor.copy_``.
     """
@@ -94,6 +96,14 @@ class Recorder:
         for storage in self._tracker.find_all([now] if now is not None else []):
             self._refuse(storage, reason)
 
+    def refuse_outside(self) -> None:
+        """Refuse the checkpoint tensors that the loader puts in memory that the model has not."""
+        for storage in self._tracker.kept_outside():
+            self.kept.append("")
+            self._refuse(
+                storage, "the loader also copies it to memory that was there before, of no module"
+            )
+
     def close(self) -> None:
         """Refuse tensors for reasons that show only once all writes are known."""
         self._tracker.drop_cache()
@@ -128,7 +138,11 @@ class Recorder:
             return _written_result(func, written)
         storages = self._tracker.find_all(inputs)
         if not storages and not read:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+            # No operator returns what another library has made; it is lifted.
+            self._tracker.add_made(made, () if func is _LIFT else inputs)
+            return out
         # Elements that were only read back from live memory have data.
         absent = any(storage.names for storage in storages)
         if absent and any(not t.is_meta for t in written):

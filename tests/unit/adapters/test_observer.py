@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from engine_ext.adapters.observer import ModelLoadObserver, observations
 from engine_ext.adapters.target_and_draft import ModelRole
 from engine_ext.conformance.toy_models import Checkpoint
 from engine_ext.startup import (
+    BeforeProcessing,
     CheckpointReader,
     LoadingTrace,
     LoadWeights,
@@ -78,9 +79,7 @@ class ToyEngine:
         finally:
             self.happened.append("constants left")
 
-    def learner(
-        self, before: Callable[[nn.Module], None], states: UnprocessedModules
-    ) -> RepackLearner:
+    def learner(self, before: BeforeProcessing, states: UnprocessedModules) -> RepackLearner:
         return RepackLearner(self.module, "process", walk, before, states.keep)
 
     def constructor(self) -> tuple[Any, str]:

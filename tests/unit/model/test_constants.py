@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from engine_ext.model.constants import ConstantsWatch, is_default
+from engine_ext.model.constants import Constants, ConstantsWatch, is_default
 
 
 class Model(nn.Module):
@@ -57,6 +58,54 @@ def test_constants_are_unknown_for_another_model_factory() -> None:
     with ConstantsWatch(engine(), "make") as constants:
         model = Model()
     assert not constants.known("table", model.table * 3)
+
+
+class Biased(nn.Module):
+    """A bias that the checkpoint has, with other tensors of its shape and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.scale = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.register_buffer("wide", torch.zeros(4, dtype=torch.float64))
+        self.kept = {"wide": torch.ones(4)}
+        self.register_buffer("other", torch.zeros(5))
+        self.register_buffer("_k_scale", torch.tensor(1.0))
+        self.register_buffer("ramp", torch.arange(4.0))
+
+
+@torch.no_grad()
+def test_equal_bits_written_later_are_no_history() -> None:
+    """A bias of zeros, and a weight of ones, might have been copied to these."""
+    model: Any = Biased()
+    constants = Constants(model)
+    tensors = {"wide": model.wide, "kept['wide']": model.kept["wide"]}
+    for path, tensor in tensors.items():
+        assert constants(path, tensor)
+        tensor.copy_(tensor.clone())
+        assert not constants(path, tensor)
+
+
+@torch.no_grad()
+def test_what_copies_no_weight_may_be_written_again() -> None:
+    """Engines fill the scales of their KV cache with ones, after the constructor has."""
+    model: Any = Biased()
+    constants = Constants(model)
+    names = ["_k_scale", "other", "ramp", "norm.bias", "scale"]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in names:
+            tensor.copy_(tensor.clone())
+            assert constants(name, tensor)
+    model.wide = model.wide.clone()  # moved to a device
+    assert constants("wide", model.wide)
+
+
+def test_history_of_inference_tensors_is_their_bits() -> None:
+    with torch.inference_mode():
+        model: Any = Biased()
+        constants = Constants(model)
+        model.wide.copy_(model.norm.bias)
+        assert constants("wide", model.wide)
 
 
 @pytest.mark.parametrize(

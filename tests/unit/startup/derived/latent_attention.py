@@ -14,7 +14,7 @@ from torch import nn
 from engine_ext.conformance.thread_group import Group, ThreadRanks
 from engine_ext.conformance.toy_models import UNTOUCHED, Checkpoint, ToyModel, Weights, parameter
 from engine_ext.conformance.toy_models.open_module import OpenModule
-from engine_ext.model.constants import is_constant
+from engine_ext.model.constants import Constants, Known, is_constant
 from engine_ext.settings import Settings
 from engine_ext.startup import LoadedModel
 from engine_ext.startup.derived.recompute import Recomputation
@@ -178,6 +178,14 @@ def together(model: Latent) -> list[Recomputation]:
     return [Recomputation(("layers.0", "layers.1"), model.after_loading)]
 
 
+def known_of(kind: type[Latent]) -> Known:
+    """What the adapters know of a model's constants."""
+    constants = Constants(kind())
+    return lambda path, tensor: (
+        path == UNTOUCHED or is_constant(path, tensor) or constants(path, tensor)
+    )
+
+
 class Service:
     """Two ranks, served."""
 
@@ -202,7 +210,7 @@ class Service:
                 checkpoint=None if dummy else self.base.items,
                 reload=partial(self.reload, model),
                 ranks=ThreadRanks(group, rank),
-                constants=lambda path, t: path == UNTOUCHED or is_constant(path, t),
+                constants=known_of(self.kinds[rank]),
                 recomputations=functions(model),
             )
             for rank, model in enumerate(self.models)

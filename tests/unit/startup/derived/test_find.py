@@ -138,7 +138,7 @@ def served(absorb: Callable[[Latent], None] = lambda model: None) -> tuple[Laten
 
 
 def known(path: str, tensor: torch.Tensor) -> bool:
-    return is_constant(path, tensor) or path.endswith((".window", "serving_state"))
+    return is_constant(path, tensor) or path.endswith((".scale", ".window", "serving_state"))
 
 
 @pytest.mark.parametrize("hang", HANGS)
@@ -249,9 +249,9 @@ def test_what_parameters_are_views_of_follows(kind: type[Fused], paths: list[str
 @pytest.mark.parametrize(
     ("path", "tensor", "constant"),
     [
-        ("a.scale", torch.tensor(1.0), True),
-        ("a.scale", torch.tensor([0.0]), True),
-        ("a.scale", torch.tensor(0.5), False),
+        ("a.scale", torch.tensor(1.0), False),
+        ("a.scale", torch.tensor([0.0]), False),
+        ("a.count", torch.tensor([0]), True),
         ("a.scale", torch.ones(2), False),
         ("a.expert_map", torch.arange(4, dtype=torch.int32), True),
         ("a.qweight", torch.zeros(2, 2, dtype=torch.int32), False),
@@ -287,13 +287,16 @@ def test_what_was_there_before_the_weights_is_a_constant() -> None:
     base = base_checkpoint(Latent)
     model = Latent()
     model.layers[0].filled = torch.zeros(3)
+    model.layers[0].one, model.layers[0].zero = torch.ones(()), torch.zeros(1)
     constants = Constants(model)
     model.load_weights(base.items())
     model.layers[0].filled.add_(1)
     model.layers[0].later = torch.ones(3)
+    model.layers[0].one = torch.ones(())
+    model.layers[0].top = model.projection(0).abs().max().clamp(max=1.0)
     placement = LoaderDryRun(model, model.load_weights, StorageIndex(model)).trace(model.specs())
     found = find_derived(model, placement, constants)
-    assert [one.path for one in found] == ["layers.0.filled", "layers.0.later"]
+    assert [one.path for one in found] == ["layers.0.filled", "layers.0.later", "layers.0.top"]
 
 
 # --- modules that are rebuilt ---

@@ -3,14 +3,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
+from engine_ext.conformance.toy_models import Checkpoint
 from engine_ext.startup.permuted.learner import LearningError, Processing, RepackLearner
+from tests.support import toy_quantised
+from tests.support.quantised_engine import Serving
+from tests.support.rank_engine import errors_of
+from tests.support.toy_quantised import OUT, Model, linear_shapes
 
 
 class Method:
@@ -76,7 +82,12 @@ def test_a_move_is_learned_though_all_elements_are_the_same() -> None:
 
 
 def test_modules_that_are_alike_share_what_was_learned() -> None:
-    learner = learned_of(transpose, transpose, transpose)
+    model = nn.Sequential(*[Layer(Method(transpose)) for _ in range(3)])
+    for layer in model.children():
+        layer.get_parameter("weight").copy_(torch.arange(24).view(4, 6))
+    owner = engine()
+    with RepackLearner(owner, "process", walk) as learner:
+        owner.process(model, "cpu")
     assert len(learner.repacks) == 3
     assert len({id(repack) for repack in learner.repacks.values()}) == 1
 
@@ -306,3 +317,61 @@ def test_what_cannot_be_kept_is_refused(function: Callable[[Any], None]) -> None
 def test_what_may_be_recomputed_is_not_kept() -> None:
     _, kept = kept_of(None, double, replace_weight, recomputed=True)
     assert not kept
+
+
+# --- buffers ---
+
+
+class Filled(toy_quantised.Method):
+    """A layer with a buffer, which the checkpoint fills with zeros."""
+
+    def create_weights(self, layer: Any) -> None:
+        layer.register_buffer("corr", torch.full((OUT,), 7.0, dtype=torch.bfloat16))
+
+
+class FlipsBuffer(Filled):
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.corr.copy_(layer.corr.flip(0).clone())
+
+
+class AddsBuffer(Filled):
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.bias.data.copy_(torch.where(layer.corr == 0, layer.bias.data, layer.corr))
+
+
+class SumsBuffer(Filled):
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.total = float(layer.corr.float().sum())
+
+
+def with_buffer(method: type[toy_quantised.Method]) -> type[Model]:
+    class WithBuffer(Model):
+        shapes: ClassVar = {**linear_shapes("lin"), "lin.corr": (OUT,)}
+
+        def build(self, rank: int, ranks: int) -> None:
+            self.lin = toy_quantised.Layer(method())
+
+        @classmethod
+        def checkpoint(cls, seed: int = 0) -> Checkpoint:
+            zeros = torch.zeros(OUT, dtype=torch.bfloat16)
+            return {**super().checkpoint(seed), "lin.corr": zeros}
+
+    return WithBuffer
+
+
+@pytest.mark.parametrize(
+    ("method", "status"), [(Filled, "exact"), (FlipsBuffer, "exact"), (AddsBuffer, "rebuilt")]
+)
+def test_a_processed_buffer_follows_a_sync(
+    tmp_path: Path, method: type[toy_quantised.Method], status: str
+) -> None:
+    serving = Serving(with_buffer(method), tmp_path)
+    assert serving.statuses()["lin.corr"] == status
+    new = torch.arange(1, OUT + 1).to(torch.bfloat16)
+    errors_of(serving.sync({"lin.corr": new}), none=True)
+    serving.assert_fresh()
+
+
+def test_a_number_computed_from_a_buffer_refuses_it(tmp_path: Path) -> None:
+    serving = Serving(with_buffer(SumsBuffer), tmp_path)
+    assert "total would be" in serving.reasons()["lin.corr"]

@@ -13,7 +13,16 @@ from engine_ext.conformance.toy_models import Checkpoint
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
-from tests.support.toy_quantised import OUT, Int8, Layer, Mixer, Model, empty, linear_shapes
+from tests.support.toy_quantised import (
+    OUT,
+    Int8,
+    Layer,
+    Mixer,
+    Model,
+    empty,
+    linear_shapes,
+    parameter,
+)
 
 
 class Mamba(Model):
@@ -119,6 +128,86 @@ def test_what_the_result_does_not_depend_on_is_refused(tmp_path: Path) -> None:
     assert serving.statuses()["wide"] == "rebuilt"
     assert "another copy" in serving.reasons()["constant"]
     errors_of(serving.sync({"wide": changed(serving.base["wide"], 3)}), none=True)
+    serving.assert_fresh()
+
+
+class OfOldValues(Model):
+    """The loader computes from what the parameter held before, too."""
+
+    shapes: ClassVar = {"one": (OUT,), "two": (OUT,)}
+    start: ClassVar = 0.0
+
+    def build(self, rank: int, ranks: int) -> None:
+        self.one, self.two = parameter(torch.full((OUT,), self.start)), empty(OUT)
+        self.one.weight_loader = self.load  # type: ignore[attr-defined]
+
+    @classmethod
+    def load(cls, live: Any, weight: torch.Tensor) -> None:
+        live.data.copy_(cls.compute(live.data, weight.float()))
+
+    @staticmethod
+    def compute(live: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Largest(OfOldValues):
+    """Scales of several shards have their largest one in common."""
+
+    start: ClassVar = float("-inf")
+
+    @staticmethod
+    def compute(live: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(live, weight)
+
+
+class Positive(OfOldValues):
+    @staticmethod
+    def compute(live: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.where(weight > 0, weight, live)
+
+
+class NotZero(OfOldValues):
+    @staticmethod
+    def compute(live: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.where(weight != 0, weight, live)
+
+
+@pytest.mark.parametrize("model", [Largest, Positive, NotZero])
+def test_what_depends_on_old_values_is_refused(tmp_path: Path, model: type[Model]) -> None:
+    serving = Serving(model, tmp_path)
+    assert serving.reasons().keys() == {"one"}
+    assert "one depends on what it held before" in serving.reasons()["one"]
+
+
+class Padded(Model):
+    """The loader computes the first elements, and leaves the others alone."""
+
+    shapes: ClassVar = {"short": (OUT,), "plain": (OUT,)}
+    dtype: ClassVar = torch.float32
+
+    def build(self, rank: int, ranks: int) -> None:
+        self.plain = empty(OUT)
+        self.short = parameter(torch.full((OUT + 2,), 7).to(self.dtype))
+        self.short.weight_loader = self.load  # type: ignore[attr-defined]
+
+    @staticmethod
+    def load(live: Any, weight: torch.Tensor) -> None:
+        live.data[:OUT].copy_(weight.float() * 3)
+
+
+class PaddedNarrow(Padded):
+    dtype: ClassVar = torch.float8_e4m3fn
+
+
+class PaddedInteger(Padded):
+    dtype: ClassVar = torch.int8
+
+
+@pytest.mark.parametrize("model", [Padded, PaddedNarrow, PaddedInteger])
+def test_a_loader_may_leave_padding_as_it_is(tmp_path: Path, model: type[Model]) -> None:
+    serving = Serving(model, tmp_path)
+    assert serving.statuses()["short"] == "rebuilt"
+    errors_of(serving.sync({"short": changed(serving.base["short"], 3)}), none=True)
     serving.assert_fresh()
 
 

@@ -65,6 +65,13 @@ def test_a_model_that_is_not_processed_stays_as_traced() -> None:
     assert {placed.status for placed in placement.values()} == {Status.UNJUDGED}
 
 
+def test_a_trace_names_what_the_loader_fills() -> None:
+    model, loading = Skipped(), LoadingTrace()
+    tensors = checkpoint(Skipped)
+    assert loading.trace(model, model.load_weights, tensors.items, path="a") == {"weight"}
+    assert loading.trace(model, model.load_weights, None, path="b") == set()
+
+
 def test_without_a_checkpoint_there_is_nothing_to_compare() -> None:
     loading = LoadingTrace()
     placement = processed(Skipped(), loading, reads=False)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -148,6 +149,46 @@ def test_what_the_loader_replaces_is_put_back() -> None:
     assert memory(live) == {n: b for n, b in bits.items() if n not in (".extra", "more")}
     objects.pop("extra"), objects.pop("more")
     assert identities(live) == objects
+
+
+class Beside(ToyModel):
+    """The loader also fills memory that no module holds, or computes a parameter besides."""
+
+    shapes: ClassVar = {"weight": (3, 4), "bias": (3,)}
+
+    def build(self) -> None:
+        super().build()
+        side = nn.Module()
+        side.copy = parameter(3, 4)
+        self.sides = [side]
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        temporary = torch.from_numpy(np.zeros(tuple(weight.shape), np.float32))
+        temporary.copy_(weight)
+        self.get_parameter(name).data.copy_(temporary)
+        if name == "weight":
+            self.sides[0].get_parameter("copy").data.copy_(weight)
+
+
+class ComputedBeside(Beside):
+    shapes: ClassVar = {"weight": (3, 4)}
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        self.sides[0].get_parameter("copy").data.copy_(weight)
+        self.get_parameter(name).data.copy_(-weight.exp())
+
+
+def test_a_copy_to_memory_of_no_module_is_refused() -> None:
+    placement = trace(loaded(Beside))
+    assert "also copies it to memory that was there before" in placement["weight"].reason
+    assert placement["bias"].status is Status.UNJUDGED
+
+
+def test_what_is_also_put_elsewhere_is_not_loaded_alone() -> None:
+    """A rebuild would give the loader no copy of that."""
+    live = loaded(ComputedBeside)
+    dry_run = LoaderDryRun(live, live.load_weights, StorageIndex(live))
+    assert dry_run.written_alone(live.specs()[0]) == set()
 
 
 def test_rehearsing_reports_what_is_replaced() -> None:
