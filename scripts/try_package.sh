@@ -59,6 +59,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+import engine_ext.remote_parts.fetch  # noqa: F401
 from delta_sender import DeltaSender, MultiSender  # noqa: F401
 
 for engine in ("vllm", "sglang"):

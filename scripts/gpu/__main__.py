@@ -54,6 +54,8 @@ def main() -> int:
         parser.error(f"no rows {sorted(unknown)}; there are: {', '.join(rows)}")
     if chosen.engine != "vllm" and (chosen.timing or chosen.bundle):
         parser.error("--timing and --bundle are vLLM's")
+    if chosen.rows and not names and chosen.timing is None:
+        parser.error("nothing to run: name rows, or --timing")
     if not chosen.rows:
         names = by_worth(rows, recorded(), chosen.engine)
     run = Run(chosen, end)

@@ -19,7 +19,8 @@ def recorded(folder: Path = FOLDER) -> list[dict[str, Any]]:
 def is_exact(row: dict[str, Any]) -> bool:
     """Return whether a row's weights, texts and log probabilities were those of a fresh engine.
 
-    So they were after the rollback and the full sync, too, if these ran, and nothing failed.
+    So they were after the rollback and the full sync, too, if these ran, and nothing failed, also
+    no request next to the syncs.
     """
     later = (found for found in checks(row).values() if found is not None)
     return "error" not in row and all(says_exact(one) for one in (row.get("verdict"), *later))
@@ -30,8 +31,19 @@ def checks(row: dict[str, Any]) -> dict[str, str | None]:
     full = row.get("full")
     return {
         "rollback": row.get("rollback"),
+        "sleep": row.get("buffers"),
         "full sync": full.get("verdict") if isinstance(full, dict) else full,
+        "requests": _fault_of(row.get("load")),
     }
+
+
+def _fault_of(load: dict[str, Any] | None) -> str | None:
+    """Return what was wrong with the requests next to the syncs; None: nothing, or none ran."""
+    if load is None:
+        return None
+    if load["failed"]:
+        return f"failed: {load['failed'][:1]}"
+    return None if load["answered"] else "none was answered"
 
 
 def says_exact(verdict: str | None) -> bool:

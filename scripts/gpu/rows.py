@@ -91,9 +91,17 @@ def observed(engine: GpuServer) -> Facts:
     return {"weights": engine.checksums(), "generated": generated}
 
 
+def compared(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Return ``exact``, or which checksums differ."""
+    wrong = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
+    return f"DIFFERS: {wrong[:6]}" if wrong else "exact"
+
+
 def difference(live: Facts, fresh: Facts) -> str:
     """Return ``exact``, or what differs between two observations."""
     ours, theirs = live["weights"], fresh["weights"]
+    if not theirs:
+        return "nothing was compared: the engine has no checksums"
     wrong = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
     texts = [text for text, _ in live["generated"]] == [text for text, _ in fresh["generated"]]
     generated = live["generated"] == fresh["generated"]
@@ -222,9 +230,7 @@ def _roll_back_and_seed(live: GpuServer, versions: list[Weights], now: Facts, fa
     if answer.get("status") != "rolled_back":
         facts["rollback"] = json.dumps(answer)[:300]
     else:
-        found = live.checksums()
-        wrong = sorted(n for n in second if found.get(n) != second[n])
-        facts["rollback"] = f"DIFFERS: {wrong[:6]}" if wrong else "exact"
+        facts["rollback"] = compared(live.checksums(), second)
     with DeltaSender(live.url, versions[2].items(), base_version=_version(live)) as sender:
         report = sender.sync_full(versions[-1].items())
     again = observed(live)
@@ -242,15 +248,20 @@ def _sleep(
     level: int, live: GpuServer, sender: DeltaSender, weights: Weights, facts: Facts
 ) -> None:
     """Put the engine to sleep and wake it up; then it must hold the weights, or be healed."""
+    buffers = live.buffer_checksums()
     slept = live.post("/sleep", params={"level": level, "mode": "keep"}, timeout=120)
     asleep = live.delta_status().health.asleep
     woken = live.post("/wake_up", timeout=120)
     facts["sleep"] = f"level {level}: {slept.status_code}, asleep {asleep}, {woken.status_code}"
+    if not (slept.status_code == woken.status_code == 200 and asleep):
+        raise RuntimeError(f"the engine did not sleep and wake up: {facts['sleep']}")
+    # The engine's own checksums are of parameters alone.
+    facts["buffers"] = compared(live.buffer_checksums(), buffers)
     moved = stepped(weights, 9)
     for name, values in (("after", moved), ("back", weights)):
         report = sender.sync(values.items())
         facts[f"sleep_{name}"] = sync_facts(report)
-    facts["resumed"] = live.post("/resume", timeout=60).status_code
+    live.post("/resume", timeout=60).raise_for_status()
 
 
 def _keep(live: GpuServer, sender: DeltaSender, weights: Weights, facts: Facts) -> None:

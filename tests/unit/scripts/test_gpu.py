@@ -66,12 +66,15 @@ def test_a_row_is_exact_in_all_that_it_did(monkeypatch: pytest.MonkeyPatch) -> N
         {"full": differs},
         {"error": "EngineError: no answer"},
         {"verdict": None},
+        {"buffers": differs},
+        {"load": {"answered": 0, "failed": []}},
+        {"load": {"answered": 3, "failed": ["HTTP 500"]}},
     ):
         row = {**EXACT, **wrong}
         run.facts["rows"] = [EXACT, row]
         assert not run.is_exact, wrong
         assert not results.is_exact(row)
-        if "verdict" not in wrong:
+        if not {"verdict", "load"} & wrong.keys():
             assert (differs in doc_table.rows_of([{**RUN, "rows": [row]}])) is (
                 "error" not in wrong
             )
