@@ -13,26 +13,21 @@ import functools
 import logging
 import time
 from collections.abc import (
-    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
     Iterable,
-    Sequence,
 )
-from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from delta_server import metrics, pauses
 from delta_server.audit import Audit, Audited
-from delta_server.board import Item
-from delta_server.engine import Engine, call_all_ranks, rank_states, rank_statuses
-from delta_server.process_identity import is_alive, new_name
-from delta_server.recent import Recent
+from delta_server.engine import Engine, call_all_ranks, rank_states
+from delta_server.leased_engine import HeldLease, LeasedEngine
 from delta_server.request_options import Options
-from delta_server.served_versions import UNKNOWN, ServedVersions
+from delta_server.served_versions import UNKNOWN
 from engine_ext.errors import (
     AuditUnavailable,
     CommitFailed,
@@ -41,15 +36,12 @@ from engine_ext.errors import (
     EngineUncertain,
 )
 from engine_ext.format import Digest, Origin
-from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import (
     AbortSync,
     CallerPause,
     CommittedSync,
-    EngineUse,
     Operation,
     RankState,
-    RankStatus,
     RollBack,
     Written,
 )
@@ -60,90 +52,25 @@ logger = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _WrittenT = TypeVar("_WrittenT", bound=Written)
-_POLL_S = 0.02
 REPEAT_S = 1.0  # until what follows a commit is repeated; then twice as long, ...
 _LONGEST_REPEAT_S = 30.0
 
 
-@dataclass
-class _HeldLease:
-    """The lease of the engine, while this process holds it."""
-
-    was_paused: bool  # when the lease was granted
-    resume_owed: bool  # generation must be resumed, and has not been yet
-    pause: CallerPause | None  # the caller's, as it was last recorded
-
-
-class EngineCommitter:
+class EngineCommitter(LeasedEngine):
     """Commits and rollbacks of one engine.
 
     Other HTTP processes can serve the same engine. The ranks keep the lease, and know whether a
     failed commit has left the engine paused, so that any process can recover from that.
 
     Attributes:
-        served: the version of the model's weights; it changes before generation is resumed.
-        recent: the state of the ranks, which keeps `uncertain` up to date.
-        awaits_full_sync: whether the engine was started without weights and has none yet, as far as
-            is known.
         repeating: repeats what follows a commit, after that has failed; None if it never has.
     """
 
     def __init__(self, engine: Engine, audit: Audit | None = None) -> None:
-        self.served = ServedVersions()
+        super().__init__(engine)
         self.repeating: asyncio.Task[None] | None = None
-        self._uncertain, self.awaits_full_sync = False, True
-        self.recent = Recent[Sequence[RankState]](self._refreshed)
-        self._engine, self._audit = engine, audit
-        self._use = Item(engine, ENGINE, EngineUse)
-        self._name = new_name()
-        self._lock = asyncio.Lock()
+        self._audit = audit
         self._caller_at_work = False
-
-    @property
-    def uncertain(self) -> bool:
-        """Whether a write has failed half-way, so that generation must not be served.
-
-        As far as this process knows; see `is_uncertain`.
-        """
-        return self._uncertain
-
-    @uncertain.setter
-    def uncertain(self, value: bool) -> None:
-        self._uncertain = value
-        metrics.UNCERTAIN.set(value)
-
-    async def status(self, engine: Engine | None = None) -> list[RankStatus]:
-        """Return the state of every rank's receiver, and update `uncertain`."""
-        replies = await rank_statuses(engine or self._engine)
-        if engine is None or engine is self._engine:
-            self._update_state(replies)
-            self.awaits_full_sync = replies[0].awaits is not msgspec.UNSET
-            metrics.show_run(replies[0].run)
-        else:
-            self._update_uncertain(replies)
-        return replies
-
-    async def states(self) -> list[RankState]:
-        """Return what every HTTP process must know of the ranks."""
-        return await rank_states(self._engine)
-
-    async def _refreshed(self) -> Sequence[RankState]:
-        """Return what `states` does, and update `uncertain`."""
-        if self.awaits_full_sync:  # never again once it has weights
-            return await self.status()
-        states = await rank_states(self._engine)
-        self._update_state(states)
-        return states
-
-    async def is_uncertain(self) -> bool:
-        """Return whether generation must not be served; asks the ranks if the engine is shared.
-
-        The ranks are asked at most once a second. That is safe because a failed commit leaves the
-        engine paused: a request that is let through meanwhile waits.
-        """
-        if self._engine.shared and self.recent.is_due:
-            await self.recent.get()
-        return self.uncertain
 
     async def run(
         self,
@@ -170,7 +97,7 @@ class EngineCommitter:
             DeltaError: every rank has refused, and none has written.
         """
         is_model = engine is None or engine is self._engine
-        async with self._lease(pauses=True) as lease:
+        async with self.lease(pauses=True) as lease:
             audited = await self._begin_record(request, engine or self._engine, origin, lease)
             phases = pauses.PausePhases()
             try:
@@ -214,7 +141,7 @@ class EngineCommitter:
                 raise
             return written, phases.ended()
 
-    async def _stop(self, lease: _HeldLease, options: Options, phases: pauses.PausePhases) -> None:
+    async def _stop(self, lease: HeldLease, options: Options, phases: pauses.PausePhases) -> None:
         """Stop generation, unless the caller has, and drop cached results of the weights."""
         flushes = options.flush_cache is True
         if not lease.was_paused:
@@ -230,7 +157,7 @@ class EngineCommitter:
         """Pause generation for good, because a rank's weights have become uncertain."""
         self.uncertain = True
         try:
-            async with self._lease(pauses=True) as lease:
+            async with self.lease(pauses=True) as lease:
                 self.served.lose()
                 if not lease.was_paused:
                     flushes = options.flush_cache is True
@@ -265,7 +192,7 @@ class EngineCommitter:
         Return digest and run of the live model, or of the adapter as which `engine` sees the
         engine.
         """
-        async with self._lease(pauses=False) as lease:
+        async with self.lease(pauses=False) as lease:
             replies = await self.status(engine)
             if self.uncertain:
                 raise EngineUncertain("the ranks are not at one version; send a full sync")
@@ -296,13 +223,13 @@ class EngineCommitter:
         if self._audit is None:
             return
         with contextlib.suppress(AuditUnavailable):  # logged, and in the status
-            async with self._lease(pauses=False):
+            async with self.lease(pauses=False):
                 await self._audit.settle(self._engine)
 
     async def check_audit(self, engine: Engine) -> None:
         """Raise `AuditUnavailable` if a change of the weights could not be recorded now."""
         if self._audit is not None:
-            async with self._lease(pauses=False):
+            async with self.lease(pauses=False):
                 await self._audit.begin(engine)
 
     async def run_external_change(self, change: Callable[[], Awaitable[_T]]) -> _T:
@@ -324,7 +251,7 @@ class EngineCommitter:
         async with contextlib.AsyncExitStack() as stack:
             lease = None
             try:
-                lease = await stack.enter_async_context(self._lease(pauses=False))
+                lease = await stack.enter_async_context(self.lease(pauses=False))
             except Exception:
                 logger.exception("the ranks did not answer whether a commit is running")
             if lease is not None:
@@ -373,7 +300,7 @@ class EngineCommitter:
         [state, *_] = await rank_states(self._engine)
         if state.paused is None and not await self._engine.is_paused():
             return
-        async with self._lease(pauses=False) as lease:
+        async with self.lease(pauses=False) as lease:
             if lease.resume_owed or (pause := await self._see_pause(lease)) is None:
                 return
             seconds = time.monotonic() - pause.began
@@ -390,7 +317,7 @@ class EngineCommitter:
                 *(pause.by or "a caller", seconds),
             )
 
-    async def _see_pause(self, lease: _HeldLease) -> CallerPause | None:
+    async def _see_pause(self, lease: HeldLease) -> CallerPause | None:
         """Find out if a caller has paused the engine; return the pause.
 
         The ranks keep it from the end of the lease on. No commit must owe a resume. A sleep begins
@@ -403,61 +330,12 @@ class EngineCommitter:
         metrics.PAUSED_SINCE.set(0 if lease.pause is None else lease.pause.since)
         return lease.pause
 
-    @contextlib.asynccontextmanager
-    async def _lease(self, *, pauses: bool) -> AsyncIterator[_HeldLease]:
-        """Hold the lease of the engine: no other process pauses or resumes it meanwhile."""
-        async with self._lock:
-            lease: _HeldLease | None = None
-            try:
-                lease = await self._acquire(pauses)
-                yield lease
-            finally:
-                # Also if the answer to the last request for it was lost.
-                use = None
-                if lease is not None:
-                    use = EngineUse(resume_owed=lease.resume_owed, pause=lease.pause)
-                try:
-                    await self._use.release(self._name, use)
-                except Exception:
-                    # This process can acquire it again, and others can if this one is dead.
-                    logger.exception("the lease of the engine could not be released")
-
-    async def _acquire(self, pauses: bool) -> _HeldLease:
-        dead: str | None = None
-        while True:
-            was_paused = await self._engine.is_paused()
-            known = self._use.value
-            owed = known.resume_owed or (pauses and not was_paused)
-            use = msgspec.structs.replace(known, resume_owed=owed)
-            lease = await self._use.try_lease(self._name, use, instead_of=dead)
-            if not lease.granted:
-                assert self._use.holder is not None
-                dead = None if is_alive(self._use.holder) else self._use.holder
-                await asyncio.sleep(0 if dead else _POLL_S)
-            elif lease.written or not pauses:  # else it might be another one's pause that was seen
-                self._update_state(lease.states)
-                if self.uncertain:
-                    self.served.lose()
-                else:
-                    self.served.see(lease.states[0].version)
-                use = self._use.value
-                return _HeldLease(was_paused, use.resume_owed, use.pause)
-
-    def _update_state(self, replies: Sequence[RankState]) -> None:
-        self._update_uncertain(replies)
-        self.recent.note(replies)
-
-    def _update_uncertain(self, replies: Sequence[RankState]) -> None:
-        versions = {reply.version for reply in replies}
-        failed = any(reply.engine_state == "uncertain" for reply in replies)
-        self.uncertain = len(versions) > 1 or failed
-
     async def _begin_record(
         self,
         request: Operation[_WrittenT],
         engine: Engine,
         origin: Origin | None,
-        lease: _HeldLease,
+        lease: HeldLease,
     ) -> Audited | None:
         """Make sure that a change can be recorded; see `Audit.begin`."""
         if self._audit is None:
@@ -473,7 +351,7 @@ class EngineCommitter:
     async def _publish(
         self,
         written: Written,
-        lease: _HeldLease,
+        lease: HeldLease,
         engine: Engine,
         audited: Audited | None,
         phases: pauses.PausePhases,
@@ -507,12 +385,12 @@ class EngineCommitter:
                 f"resuming generation, failed: {why}; send the sync again"
             ) from failures[0]
 
-    async def _publish_owed(self, lease: _HeldLease) -> None:
+    async def _publish_owed(self, lease: HeldLease) -> None:
         """Publish the model's version if a commit might have left the engine paused without."""
         if lease.was_paused and lease.resume_owed and self.served.version != UNKNOWN:
             await self._engine.set_weight_version(str(self.served.version))
 
-    async def _publish_before_change(self, lease: _HeldLease) -> None:
+    async def _publish_before_change(self, lease: HeldLease) -> None:
         """Publish what a commit owes before a caller pauses or resumes: the pause is theirs then.
 
         Raises:
@@ -526,7 +404,7 @@ class EngineCommitter:
                 f"{type(error).__name__}: {error}; generation stays paused until it is published"
             ) from error
 
-    async def _resume(self, lease: _HeldLease) -> None:
+    async def _resume(self, lease: HeldLease) -> None:
         """Resume generation; if that fails, the next commit or repeat does it."""
         lease.resume_owed = True
         await self._engine.resume()

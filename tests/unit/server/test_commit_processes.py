@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from delta_server import commit as commits_module
+from delta_server import leased_engine
 from engine_ext.errors import Conflict
 from engine_ext.model import TracingError
 from engine_ext.ranks.operations import LeaseItem, Operation
@@ -113,7 +113,7 @@ def test_a_process_that_dies_in_its_commit(
         assert not repeat.done()  # the first one lives, as far as anybody knows
         assert rig.engine.paused
         dead = rig.service.committer._name
-        monkeypatch.setattr(commits_module, "is_alive", lambda name: name != dead)
+        monkeypatch.setattr(leased_engine, "is_alive", lambda name: name != dead)
         assert (await repeat).json()["status"] == "already_applied"
         end.set()
         await commit
