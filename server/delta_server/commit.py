@@ -17,6 +17,7 @@ from collections.abc import (
     Callable,
     Coroutine,
     Iterable,
+    Sequence,
 )
 from typing import Any, ParamSpec, TypeVar
 
@@ -52,6 +53,7 @@ logger = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _WrittenT = TypeVar("_WrittenT", bound=Written)
+Resumes = Callable[[Sequence[RankState]], bool]
 REPEAT_S = 1.0  # until what follows a commit is repeated; then twice as long, ...
 _LONGEST_REPEAT_S = 30.0
 
@@ -232,28 +234,50 @@ class EngineCommitter(LeasedEngine):
             async with self.lease(pauses=False):
                 await self._audit.begin(engine)
 
-    async def run_external_change(self, change: Callable[[], Awaitable[_T]]) -> _T:
+    async def run_external_change(
+        self, change: Callable[[], Awaitable[_T]], resumes: Resumes | None = None
+    ) -> _T:
         """Let the caller pause, resume, put to sleep or wake the engine, but not during a commit.
 
         A pause that a failed commit has left behind is the caller's from then on. The change is
         completed even if the caller disconnects.
 
+        Args:
+            resumes: returns whether requests in flight generate during the change or after it,
+                given the states of the ranks, or nothing if they are not known; None: they do not.
+
         Raises:
+            EngineUncertain: they would, from weights that are uncertain. Nothing is changed.
             CommittedNotResumed: a commit has left the engine paused without its version published,
                 and that failed again. Nothing is changed.
             Exception: what `change` raises.
         """
-        if self._caller_at_work:
-            return await change()  # a resume that ends a pause, which waits for requests
-        return await asyncio.shield(self._run_external_change(change))
+        if self._caller_at_work:  # a resume that ends a pause, which waits for requests
+            self._check_resumes(resumes, ())
+            return await change()
+        return await asyncio.shield(self._run_external_change(change, resumes))
 
-    async def _run_external_change(self, change: Callable[[], Awaitable[_T]]) -> _T:
+    def _check_resumes(self, resumes: Resumes | None, states: Sequence[RankState]) -> None:
+        """Raise `EngineUncertain` if requests in flight would go on from uncertain weights.
+
+        They are not refused like new ones, and would be answered under the version before.
+        """
+        if self.uncertain and resumes is not None and resumes(states):
+            raise EngineUncertain(
+                "the weights are uncertain, and requests in flight would go on from them; send a "
+                "full sync first"
+            )
+
+    async def _run_external_change(
+        self, change: Callable[[], Awaitable[_T]], resumes: Resumes | None
+    ) -> _T:
         async with contextlib.AsyncExitStack() as stack:
             lease = None
             try:
                 lease = await stack.enter_async_context(self.lease(pauses=False))
             except Exception:
                 logger.exception("the ranks did not answer whether a commit is running")
+            self._check_resumes(resumes, () if lease is None else lease.states)
             if lease is not None:
                 await self._publish_before_change(lease)
             self._caller_at_work = True
@@ -441,16 +465,24 @@ class EngineCommitter(LeasedEngine):
 
 
 def serialize_with_commits(
-    committer: EngineCommitter, change: Callable[_P, Coroutine[Any, Any, _T]]
+    committer: EngineCommitter,
+    change: Callable[_P, Coroutine[Any, Any, _T]],
+    resumes: Callable[..., bool] | None = None,
 ) -> Callable[_P, Coroutine[Any, Any, _T]]:
     """Wrap a method of the engine, such as to pause, so that the caller's calls wait for commits.
 
     The adapter itself keeps calling the original method.
+
+    Args:
+        resumes: as for `EngineCommitter.run_external_change`; it also gets the call's arguments.
     """
 
     @functools.wraps(change)
     async def serialized(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return await committer.run_external_change(lambda: change(*args, **kwargs))
+        def asked(states: Sequence[RankState]) -> bool:
+            return resumes is not None and resumes(states, *args, **kwargs)
+
+        return await committer.run_external_change(lambda: change(*args, **kwargs), asked)
 
     return serialized
 

@@ -34,6 +34,7 @@ class HeldLease:
     was_paused: bool  # when the lease was granted
     resume_owed: bool  # generation must be resumed, and has not been yet
     pause: CallerPause | None  # the caller's, as it was last recorded
+    states: Sequence[RankState]  # when the lease was granted
 
 
 class LeasedEngine:
@@ -139,7 +140,7 @@ class LeasedEngine:
                 else:
                     self.served.see(lease.states[0].version)
                 use = self._use.value
-                return HeldLease(was_paused, use.resume_owed, use.pause)
+                return HeldLease(was_paused, use.resume_owed, use.pause, lease.states)
 
     def _update_state(self, replies: Sequence[RankState]) -> None:
         self._update_uncertain(replies)

@@ -14,13 +14,14 @@ from engine_ext.adapters.sglang.engine import SglangEngine
 from engine_ext.adapters.sglang.names import LOAD_FORMAT
 from engine_ext.settings import Settings
 
-# What a caller can ask the manager for, but not during a commit.
-_EXCLUDED_BY_COMMITS = (
-    "pause_generation",
-    "continue_generation",
-    "release_memory_occupation",
-    "resume_memory_occupation",
-)
+# What a caller can ask the manager for, but not during a commit, and whether requests in flight
+# generate from then on. A paused engine stays so when its memory is back.
+_EXCLUDED_BY_COMMITS = {
+    "pause_generation": False,
+    "continue_generation": True,
+    "release_memory_occupation": False,
+    "resume_memory_occupation": False,
+}
 _DISK_PATH = "/update_weights_from_disk"
 _MAX_BODY_BYTES = 16 << 20
 _MAX_BODY_S = 60.0
@@ -44,8 +45,9 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     engine_type = SglangHttpWorker if has_several_workers(manager) else SglangEngine
     service = DeltaService(engine_type(manager), chosen)
     await service.start()
-    for name in _EXCLUDED_BY_COMMITS:
-        setattr(manager, name, serialize_with_commits(service.committer, getattr(manager, name)))
+    for name, resumes in _EXCLUDED_BY_COMMITS.items():
+        original, asked = getattr(manager, name), _always if resumes else None
+        setattr(manager, name, serialize_with_commits(service.committer, original, asked))
     token_versions.install(manager)
     app.state.delta_service = service
     theirs = list(app.router.routes)
@@ -56,6 +58,10 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
         auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
     _choose_by_format(ours, theirs, lambda path: is_pulled(service.inlet, path))
     app.router.routes[:] = [*ours, *theirs]
+
+
+def _always(*_: Any, **__: Any) -> bool:
+    return True
 
 
 def _choose_by_format(
