@@ -40,6 +40,7 @@ from engine_ext.format import Digest, Origin
 from engine_ext.ranks.operations import (
     AbortSync,
     CallerPause,
+    CommitSync,
     CommittedSync,
     Operation,
     RankState,
@@ -96,7 +97,8 @@ class EngineCommitter(LeasedEngine):
             CommitFailed: some rank failed half-way, or did not answer. The engine stays paused.
             CommittedNotResumed: every rank has written, and the engine, or what records the
                 change, failed after that.
-            DeltaError: every rank has refused, and none has written.
+            DeltaError: every rank has refused, and none has written. A sync that was held for a
+                group is dropped; it stays held after any other error before the write.
         """
         is_model = engine is None or engine is self._engine
         async with self.lease(pauses=True) as lease:
@@ -457,6 +459,13 @@ class EngineCommitter(LeasedEngine):
                 "generation answers 503 until a full sync commits"
             )
         if refusals:
+            if isinstance(request, CommitSync) and request.group is not None:
+                # They would refuse it again, and its group has no other way to give it up.
+                drop = AbortSync(
+                    version=request.version, sync_id=request.sync_id, group=request.group
+                )
+                with contextlib.suppress(Exception):
+                    await call_all_ranks(engine, drop)
             raise refusals[0]
         facts: dict[str, Any] = {"digest": total_digest(reply.digest for reply in replies)}
         if isinstance(replies[0], CommittedSync):  # each rank keeps old values as it has room

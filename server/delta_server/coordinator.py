@@ -232,7 +232,8 @@ class Coordinator:
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then. If the sync lacks
-                parts or was dropped, it is a `Conflict`, and nothing of it stays staged.
+                parts or was dropped, it is a `Conflict`, and nothing of it stays staged. Without a
+                group nothing does after any error; with one it stays held unless ranks refuse it.
         """
         async with self.reporter.follow(record):
             record.parts = [part]
@@ -351,9 +352,11 @@ class Coordinator:
         except CommitFailed:
             raise
         except Exception:
-            # Every rank is as it was. A sync that stays staged would keep the next one out.
-            with contextlib.suppress(Exception):
-                await self._staging.drop(part, group)
+            # Every rank is as it was. A sync that stays staged would keep the next one out. What a
+            # group has decided for is tried again, unless the ranks have refused and dropped it.
+            if group is None:
+                with contextlib.suppress(Exception):
+                    await self._staging.drop(part)
             raise
         record.timings |= timings
         self.reporter.report_run(committed, self.adapter)
