@@ -8,10 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
-from delta_server import leased_engine
+from delta_server import leased_engine, recent
+from delta_server.board import SERVED, Item
 from engine_ext.errors import Conflict
 from engine_ext.model import TracingError
-from engine_ext.ranks.operations import LeaseItem, Operation
+from engine_ext.ranks import ENGINE
+from engine_ext.ranks.operations import EngineUse, GetItem, LeaseItem, Operation
 from tests.support.delta_bodies import (
     BASE,
     NEXT,
@@ -123,6 +125,48 @@ def test_a_process_that_dies_in_its_commit(
     assert resume_owed(rig) == [False, False]
 
 
+# Start-up ------------------------------------------------------------------------------------
+
+DEAD = "999999999:1:gone"  # the name of a process that does not run
+
+
+def test_starting_process_publishes_what_ranks_hold(rig: Rig, other: Process) -> None:
+    """Another process can commit after the new one has read the version."""
+    rig.run(rig.service.start())
+    call, committed = rig.engine.call, list[httpx.Response]()
+
+    async def late(request: Operation[Any]) -> list[Any]:
+        if isinstance(request, GetItem) and request.key == SERVED and not committed:
+            rig.engine.call = call  # type: ignore[method-assign]
+            committed.append(await rig.sending(delta_part()))
+        return await call(request)
+
+    rig.engine.call = late  # type: ignore[method-assign]
+    rig.run(other.service.start())
+    rig.assert_committed(*committed, NEXT, 8)
+    assert rig.status().version.published == "8"
+
+
+def test_starting_process_ends_pause_of_dead_one(rig: Rig, other: Process) -> None:
+    item = Item(rig.engine, ENGINE, EngineUse)
+    for _ in range(2):  # a value is put by who has the lease already
+        rig.run(item.try_lease(DEAD, EngineUse(resume_owed=True)))
+    assert resume_owed(rig) == [True, True]
+    rig.engine.paused = True
+    rig.run(other.service.start())
+    assert not rig.engine.paused
+    assert resume_owed(rig) == [False, False]
+
+
+def test_process_starts_while_weights_are_uncertain(rig: Rig, other: Process) -> None:
+    rig.fail_commit()
+    rig.run(other.service.start())
+    assert rig.engine.paused
+    assert rig.engine.weight_version == "7"
+    assert_error(other.complete(), 503, "EngineUncertain", "uncertain")
+    rig.assert_committed(other.send(full_part(RESYNCED, 8)), RESYNCED, 8)
+
+
 # The guard -----------------------------------------------------------------------------------
 
 
@@ -135,8 +179,11 @@ def test_ranks_that_do_not_answer_leave_the_guard_as_it_is(rig: Rig, other: Proc
 
 
 @pytest.mark.parametrize(("shared", "expected"), [(False, 0), (True, 1)])
-def test_the_ranks_are_asked_seldom(rig: Rig, shared: bool, expected: int) -> None:
-    """And never where there is but one process."""
+def test_the_ranks_are_asked_seldom(
+    rig: Rig, other: Process, monkeypatch: pytest.MonkeyPatch, shared: bool, expected: int
+) -> None:
+    """And never where there is but one process; `other` has not asked yet, as a start does."""
+    monkeypatch.setattr(recent, "_ASKED_EVERY_S", 60.0)
     asked = []
     original = rig.engine.call
 
@@ -147,7 +194,7 @@ def test_the_ranks_are_asked_seldom(rig: Rig, shared: bool, expected: int) -> No
     rig.engine.call = call  # type: ignore[method-assign]
     rig.engine.shared = shared
     for _ in range(5):
-        assert rig.post(COMPLETIONS).status_code == 200
+        assert other.complete().status_code == 200
     assert asked == ["status"] * expected
 
 

@@ -416,6 +416,34 @@ def processes(tmp_path: Path) -> Iterator[tuple[FleetRig, Process]]:
     fleet.close()
 
 
+@pytest.mark.parametrize("notices", ["start", "sync", "rollback"])
+def test_process_settles_for_dead_one(tmp_path: Path, notices: str) -> None:
+    """Nobody watches a held sync when its process dies; the next one must, without being asked."""
+    fleet = FleetRig(tmp_path, 1)
+    [rig] = fleet.rigs.values()
+    rig.engine.shared = True
+    prepare(fleet, fleet.urls[0], lease=0.2)
+    present(rig.service.fleet.watch).cancel()
+    other = Process(rig)
+    if notices == "start":
+        rig.run(other.service.start())
+    elif notices == "sync":
+        body = delta_part(OTHER_STEP, sync_id="t", **RUN)
+        assert_error(other.send(body), 409, "SyncInProgress")
+    else:
+        answer = rig.run(rig.request("POST", "/delta_rollback", app=other.app))
+        assert_error(answer, 409, "SyncInProgress")
+
+    async def settled() -> None:
+        while (await rig.service.coordinator.held()).staged is not None:
+            await asyncio.sleep(0.02)
+
+    rig.run(settled())
+    assert versions(fleet) == [VERSION]
+    other.close()
+    fleet.close()
+
+
 def test_processes_of_an_engine_settle_once(processes: tuple[FleetRig, Process]) -> None:
     fleet, other = processes
     [rig] = fleet.rigs.values()
