@@ -115,6 +115,7 @@ class EngineCommitter(LeasedEngine):
                 # must generate from mixed weights.
                 self.uncertain = True
                 self.served.lose()
+                lease.publish_owed |= is_model  # they might have written all the same
                 if audited is not None:
                     await audited.failed()
                 raise
@@ -123,6 +124,7 @@ class EngineCommitter(LeasedEngine):
                     self.served.keep()
                 else:  # it is not known whether they have written
                     self.served.doubt()
+                    lease.publish_owed |= is_model
                 if not lease.was_paused or (lease.resume_owed and not self.uncertain):
                     try:
                         await self._publish_owed(lease)
@@ -133,6 +135,7 @@ class EngineCommitter(LeasedEngine):
                 raise
             self.uncertain = False
             if is_model:
+                lease.publish_owed = True
                 self.served.move(written.version, written.digest)
                 self.awaits_full_sync = False
             elif self.served.version == UNKNOWN:  # an adapter's failed write has ended so
@@ -200,10 +203,8 @@ class EngineCommitter(LeasedEngine):
             replies = await self.status(engine)
             if self.uncertain:
                 raise EngineUncertain("the ranks are not at one version; send a full sync")
-            await (engine or self._engine).set_weight_version(str(replies[0].version))
+            await self._publish_version(replies[0].version, lease, engine or self._engine)
             if lease.resume_owed:
-                if engine is not None and engine is not self._engine:
-                    await self._publish_owed(lease)
                 await self._resume(lease)
             if self._audit is not None:
                 try:
@@ -335,6 +336,7 @@ class EngineCommitter(LeasedEngine):
             replies = await self.status()
             if self.uncertain or any(reply.released for reply in replies):
                 return
+            await self._publish_owed(lease)
             await self._engine.resume()
             await self._see_pause(lease)
             logger.warning(
@@ -395,11 +397,9 @@ class EngineCommitter(LeasedEngine):
                 failures.append(error)
             phases.end("audit")
         try:
-            await engine.set_weight_version(version)
+            await self._publish_version(written.version, lease, engine)
             phases.end("version")
             if lease.resume_owed:
-                if engine is not self._engine:
-                    await self._publish_owed(lease)
                 await self._resume(lease)
                 phases.end("resume")
         except Exception as error:
@@ -411,10 +411,21 @@ class EngineCommitter(LeasedEngine):
                 f"resuming generation, failed: {why}; send the sync again"
             ) from failures[0]
 
+    async def _publish_version(self, version: int, lease: HeldLease, engine: Engine) -> None:
+        """Publish the version of what `engine` shows, and of the model if that is owed."""
+        await engine.set_weight_version(str(version))
+        if engine is self._engine:
+            lease.publish_owed = False
+        await self._publish_owed(lease)
+
     async def _publish_owed(self, lease: HeldLease) -> None:
-        """Publish the model's version if a commit might have left the engine paused without."""
-        if lease.was_paused and lease.resume_owed and self.served.version != UNKNOWN:
+        """Publish the model's version if a commit might have written without doing so.
+
+        Also in a pause of the caller's, which they can end before the commit is repeated.
+        """
+        if lease.publish_owed and self.served.version != UNKNOWN:
             await self._engine.set_weight_version(str(self.served.version))
+            lease.publish_owed = False
 
     async def _publish_before_change(self, lease: HeldLease) -> None:
         """Publish what a commit owes before a caller pauses or resumes: the pause is theirs then.

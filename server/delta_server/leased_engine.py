@@ -33,6 +33,7 @@ class HeldLease:
 
     was_paused: bool  # when the lease was granted
     resume_owed: bool  # generation must be resumed, and has not been yet
+    publish_owed: bool  # the version of the model's weights might not be published yet
     pause: CallerPause | None  # the caller's, as it was last recorded
     states: Sequence[RankState]  # when the lease was granted
 
@@ -114,7 +115,11 @@ class LeasedEngine:
                 # Also if the answer to the last request for it was lost.
                 use = None
                 if lease is not None:
-                    use = EngineUse(resume_owed=lease.resume_owed, pause=lease.pause)
+                    use = EngineUse(
+                        resume_owed=lease.resume_owed,
+                        publish_owed=lease.publish_owed,
+                        pause=lease.pause,
+                    )
                 try:
                     await self._use.release(self._name, use)
                 except Exception:
@@ -127,7 +132,8 @@ class LeasedEngine:
             was_paused = await self._engine.is_paused()
             known = self._use.value
             owed = known.resume_owed or (pauses and not was_paused)
-            use = msgspec.structs.replace(known, resume_owed=owed)
+            unpublished = known.publish_owed or pauses  # if this process dies before it is
+            use = msgspec.structs.replace(known, resume_owed=owed, publish_owed=unpublished)
             lease = await self._use.try_lease(self._name, use, instead_of=dead)
             if not lease.granted:
                 assert self._use.holder is not None
@@ -140,7 +146,10 @@ class LeasedEngine:
                 else:
                     self.served.see(lease.states[0].version)
                 use = self._use.value
-                return HeldLease(was_paused, use.resume_owed, use.pause, lease.states)
+                unpublished = (known if lease.written else use).publish_owed
+                return HeldLease(
+                    *(was_paused, use.resume_owed, unpublished, use.pause, lease.states)
+                )
 
     def _update_state(self, replies: Sequence[RankState]) -> None:
         self._update_uncertain(replies)

@@ -215,6 +215,50 @@ def test_generation_is_not_resumed_under_the_old_version(rig: Rig) -> None:
     assert (rig.engine.paused, rig.engine.weight_version) == (False, "8")
 
 
+@pytest.mark.parametrize("ends", ["caller", "max-pause"])
+def test_pause_of_caller_ends_under_committed_version(rig: Rig, ends: str) -> None:
+    """The commit owes no resume then, and its repeat can come too late."""
+    rig.engine.paused = True
+    commits = rig.service.committer
+    end = {
+        "caller": lambda: commits.run_external_change(rig.engine.resume, resumes),
+        "max-pause": lambda: commits.end_long_pause(0),
+    }
+    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
+    rig.engine.fails["set_weight_version"] = ConnectionError("lost again")
+    with pytest.raises((CommittedNotResumed, ConnectionError), match="lost again"):
+        rig.run(end[ends]())
+    assert rig.engine.paused
+    rig.run(end[ends]())
+    assert (rig.engine.paused, rig.engine.weight_version) == (False, "8")
+    published = rig.engine.events.count(("set_weight_version", "8"))
+    rig.run(commits.run_external_change(rig.engine.resume, resumes))
+    assert rig.engine.events.count(("set_weight_version", "8")) == published
+
+
+@pytest.mark.parametrize("process", ["same", "other"])
+def test_unknown_commit_in_callers_pause_is_published(
+    rig: Rig, other: Process, process: str
+) -> None:
+    rig.engine.paused = True
+    rig.engine.loses["commit"] = ConnectionError("a rank did not answer")
+    assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+    service = rig.service if process == "same" else other.service
+    rig.run(service.committer.run_external_change(rig.engine.resume, resumes))
+    assert (rig.engine.paused, rig.engine.weight_version) == (False, "8")
+
+
+def test_refused_commit_in_callers_pause_publishes_nothing(rig: Rig) -> None:
+    rig.engine.paused = True
+    assert_error(rig.send(delta_part(version=9, base_version=8)), 409, "VersionConflict")
+    for shard in rig.engine.shards:
+        shard.breaks = shard.undoes = True
+    assert_error(rig.send(delta_part()), 500, "WriteUndone")
+    rig.run(rig.service.committer.run_external_change(rig.engine.resume, resumes))
+    assert [event[0] for event in rig.engine.events] == ["flush_cache", "commit", "resume"]
+
+
 def test_a_resume_ends_a_pause_that_waits(rig: Rig) -> None:
     commits, ended = rig.service.committer, asyncio.Event()
 
