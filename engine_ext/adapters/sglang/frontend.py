@@ -39,7 +39,7 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    from delta_server import DeltaService, attach, is_pulled, serialize_with_commits
+    from delta_server import DeltaService, attach, find_pulled, serialize_with_commits
     from engine_ext.adapters.sglang.http_workers import SglangHttpWorker, has_several_workers
 
     engine_type = SglangHttpWorker if has_several_workers(manager) else SglangEngine
@@ -56,7 +56,7 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     for route in ours:
         # Like SGLang's own updates, these need the admin's key if one is set.
         auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
-    _choose_by_format(ours, theirs, lambda path: is_pulled(service.inlet, path))
+    _choose_by_format(ours, theirs, lambda path: find_pulled(service.inlet, path))
     app.router.routes[:] = [*ours, *theirs]
 
 
@@ -65,7 +65,7 @@ def _always(*_: Any, **__: Any) -> bool:
 
 
 def _choose_by_format(
-    ours: list[Any], theirs: list[Any], pulled: Callable[[Any], Awaitable[bool]]
+    ours: list[Any], theirs: list[Any], pulled: Callable[[Any], Awaitable[object]]
 ) -> None:
     """Route disk updates of other formats to SGLang's own endpoint of that path."""
     [delta] = [route for route in ours if route.path == _DISK_PATH]
@@ -82,7 +82,7 @@ class DiskUpdates:
     pulled goes there, too, and commits them.
     """
 
-    def __init__(self, delta: Any, other: Any, pulled: Callable[[Any], Awaitable[bool]]) -> None:
+    def __init__(self, delta: Any, other: Any, pulled: Callable[[Any], Awaitable[object]]) -> None:
         self._delta = delta
         self._other = other
         self._pulled = pulled
@@ -105,10 +105,12 @@ class DiskUpdates:
         async def replay() -> Any:
             return messages.pop(0) if messages else await receive()
 
-        app = self._delta if more or await self._is_ours(body) else self._other
+        app = self._delta if more or await self._is_ours(body, scope) else self._other
         await app(scope, replay, send)
 
-    async def _is_ours(self, body: bytearray) -> bool:
+    async def _is_ours(self, body: bytearray, scope: Any) -> bool:
+        from delta_server import PULLED
+
         # As Starlette parses it, so that both always find the same format.
         with contextlib.suppress(ValueError, RecursionError):
             request = json.loads(body)
@@ -117,5 +119,6 @@ class DiskUpdates:
                 if form is not None:
                     return bool(form == LOAD_FORMAT)
                 with contextlib.suppress(Exception):  # ranks that have died answer nothing
-                    return await self._pulled(request.get("model_path"))
+                    scope[PULLED] = await self._pulled(request.get("model_path")) or None
+                    return scope[PULLED] is not None
         return False
