@@ -125,7 +125,7 @@ class EngineCommitter(LeasedEngine):
                 else:  # it is not known whether they have written
                     self.served.doubt()
                     lease.publish_owed |= is_model
-                if not lease.was_paused or (lease.resume_owed and not self.uncertain):
+                if not self.uncertain and (not lease.was_paused or lease.resume_owed):
                     try:
                         await self._publish_owed(lease)
                         await self._resume(lease)
@@ -152,13 +152,18 @@ class EngineCommitter(LeasedEngine):
         """Stop generation, unless the caller has, and drop cached results of the weights."""
         flushes = options.flush_cache is True
         if not lease.was_paused:
-            dropping = await self._engine.pause(options.pause_mode, flush_cache=flushes)
+            dropping = await self._engine.pause(self._pause_mode(options), flush_cache=flushes)
             phases.end("stop", caches=dropping)
         elif flushes:
             await self._engine.flush_cache()
         if options.flush_cache == "salt":
             await self._engine.salt_cache()
         phases.end("caches")
+
+    def _pause_mode(self, options: Options) -> str:
+        """Return how requests in flight end; none may go on to its end from uncertain weights."""
+        waits = options.pause_mode == "wait"
+        return "keep" if waits and self.uncertain else options.pause_mode
 
     async def halt(self, options: Options) -> None:
         """Pause generation for good, because a rank's weights have become uncertain."""
@@ -168,10 +173,30 @@ class EngineCommitter(LeasedEngine):
                 self.served.lose()
                 if not lease.was_paused:
                     flushes = options.flush_cache is True
-                    await self._engine.pause(options.pause_mode, flush_cache=flushes)
+                    await self._engine.pause(self._pause_mode(options), flush_cache=flushes)
         except Exception:
             self.served.lose()
             logger.exception("generation could not be paused; its requests answer 503")
+
+    async def end_requests(self) -> None:
+        """End the requests in flight, as a commit with the pause mode ``abort`` does.
+
+        Those that the caller's own pause keeps stay, as they do then.
+
+        Raises:
+            EngineUncertain: an earlier write failed half-way. Nothing is changed.
+        """
+        async with self.lease(pauses=True) as lease:
+            if lease.was_paused:
+                return
+            if self.uncertain:
+                lease.resume_owed = False  # nothing was paused
+                raise EngineUncertain("an earlier write failed half-way; send a full sync")
+            try:
+                await self._engine.pause("abort", flush_cache=False)
+            finally:
+                await self._publish_owed(lease)
+                await self._resume(lease)
 
     def _publish_later(self, engine: Engine) -> None:
         """Repeat what follows a commit until it succeeds: not every sender repeats its sync."""

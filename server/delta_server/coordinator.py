@@ -300,6 +300,10 @@ class Coordinator:
         """Repeat what follows a commit; return digest and run, see `EngineCommitter.publish`."""
         return await self._committer.publish(self._engine)
 
+    async def end_requests(self) -> None:
+        """End the requests in flight; see `EngineCommitter.end_requests`."""
+        await self._committer.end_requests()
+
     async def set_weight_version(self, text: str) -> None:
         """Set the engine's own weight version, with no sync."""
         await self._engine.set_weight_version(text)

@@ -160,7 +160,9 @@ async def update_weight_version(request: Request) -> JSONResponse:
                 options = Options(pause_mode=pause_mode, flush_cache=False)  # it stays valid
                 service.inlet.refuse_pushes()
                 text = str(wanted.new_version)
-                response = await asyncio.shield(advance(service.inlet, text, options, record))
+                ends = wanted.abort_all_requests
+                work = advance(service.inlet, text, options, record, ends_requests=ends)
+                response = await asyncio.shield(work)
     except Exception as error:
         failure = as_delta_error(error)
         return error_response(failure, success=False, message=failure.message)

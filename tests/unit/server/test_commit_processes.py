@@ -233,17 +233,23 @@ def test_two_processes_do_not_pause_the_engine_at_once(rig: Rig, other: Process)
     assert same(rig.engine.weights, after(NEXT, OTHER_STEP))
 
 
+@pytest.mark.parametrize(("mode", "paused"), [("keep",) * 2, ("wait", "keep"), ("abort",) * 2])
 def test_a_check_that_changes_the_weights_stops_generation(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, mode: str, paused: str
 ) -> None:
-    """Though the sync was only being staged, and the engine was not paused for it."""
+    """Though the sync was only being staged, and the engine was not paused for it.
+
+    No request is waited for: it would end on the damaged weights.
+    """
 
     def damaging(*_: object, **__: object) -> None:
         raise TracingError("tensors moved")
 
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine.shards[1], "check_sync", damaging)
-        assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+        answer = rig.send(delta_part(), pause_mode=mode)
+        assert_error(answer, 500, "CommitFailed", "uncertain")
+    assert rig.engine.events == [("pause", paused, True)]
     assert rig.is_paused()
     assert rig.engine.writes == [0, 0]
     generated = rig.run(rig.request("POST", COMPLETIONS))
@@ -252,6 +258,29 @@ def test_a_check_that_changes_the_weights_stops_generation(
     rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
     assert not rig.engine.paused
     assert rig.run(rig.request("POST", COMPLETIONS)).status_code == 200
+
+
+def test_full_sync_of_running_damaged_engine_stops_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that could not be paused when the damage was found."""
+
+    def damaging(*_: object, **__: object) -> None:
+        raise TracingError("tensors moved")
+
+    async def fails(mode: str, *, flush_cache: bool) -> float:
+        raise ConnectionError("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine.shards[1], "check_sync", damaging)
+        patch.setattr(rig.engine, "pause", fails)
+        assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+    assert not rig.engine.paused
+    rig.engine.fails["pause"] = RuntimeError("the cache was not reset")
+    assert_error(rig.send(full_part(RESYNCED, 8), pause_mode="wait"), 500, "DeltaError")
+    assert rig.engine.events == [("pause", "keep", True)]
+    assert rig.engine.paused
+    rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
 
 
 @pytest.mark.parametrize("moment", ["poll", "lease"])
