@@ -161,7 +161,7 @@ class EngineCommitter(LeasedEngine):
         phases.end("caches")
 
     def _pause_mode(self, options: Options) -> str:
-        """Return how requests in flight end; none may go on to its end from uncertain weights."""
+        """Return how requests in flight end; none must end on uncertain weights."""
         waits = options.pause_mode == "wait"
         return "keep" if waits and self.uncertain else options.pause_mode
 
@@ -286,14 +286,14 @@ class EngineCommitter(LeasedEngine):
         return await asyncio.shield(self._run_external_change(change, resumes))
 
     def _check_resumes(self, resumes: Resumes | None, states: Sequence[RankState]) -> None:
-        """Raise `EngineUncertain` if requests in flight would go on from uncertain weights.
+        """Raise `EngineUncertain` if requests in flight would continue from uncertain weights.
 
         They are not refused like new ones, and would be answered under the version before.
         """
         if self.uncertain and resumes is not None and resumes(states):
             raise EngineUncertain(
-                "the weights are uncertain, and requests in flight would go on from them; send a "
-                "full sync first"
+                "the weights are uncertain, and requests in flight would continue from them; send "
+                "a full sync first"
             )
 
     async def _run_external_change(

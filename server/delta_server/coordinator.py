@@ -378,8 +378,8 @@ class Coordinator:
         except CommitFailed:
             raise
         except Exception:
-            # Every rank is as it was. A sync that stays staged would keep the next one out. What a
-            # group has decided for is tried again, unless the ranks have refused and dropped it.
+            # Every rank is as it was. A sync that stays staged would keep the next one out. A group
+            # tries again what it has decided for, unless the ranks have refused and dropped it.
             if group is None:
                 with contextlib.suppress(Exception):
                     await self._staging.drop(part)

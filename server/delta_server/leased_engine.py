@@ -39,7 +39,7 @@ class HeldLease:
 
 
 class LeasedEngine:
-    """One engine, whose ranks tell all HTTP processes what they must know of it.
+    """One engine, whose ranks keep what all of its HTTP processes must know.
 
     Attributes:
         served: the version of the model's weights; it changes before generation is resumed.

@@ -180,8 +180,9 @@ class DeltaService:
         """Check that every rank has a receiver, publish the base version, replay the log.
 
         The engine must not serve before this returns. A damaged log is reported, and the engine
-        serves the last good version then. What a process that died has left is taken over: a pause
-        of its commit, and the watch of a sync that it held. Uncertain weights stay paused.
+        serves the last good version then. This process takes over what a dead one has left: it
+        ends the pause of that one's commit, and settles the sync that it held. An engine whose
+        weights are uncertain stays paused.
 
         Raises:
             DeltaError: some rank has no receiver, or the ranks are at different versions. The

@@ -32,7 +32,7 @@ def _pause_waits(
     wait_for_inflight_requests: bool | None = None,  # vLLM 0.31 has it, too
     **__: Any,
 ) -> bool:
-    return mode == "wait" or bool(wait_for_inflight_requests)  # those go on to their ends
+    return mode == "wait" or bool(wait_for_inflight_requests)  # those continue to their ends
 
 
 def _sleep_waits(

@@ -178,7 +178,7 @@ def test_memory_is_not_released_or_woken_during_a_commit(server: Server, change:
 def test_kept_requests_do_not_go_on_while_uncertain(
     server: Server, change: str, options: dict[str, Any]
 ) -> None:
-    """A pause that waits lets the requests in flight go on to their ends."""
+    """A pause that waits lets the requests in flight continue to their ends."""
     server.fail_commit()
     server.rig.engine.events.clear()
     with pytest.raises(EngineUncertain):

@@ -112,7 +112,7 @@ def resumes(*_: Any) -> bool:
 
 @pytest.mark.parametrize("change", ["pause", "resume"])
 def test_what_the_caller_does_after_a_failure_is_the_callers(rig: Rig, change: str) -> None:
-    """But kept requests must not go on from mixed weights, and be answered as the old version's."""
+    """But kept requests must not continue from mixed weights, under the old version."""
     rig.fail_commit()
     commits = rig.service.committer
     if change == "pause":
