@@ -152,18 +152,14 @@ class EngineCommitter(LeasedEngine):
         """Stop generation, unless the caller has, and drop cached results of the weights."""
         flushes = options.flush_cache is True
         if not lease.was_paused:
-            dropping = await self._engine.pause(self._pause_mode(options), flush_cache=flushes)
+            mode = _without_waiting(options) if self.uncertain else options.pause_mode
+            dropping = await self._engine.pause(mode, flush_cache=flushes)
             phases.end("stop", caches=dropping)
         elif flushes:
             await self._engine.flush_cache()
         if options.flush_cache == "salt":
             await self._engine.salt_cache()
         phases.end("caches")
-
-    def _pause_mode(self, options: Options) -> str:
-        """Return how requests in flight end; none must end on uncertain weights."""
-        waits = options.pause_mode == "wait"
-        return "keep" if waits and self.uncertain else options.pause_mode
 
     async def halt(self, options: Options) -> None:
         """Pause generation for good, because a rank's weights have become uncertain."""
@@ -173,7 +169,7 @@ class EngineCommitter(LeasedEngine):
                 self.served.lose()
                 if not lease.was_paused:
                     flushes = options.flush_cache is True
-                    await self._engine.pause(self._pause_mode(options), flush_cache=flushes)
+                    await self._engine.pause(_without_waiting(options), flush_cache=flushes)
         except Exception:
             self.served.lose()
             logger.exception("generation could not be paused; its requests answer 503")
@@ -507,6 +503,11 @@ class EngineCommitter(LeasedEngine):
         if isinstance(replies[0], CommittedSync):  # each rank keeps old values as it has room
             facts["rollback"] = all(r.rollback for r in replies if isinstance(r, CommittedSync))
         return msgspec.structs.replace(replies[0], **facts)
+
+
+def _without_waiting(options: Options) -> str:
+    """Return how to pause where no request must end on the weights that are there."""
+    return "keep" if options.pause_mode == "wait" else options.pause_mode
 
 
 def serialize_with_commits(
