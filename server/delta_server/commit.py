@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from delta_server import metrics, pauses
+from delta_server import pauses
 from delta_server.audit import Audit, Audited
 from delta_server.engine import Engine, call_all_ranks, rank_states
 from delta_server.leased_engine import HeldLease, LeasedEngine
@@ -39,7 +39,6 @@ from engine_ext.errors import (
 from engine_ext.format import Digest, Origin
 from engine_ext.ranks.operations import (
     AbortSync,
-    CallerPause,
     CommitSync,
     CommittedSync,
     Operation,
@@ -47,7 +46,7 @@ from engine_ext.ranks.operations import (
     RollBack,
     Written,
 )
-from engine_ext.ranks.status import AuditStatus, PauseStatus
+from engine_ext.ranks.status import AuditStatus
 
 logger = logging.getLogger(__name__)
 
@@ -314,29 +313,10 @@ class EngineCommitter(LeasedEngine):
                 if not lease.was_paused:
                     lease.pause = None  # one that ended unseen
                 try:
-                    await self._see_pause(lease)
+                    await self.see_pause(lease)
                 except Exception:
                     logger.exception("a pause or its end could not be seen")
             return result
-
-    async def describe_pause(self, state: RankState) -> PauseStatus | None:
-        """Return what is known of a pause that is not a commit's; None without one.
-
-        An engine that sleeps is paused, too, and that alone is none.
-
-        Args:
-            state: of the first rank.
-        """
-        if state.resume_owed:
-            return None
-        try:
-            paused = await self._engine.is_paused()
-        except Exception:  # replicas that are just being paused or resumed differ
-            paused = state.paused is not None
-        if not paused or (state.released and state.paused is None):
-            metrics.PAUSED_SINCE.set(0)
-            return None
-        return pauses.describe(state.paused)
 
     async def end_long_pause(self, most: float) -> None:
         """Resume generation if a caller has paused it more than `most` seconds ago.
@@ -349,7 +329,7 @@ class EngineCommitter(LeasedEngine):
         if state.paused is None and not await self._engine.is_paused():
             return
         async with self.lease(pauses=False) as lease:
-            if lease.resume_owed or (pause := await self._see_pause(lease)) is None:
+            if lease.resume_owed or (pause := await self.see_pause(lease)) is None:
                 return
             seconds = time.monotonic() - pause.began
             if seconds < most:
@@ -359,25 +339,12 @@ class EngineCommitter(LeasedEngine):
                 return
             await self._publish_owed(lease)
             await self._engine.resume()
-            await self._see_pause(lease)
+            await self.see_pause(lease)
             logger.warning(
                 "delta updates: generation is resumed: %s had paused it %.0f s ago, longer than "
                 "--delta-max-pause",
                 *(pause.by or "a caller", seconds),
             )
-
-    async def _see_pause(self, lease: HeldLease) -> CallerPause | None:
-        """Find out if a caller has paused the engine; return the pause.
-
-        The ranks keep it from the end of the lease on. No commit must owe a resume. A sleep begins
-        no pause, and ends none.
-        """
-        if not await self._engine.is_paused():
-            lease.pause = None
-        elif lease.pause is None and not any(state.released for state in await self.states()):
-            lease.pause = pauses.begin()
-        metrics.PAUSED_SINCE.set(0 if lease.pause is None else lease.pause.since)
-        return lease.pause
 
     async def _begin_record(
         self,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from delta_server import metrics
+from delta_server import metrics, pauses
 from delta_server.board import Item
 from delta_server.engine import Engine, rank_states, rank_statuses
 from delta_server.process_identity import is_alive, new_name
@@ -21,6 +21,7 @@ from delta_server.recent import Recent
 from delta_server.served_versions import ServedVersions
 from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import CallerPause, EngineUse, RankState, RankStatus
+from engine_ext.ranks.status import PauseStatus
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,38 @@ class LeasedEngine:
         if self._engine.shared and self.recent.is_due:
             await self.recent.get()
         return self.uncertain
+
+    async def describe_pause(self, state: RankState) -> PauseStatus | None:
+        """Return what is known of a pause that is not a commit's; None without one.
+
+        An engine that sleeps is paused, too, and that alone is none.
+
+        Args:
+            state: of the first rank.
+        """
+        if state.resume_owed:
+            return None
+        try:
+            paused = await self._engine.is_paused()
+        except Exception:  # replicas that are just being paused or resumed differ
+            paused = state.paused is not None
+        if not paused or (state.released and state.paused is None):
+            metrics.PAUSED_SINCE.set(0)
+            return None
+        return pauses.describe(state.paused)
+
+    async def see_pause(self, lease: HeldLease) -> CallerPause | None:
+        """Find out if a caller has paused the engine; return the pause.
+
+        The ranks keep it from the end of the lease on. No commit must owe a resume. A sleep begins
+        no pause, and ends none.
+        """
+        if not await self._engine.is_paused():
+            lease.pause = None
+        elif lease.pause is None and not any(state.released for state in await self.states()):
+            lease.pause = pauses.begin()
+        metrics.PAUSED_SINCE.set(0 if lease.pause is None else lease.pause.since)
+        return lease.pause
 
     @contextlib.asynccontextmanager
     async def lease(self, *, pauses: bool) -> AsyncIterator[HeldLease]:
