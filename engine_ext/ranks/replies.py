@@ -24,9 +24,10 @@ class CallerPause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has paused the engine; the value of the board's item `ENGINE`."""
+    """Who has paused the engine, and what a commit owes; the value of the board's item `ENGINE`."""
 
     resume_owed: bool = False  # a commit, not the caller, has paused the engine, and must resume it
+    publish_owed: bool = False  # a commit might have written without publishing the version yet
     pause: CallerPause | None = None  # that lasts, as it was last recorded
 
 

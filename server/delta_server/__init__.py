@@ -22,13 +22,14 @@ from delta_server.commit import EngineCommitter, serialize_with_commits
 from delta_server.engine import Engine
 from delta_server.routes import attach
 from delta_server.service import DeltaService
-from delta_server.sources.pulls import is_pulled
+from delta_server.sources.pulls import PULLED, find_pulled
 
 __all__ = [
+    "PULLED",
     "DeltaService",
     "Engine",
     "EngineCommitter",
     "attach",
-    "is_pulled",
+    "find_pulled",
     "serialize_with_commits",
 ]

@@ -13,26 +13,22 @@ import functools
 import logging
 import time
 from collections.abc import (
-    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
     Iterable,
     Sequence,
 )
-from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from delta_server import metrics, pauses
+from delta_server import pauses
 from delta_server.audit import Audit, Audited
-from delta_server.board import Item
-from delta_server.engine import Engine, call_all_ranks, rank_states, rank_statuses
-from delta_server.process_identity import is_alive, new_name
-from delta_server.recent import Recent
+from delta_server.engine import Engine, call_all_ranks, rank_states
+from delta_server.leased_engine import HeldLease, LeasedEngine
 from delta_server.request_options import Options
-from delta_server.served_versions import UNKNOWN, ServedVersions
+from delta_server.served_versions import UNKNOWN
 from engine_ext.errors import (
     AuditUnavailable,
     CommitFailed,
@@ -41,109 +37,42 @@ from engine_ext.errors import (
     EngineUncertain,
 )
 from engine_ext.format import Digest, Origin
-from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import (
     AbortSync,
-    CallerPause,
+    CommitSync,
     CommittedSync,
-    EngineUse,
     Operation,
     RankState,
-    RankStatus,
     RollBack,
     Written,
 )
-from engine_ext.ranks.status import AuditStatus, PauseStatus
+from engine_ext.ranks.status import AuditStatus
 
 logger = logging.getLogger(__name__)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _WrittenT = TypeVar("_WrittenT", bound=Written)
-_POLL_S = 0.02
+Resumes = Callable[[Sequence[RankState]], bool]
 REPEAT_S = 1.0  # until what follows a commit is repeated; then twice as long, ...
 _LONGEST_REPEAT_S = 30.0
 
 
-@dataclass
-class _HeldLease:
-    """The lease of the engine, while this process holds it."""
-
-    was_paused: bool  # when the lease was granted
-    resume_owed: bool  # generation must be resumed, and has not been yet
-    pause: CallerPause | None  # the caller's, as it was last recorded
-
-
-class EngineCommitter:
+class EngineCommitter(LeasedEngine):
     """Commits and rollbacks of one engine.
 
     Other HTTP processes can serve the same engine. The ranks keep the lease, and know whether a
     failed commit has left the engine paused, so that any process can recover from that.
 
     Attributes:
-        served: the version of the model's weights; it changes before generation is resumed.
-        recent: the state of the ranks, which keeps `uncertain` up to date.
-        awaits_full_sync: whether the engine was started without weights and has none yet, as far as
-            is known.
         repeating: repeats what follows a commit, after that has failed; None if it never has.
     """
 
     def __init__(self, engine: Engine, audit: Audit | None = None) -> None:
-        self.served = ServedVersions()
+        super().__init__(engine)
         self.repeating: asyncio.Task[None] | None = None
-        self._uncertain, self.awaits_full_sync = False, True
-        self.recent = Recent[Sequence[RankState]](self._refreshed)
-        self._engine, self._audit = engine, audit
-        self._use = Item(engine, ENGINE, EngineUse)
-        self._name = new_name()
-        self._lock = asyncio.Lock()
+        self._audit = audit
         self._caller_at_work = False
-
-    @property
-    def uncertain(self) -> bool:
-        """Whether a write has failed half-way, so that generation must not be served.
-
-        As far as this process knows; see `is_uncertain`.
-        """
-        return self._uncertain
-
-    @uncertain.setter
-    def uncertain(self, value: bool) -> None:
-        self._uncertain = value
-        metrics.UNCERTAIN.set(value)
-
-    async def status(self, engine: Engine | None = None) -> list[RankStatus]:
-        """Return the state of every rank's receiver, and update `uncertain`."""
-        replies = await rank_statuses(engine or self._engine)
-        if engine is None or engine is self._engine:
-            self._update_state(replies)
-            self.awaits_full_sync = replies[0].awaits is not msgspec.UNSET
-            metrics.show_run(replies[0].run)
-        else:
-            self._update_uncertain(replies)
-        return replies
-
-    async def states(self) -> list[RankState]:
-        """Return what every HTTP process must know of the ranks."""
-        return await rank_states(self._engine)
-
-    async def _refreshed(self) -> Sequence[RankState]:
-        """Return what `states` does, and update `uncertain`."""
-        if self.awaits_full_sync:  # never again once it has weights
-            return await self.status()
-        states = await rank_states(self._engine)
-        self._update_state(states)
-        return states
-
-    async def is_uncertain(self) -> bool:
-        """Return whether generation must not be served; asks the ranks if the engine is shared.
-
-        The ranks are asked at most once a second. That is safe because a failed commit leaves the
-        engine paused: a request that is let through meanwhile waits.
-        """
-        if self._engine.shared and self.recent.is_due:
-            await self.recent.get()
-        return self.uncertain
 
     async def run(
         self,
@@ -167,10 +96,11 @@ class EngineCommitter:
             CommitFailed: some rank failed half-way, or did not answer. The engine stays paused.
             CommittedNotResumed: every rank has written, and the engine, or what records the
                 change, failed after that.
-            DeltaError: every rank has refused, and none has written.
+            DeltaError: every rank has refused, and none has written. A sync that was held for a
+                group is dropped; it stays held after any other error before the write.
         """
         is_model = engine is None or engine is self._engine
-        async with self._lease(pauses=True) as lease:
+        async with self.lease(pauses=True) as lease:
             audited = await self._begin_record(request, engine or self._engine, origin, lease)
             phases = pauses.PausePhases()
             try:
@@ -184,6 +114,7 @@ class EngineCommitter:
                 # must generate from mixed weights.
                 self.uncertain = True
                 self.served.lose()
+                lease.publish_owed |= is_model  # they might have written all the same
                 if audited is not None:
                     await audited.failed()
                 raise
@@ -192,7 +123,8 @@ class EngineCommitter:
                     self.served.keep()
                 else:  # it is not known whether they have written
                     self.served.doubt()
-                if not lease.was_paused or (lease.resume_owed and not self.uncertain):
+                    lease.publish_owed |= is_model
+                if not self.uncertain and (not lease.was_paused or lease.resume_owed):
                     try:
                         await self._publish_owed(lease)
                         await self._resume(lease)
@@ -202,6 +134,7 @@ class EngineCommitter:
                 raise
             self.uncertain = False
             if is_model:
+                lease.publish_owed = True
                 self.served.move(written.version, written.digest)
                 self.awaits_full_sync = False
             elif self.served.version == UNKNOWN:  # an adapter's failed write has ended so
@@ -214,11 +147,12 @@ class EngineCommitter:
                 raise
             return written, phases.ended()
 
-    async def _stop(self, lease: _HeldLease, options: Options, phases: pauses.PausePhases) -> None:
+    async def _stop(self, lease: HeldLease, options: Options, phases: pauses.PausePhases) -> None:
         """Stop generation, unless the caller has, and drop cached results of the weights."""
         flushes = options.flush_cache is True
         if not lease.was_paused:
-            dropping = await self._engine.pause(options.pause_mode, flush_cache=flushes)
+            mode = _without_waiting(options) if self.uncertain else options.pause_mode
+            dropping = await self._engine.pause(mode, flush_cache=flushes)
             phases.end("stop", caches=dropping)
         elif flushes:
             await self._engine.flush_cache()
@@ -230,14 +164,34 @@ class EngineCommitter:
         """Pause generation for good, because a rank's weights have become uncertain."""
         self.uncertain = True
         try:
-            async with self._lease(pauses=True) as lease:
+            async with self.lease(pauses=True) as lease:
                 self.served.lose()
                 if not lease.was_paused:
                     flushes = options.flush_cache is True
-                    await self._engine.pause(options.pause_mode, flush_cache=flushes)
+                    await self._engine.pause(_without_waiting(options), flush_cache=flushes)
         except Exception:
             self.served.lose()
             logger.exception("generation could not be paused; its requests answer 503")
+
+    async def end_requests(self) -> None:
+        """End the requests in flight, as a commit with the pause mode ``abort`` does.
+
+        Those that the caller's own pause keeps stay, as they do then.
+
+        Raises:
+            EngineUncertain: an earlier write failed half-way. Nothing is changed.
+        """
+        async with self.lease(pauses=True) as lease:
+            if lease.was_paused:
+                return
+            if self.uncertain:
+                lease.resume_owed = False  # nothing was paused
+                raise EngineUncertain("an earlier write failed half-way; send a full sync")
+            try:
+                await self._engine.pause("abort", flush_cache=False)
+            finally:
+                await self._publish_owed(lease)
+                await self._resume(lease)
 
     def _publish_later(self, engine: Engine) -> None:
         """Repeat what follows a commit until it succeeds: not every sender repeats its sync."""
@@ -265,14 +219,12 @@ class EngineCommitter:
         Return digest and run of the live model, or of the adapter as which `engine` sees the
         engine.
         """
-        async with self._lease(pauses=False) as lease:
+        async with self.lease(pauses=False) as lease:
             replies = await self.status(engine)
             if self.uncertain:
                 raise EngineUncertain("the ranks are not at one version; send a full sync")
-            await (engine or self._engine).set_weight_version(str(replies[0].version))
+            await self._publish_version(replies[0].version, lease, engine or self._engine)
             if lease.resume_owed:
-                if engine is not None and engine is not self._engine:
-                    await self._publish_owed(lease)
                 await self._resume(lease)
             if self._audit is not None:
                 try:
@@ -296,37 +248,59 @@ class EngineCommitter:
         if self._audit is None:
             return
         with contextlib.suppress(AuditUnavailable):  # logged, and in the status
-            async with self._lease(pauses=False):
+            async with self.lease(pauses=False):
                 await self._audit.settle(self._engine)
 
     async def check_audit(self, engine: Engine) -> None:
         """Raise `AuditUnavailable` if a change of the weights could not be recorded now."""
         if self._audit is not None:
-            async with self._lease(pauses=False):
+            async with self.lease(pauses=False):
                 await self._audit.begin(engine)
 
-    async def run_external_change(self, change: Callable[[], Awaitable[_T]]) -> _T:
+    async def run_external_change(
+        self, change: Callable[[], Awaitable[_T]], resumes: Resumes | None = None
+    ) -> _T:
         """Let the caller pause, resume, put to sleep or wake the engine, but not during a commit.
 
         A pause that a failed commit has left behind is the caller's from then on. The change is
         completed even if the caller disconnects.
 
+        Args:
+            resumes: returns whether requests in flight generate during the change or after it,
+                given the states of the ranks, or nothing if they are not known; None: they do not.
+
         Raises:
+            EngineUncertain: they would, from weights that are uncertain. Nothing is changed.
             CommittedNotResumed: a commit has left the engine paused without its version published,
                 and that failed again. Nothing is changed.
             Exception: what `change` raises.
         """
-        if self._caller_at_work:
-            return await change()  # a resume that ends a pause, which waits for requests
-        return await asyncio.shield(self._run_external_change(change))
+        if self._caller_at_work:  # a resume that ends a pause, which waits for requests
+            self._check_resumes(resumes, ())
+            return await change()
+        return await asyncio.shield(self._run_external_change(change, resumes))
 
-    async def _run_external_change(self, change: Callable[[], Awaitable[_T]]) -> _T:
+    def _check_resumes(self, resumes: Resumes | None, states: Sequence[RankState]) -> None:
+        """Raise `EngineUncertain` if requests in flight would continue from uncertain weights.
+
+        They are not refused like new ones, and would be answered under the version before.
+        """
+        if self.uncertain and resumes is not None and resumes(states):
+            raise EngineUncertain(
+                "the weights are uncertain, and requests in flight would continue from them; send "
+                "a full sync first"
+            )
+
+    async def _run_external_change(
+        self, change: Callable[[], Awaitable[_T]], resumes: Resumes | None
+    ) -> _T:
         async with contextlib.AsyncExitStack() as stack:
             lease = None
             try:
-                lease = await stack.enter_async_context(self._lease(pauses=False))
+                lease = await stack.enter_async_context(self.lease(pauses=False))
             except Exception:
                 logger.exception("the ranks did not answer whether a commit is running")
+            self._check_resumes(resumes, () if lease is None else lease.states)
             if lease is not None:
                 await self._publish_before_change(lease)
             self._caller_at_work = True
@@ -339,29 +313,10 @@ class EngineCommitter:
                 if not lease.was_paused:
                     lease.pause = None  # one that ended unseen
                 try:
-                    await self._see_pause(lease)
+                    await self.see_pause(lease)
                 except Exception:
                     logger.exception("a pause or its end could not be seen")
             return result
-
-    async def describe_pause(self, state: RankState) -> PauseStatus | None:
-        """Return what is known of a pause that is not a commit's; None without one.
-
-        An engine that sleeps is paused, too, and that alone is none.
-
-        Args:
-            state: of the first rank.
-        """
-        if state.resume_owed:
-            return None
-        try:
-            paused = await self._engine.is_paused()
-        except Exception:  # replicas that are just being paused or resumed differ
-            paused = state.paused is not None
-        if not paused or (state.released and state.paused is None):
-            metrics.PAUSED_SINCE.set(0)
-            return None
-        return pauses.describe(state.paused)
 
     async def end_long_pause(self, most: float) -> None:
         """Resume generation if a caller has paused it more than `most` seconds ago.
@@ -373,8 +328,8 @@ class EngineCommitter:
         [state, *_] = await rank_states(self._engine)
         if state.paused is None and not await self._engine.is_paused():
             return
-        async with self._lease(pauses=False) as lease:
-            if lease.resume_owed or (pause := await self._see_pause(lease)) is None:
+        async with self.lease(pauses=False) as lease:
+            if lease.resume_owed or (pause := await self.see_pause(lease)) is None:
                 return
             seconds = time.monotonic() - pause.began
             if seconds < most:
@@ -382,82 +337,21 @@ class EngineCommitter:
             replies = await self.status()
             if self.uncertain or any(reply.released for reply in replies):
                 return
+            await self._publish_owed(lease)
             await self._engine.resume()
-            await self._see_pause(lease)
+            await self.see_pause(lease)
             logger.warning(
                 "delta updates: generation is resumed: %s had paused it %.0f s ago, longer than "
                 "--delta-max-pause",
                 *(pause.by or "a caller", seconds),
             )
 
-    async def _see_pause(self, lease: _HeldLease) -> CallerPause | None:
-        """Find out if a caller has paused the engine; return the pause.
-
-        The ranks keep it from the end of the lease on. No commit must owe a resume. A sleep begins
-        no pause, and ends none.
-        """
-        if not await self._engine.is_paused():
-            lease.pause = None
-        elif lease.pause is None and not any(state.released for state in await self.states()):
-            lease.pause = pauses.begin()
-        metrics.PAUSED_SINCE.set(0 if lease.pause is None else lease.pause.since)
-        return lease.pause
-
-    @contextlib.asynccontextmanager
-    async def _lease(self, *, pauses: bool) -> AsyncIterator[_HeldLease]:
-        """Hold the lease of the engine: no other process pauses or resumes it meanwhile."""
-        async with self._lock:
-            lease: _HeldLease | None = None
-            try:
-                lease = await self._acquire(pauses)
-                yield lease
-            finally:
-                # Also if the answer to the last request for it was lost.
-                use = None
-                if lease is not None:
-                    use = EngineUse(resume_owed=lease.resume_owed, pause=lease.pause)
-                try:
-                    await self._use.release(self._name, use)
-                except Exception:
-                    # This process can acquire it again, and others can if this one is dead.
-                    logger.exception("the lease of the engine could not be released")
-
-    async def _acquire(self, pauses: bool) -> _HeldLease:
-        dead: str | None = None
-        while True:
-            was_paused = await self._engine.is_paused()
-            known = self._use.value
-            owed = known.resume_owed or (pauses and not was_paused)
-            use = msgspec.structs.replace(known, resume_owed=owed)
-            lease = await self._use.try_lease(self._name, use, instead_of=dead)
-            if not lease.granted:
-                assert self._use.holder is not None
-                dead = None if is_alive(self._use.holder) else self._use.holder
-                await asyncio.sleep(0 if dead else _POLL_S)
-            elif lease.written or not pauses:  # else it might be another one's pause that was seen
-                self._update_state(lease.states)
-                if self.uncertain:
-                    self.served.lose()
-                else:
-                    self.served.see(lease.states[0].version)
-                use = self._use.value
-                return _HeldLease(was_paused, use.resume_owed, use.pause)
-
-    def _update_state(self, replies: Sequence[RankState]) -> None:
-        self._update_uncertain(replies)
-        self.recent.note(replies)
-
-    def _update_uncertain(self, replies: Sequence[RankState]) -> None:
-        versions = {reply.version for reply in replies}
-        failed = any(reply.engine_state == "uncertain" for reply in replies)
-        self.uncertain = len(versions) > 1 or failed
-
     async def _begin_record(
         self,
         request: Operation[_WrittenT],
         engine: Engine,
         origin: Origin | None,
-        lease: _HeldLease,
+        lease: HeldLease,
     ) -> Audited | None:
         """Make sure that a change can be recorded; see `Audit.begin`."""
         if self._audit is None:
@@ -473,7 +367,7 @@ class EngineCommitter:
     async def _publish(
         self,
         written: Written,
-        lease: _HeldLease,
+        lease: HeldLease,
         engine: Engine,
         audited: Audited | None,
         phases: pauses.PausePhases,
@@ -491,11 +385,9 @@ class EngineCommitter:
                 failures.append(error)
             phases.end("audit")
         try:
-            await engine.set_weight_version(version)
+            await self._publish_version(written.version, lease, engine)
             phases.end("version")
             if lease.resume_owed:
-                if engine is not self._engine:
-                    await self._publish_owed(lease)
                 await self._resume(lease)
                 phases.end("resume")
         except Exception as error:
@@ -507,12 +399,23 @@ class EngineCommitter:
                 f"resuming generation, failed: {why}; send the sync again"
             ) from failures[0]
 
-    async def _publish_owed(self, lease: _HeldLease) -> None:
-        """Publish the model's version if a commit might have left the engine paused without."""
-        if lease.was_paused and lease.resume_owed and self.served.version != UNKNOWN:
-            await self._engine.set_weight_version(str(self.served.version))
+    async def _publish_version(self, version: int, lease: HeldLease, engine: Engine) -> None:
+        """Publish the version of what `engine` shows, and of the model if that is owed."""
+        await engine.set_weight_version(str(version))
+        if engine is self._engine:
+            lease.publish_owed = False
+        await self._publish_owed(lease)
 
-    async def _publish_before_change(self, lease: _HeldLease) -> None:
+    async def _publish_owed(self, lease: HeldLease) -> None:
+        """Publish the model's version if a commit might have written without doing so.
+
+        Also in a pause of the caller's, which they can end before the commit is repeated.
+        """
+        if lease.publish_owed and self.served.version != UNKNOWN:
+            await self._engine.set_weight_version(str(self.served.version))
+            lease.publish_owed = False
+
+    async def _publish_before_change(self, lease: HeldLease) -> None:
         """Publish what a commit owes before a caller pauses or resumes: the pause is theirs then.
 
         Raises:
@@ -526,7 +429,7 @@ class EngineCommitter:
                 f"{type(error).__name__}: {error}; generation stays paused until it is published"
             ) from error
 
-    async def _resume(self, lease: _HeldLease) -> None:
+    async def _resume(self, lease: HeldLease) -> None:
         """Resume generation; if that fails, the next commit or repeat does it."""
         lease.resume_owed = True
         await self._engine.resume()
@@ -555,6 +458,13 @@ class EngineCommitter:
                 "generation answers 503 until a full sync commits"
             )
         if refusals:
+            if isinstance(request, CommitSync) and request.group is not None:
+                # They would refuse it again, and its group has no other way to give it up.
+                drop = AbortSync(
+                    version=request.version, sync_id=request.sync_id, group=request.group
+                )
+                with contextlib.suppress(Exception):
+                    await call_all_ranks(engine, drop)
             raise refusals[0]
         facts: dict[str, Any] = {"digest": total_digest(reply.digest for reply in replies)}
         if isinstance(replies[0], CommittedSync):  # each rank keeps old values as it has room
@@ -562,17 +472,30 @@ class EngineCommitter:
         return msgspec.structs.replace(replies[0], **facts)
 
 
+def _without_waiting(options: Options) -> str:
+    """Return how to pause where no request must end on the weights that are there."""
+    return "keep" if options.pause_mode == "wait" else options.pause_mode
+
+
 def serialize_with_commits(
-    committer: EngineCommitter, change: Callable[_P, Coroutine[Any, Any, _T]]
+    committer: EngineCommitter,
+    change: Callable[_P, Coroutine[Any, Any, _T]],
+    resumes: Callable[..., bool] | None = None,
 ) -> Callable[_P, Coroutine[Any, Any, _T]]:
     """Wrap a method of the engine, such as to pause, so that the caller's calls wait for commits.
 
     The adapter itself keeps calling the original method.
+
+    Args:
+        resumes: as for `EngineCommitter.run_external_change`; it also gets the call's arguments.
     """
 
     @functools.wraps(change)
     async def serialized(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return await committer.run_external_change(lambda: change(*args, **kwargs))
+        def asked(states: Sequence[RankState]) -> bool:
+            return resumes is not None and resumes(states, *args, **kwargs)
+
+        return await committer.run_external_change(lambda: change(*args, **kwargs), asked)
 
     return serialized
 

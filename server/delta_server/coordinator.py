@@ -35,7 +35,7 @@ import contextlib
 import copy
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ from engine_ext.errors import (
     Conflict,
     EngineUncertain,
     RunConflict,
+    SyncInProgress,
 )
 from engine_ext.format import PartId, RunSender
 from engine_ext.ranks.operations import (
@@ -113,6 +114,13 @@ class Held:
             raise BaseMismatch.in_memory(self.mismatched)
 
 
+DescribeStaged = Callable[[StagedSync | None], Awaitable[StagedSync | None]]
+
+
+async def _as_it_is(staged: StagedSync | None) -> StagedSync | None:
+    return staged
+
+
 def part_of(staged: StagedSync) -> PartId:
     """Return what names a staged sync."""
     return PartId(
@@ -130,6 +138,8 @@ class Coordinator:
     Attributes:
         adapter: the name of the LoRA adapter whose own tensors are changed; None means the model.
         reporter: reports every update.
+        describe_staged: returns what is staged with what its group of engines has recorded, and
+            makes sure that this process watches it, see `FleetCommits.describe`.
     """
 
     def __init__(
@@ -138,6 +148,7 @@ class Coordinator:
         self._engine, self._committer = engine, committer
         self.reporter, self._staging = reporter, staging
         self.adapter: str | None = None
+        self.describe_staged: DescribeStaged = _as_it_is
         self._part_locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     def for_adapter(self, name: str, engine: Engine, staging: Staging) -> Coordinator:
@@ -176,7 +187,9 @@ class Coordinator:
             raise
         except RunConflict:
             raise
-        except Conflict:
+        except Conflict as error:
+            if isinstance(error, SyncInProgress):
+                await self._watch_held()
             # Another HTTP process might have received the same parts and committed them meanwhile.
             # Not certain for a full sync: another one might have led to its version.
             identities = [part.identity for part, _ in parts]
@@ -232,7 +245,8 @@ class Coordinator:
 
         Raises:
             DeltaError: each class fixes the state that the engine is in then. If the sync lacks
-                parts or was dropped, it is a `Conflict`, and nothing of it stays staged.
+                parts or was dropped, it is a `Conflict`, and nothing of it stays staged. Without a
+                group nothing does after any error; with one it stays held unless ranks refuse it.
         """
         async with self.reporter.follow(record):
             record.parts = [part]
@@ -286,6 +300,10 @@ class Coordinator:
         """Repeat what follows a commit; return digest and run, see `EngineCommitter.publish`."""
         return await self._committer.publish(self._engine)
 
+    async def end_requests(self) -> None:
+        """End the requests in flight; see `EngineCommitter.end_requests`."""
+        await self._committer.end_requests()
+
     async def set_weight_version(self, text: str) -> None:
         """Set the engine's own weight version, with no sync."""
         await self._engine.set_weight_version(text)
@@ -300,7 +318,11 @@ class Coordinator:
         record = RequestRecord(adapter=self.adapter)
         async with self.reporter.follow(record):
             record.phase = "rollback"
-            restored, timings = await self._committer.run(RollBack(), options, self._engine)
+            try:
+                restored, timings = await self._committer.run(RollBack(), options, self._engine)
+            except SyncInProgress:
+                await self._watch_held()
+                raise
             record.timings |= timings
             versions = {"version": restored.version, "base_version": restored.rolled_back}
             record.set_result("rolled_back", {**versions, "run": restored.run})
@@ -339,6 +361,11 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------
 
+    async def _watch_held(self) -> None:
+        """Watch the held sync that keeps others out: the process that has might be dead."""
+        with contextlib.suppress(Exception):  # the next one who is kept out tries again
+            await self.describe_staged((await self.held()).staged)
+
     async def _commit(
         self, part: PartId, options: Options, record: RequestRecord, group: str | None = None
     ) -> dict[str, Any]:
@@ -351,9 +378,11 @@ class Coordinator:
         except CommitFailed:
             raise
         except Exception:
-            # Every rank is as it was. A sync that stays staged would keep the next one out.
-            with contextlib.suppress(Exception):
-                await self._staging.drop(part, group)
+            # Every rank is as it was. A sync that stays staged would keep the next one out. A group
+            # tries again what it has decided for, unless the ranks have refused and dropped it.
+            if group is None:
+                with contextlib.suppress(Exception):
+                    await self._staging.drop(part)
             raise
         record.timings |= timings
         self.reporter.report_run(committed, self.adapter)

@@ -263,13 +263,13 @@ class FleetCommits:
                     return False
                 if decision == "abort":
                     await self._write(group, lambda known: Record(decision="abort", closed=True))
+                    await self._drop(staged, group)
                     record = Record(decision="abort")
             if record.decision == "commit":
                 logger.info("delta updates: group %s commits version %d", group, staged.version)
                 await self._commit(group, record)
-            else:
+            else:  # closing the record, or the others' answers, have dropped it
                 logger.warning("delta updates: group %s drops version %d", group, staged.version)
-                await self._drop(staged, group)
             return True
 
     # The steps -----------------------------------------------------------------------------------

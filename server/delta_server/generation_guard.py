@@ -24,11 +24,13 @@ GENERATION = (
     "/v1", "/v2", "/inference", "/cohere", "/generate", "/generative_scoring", "/invocations",
     "/pooling", "/score", "/rerank", "/classify", "/encode", "/api", "/vertex_generate",
 )  # fmt: skip
+# Where engines resume generation. The committer refuses that, too; vLLM would answer 500 then.
+_RESUMES = ("/resume", "/continue_generation")
 _READS = ("GET", "HEAD", "OPTIONS")
 
 
 class GenerationGuard:
-    """ASGI middleware: generation answers 503 while the weights are uncertain.
+    """ASGI middleware: generation, and resuming it, answer 503 while the weights are uncertain.
 
     Requests that ask for a version are answered by that alone, see `delta_server.version_requests`.
     Whether the engine is ready is answered here, before the engine asks for its own token: a probe
@@ -45,13 +47,14 @@ class GenerationGuard:
         app = self._app
         if scope["type"] == "websocket" or scope.get("method", "GET") not in _READS:
             path = scope["path"].removeprefix(scope.get("root_path", ""))
-            if path.startswith(self._generation):
+            generates = path.startswith(self._generation)
+            if generates or path in _RESUMES:
                 service = self._state.delta_service
                 if await service.committer.is_uncertain():
                     error = EngineUncertain("a weight update failed half-way; send a full sync")
                     await error_response(error)(scope, receive, send)
                     return
-                for name, _ in scope["headers"]:
+                for name, _ in scope["headers"] if generates else ():
                     if name == HEADER:
                         problem = await service.readiness.problem_of_weights()
                         await service.versions.serve(app, problem, scope, receive, send)

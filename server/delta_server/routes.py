@@ -14,7 +14,7 @@ from delta_server.auth import check_access
 from delta_server.dashboard import denied_response, from_browser, page_response
 from delta_server.digests import describe_digests
 from delta_server.engine import rank_states
-from delta_server.generation_guard import READY_PATH, GenerationGuard, ready
+from delta_server.generation_guard import READY_PATH, GenerationGuard
 from delta_server.guards import MAX_JSON_BYTES, ApplyFromDisk, error_response
 from delta_server.part_reads import StillReading
 from delta_server.part_server import PartResponse
@@ -36,7 +36,14 @@ from delta_server.request_record import RequestRecord
 from delta_server.service import DeltaService, no_log
 from delta_server.sources import deliver
 from delta_server.sources.files import deliver_files
-from delta_server.sources.pulls import commit_pulled, is_pulled, pull
+from delta_server.sources.pulls import (
+    PULLED,
+    Pulled,
+    check_pulled_request,
+    commit_pulled,
+    find_pulled,
+    pull,
+)
 from delta_server.sources.push import SinglePart, advance, received
 from delta_server.upload_limits import receive_body
 from engine_ext.errors import (
@@ -153,7 +160,9 @@ async def update_weight_version(request: Request) -> JSONResponse:
                 options = Options(pause_mode=pause_mode, flush_cache=False)  # it stays valid
                 service.inlet.refuse_pushes()
                 text = str(wanted.new_version)
-                response = await asyncio.shield(advance(service.inlet, text, options, record))
+                ends = wanted.abort_all_requests
+                work = advance(service.inlet, text, options, record, ends_requests=ends)
+                response = await asyncio.shield(work)
     except Exception as error:
         failure = as_delta_error(error)
         return error_response(failure, success=False, message=failure.message)
@@ -205,8 +214,11 @@ async def delta_status(request: Request) -> dict[str, Any]:
 
 
 async def delta_ready(request: Request) -> JSONResponse:
-    """Return whether clients can be sent to the engine: 200 or 503, for probes."""
-    return await ready(request, request.app.state.delta_service)
+    """Return whether clients can be sent to the engine: 200 or 503, for probes.
+
+    `GenerationGuard` answers before the app. This is the route's place in the engine's schema.
+    """
+    raise NotImplementedError
 
 
 @_answering
@@ -335,11 +347,15 @@ async def _update_from_disk(request: Request) -> dict[str, Any]:
     async with service.reporter.follow(record):
         with service.inlet.upload_slots.one():
             disk_request = parse_disk_request(await _json_body(request, service))
-            formatless = disk_request.load_format is None
-            if formatless and await is_pulled(service.inlet, disk_request.model_path):
+            pulled: Pulled | None = None
+            if disk_request.load_format is None:
+                pulled = request.scope.get(PULLED)
+                pulled = pulled or await find_pulled(service.inlet, disk_request.model_path)
+            if pulled is not None:
+                check_pulled_request(disk_request, request.query_params)
                 service.inlet.refuse_pushes()
                 options = disk_request.options(request.query_params)
-                work = commit_pulled(service.inlet, disk_request, options, record)
+                work = commit_pulled(service.inlet, pulled, options, record)
                 return await asyncio.shield(work)
             if disk_request.load_format != "delta":
                 raise MalformedPart(

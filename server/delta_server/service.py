@@ -7,6 +7,7 @@ that several HTTP processes can serve one engine; see `delta_server.coordinator`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import os
@@ -42,8 +43,10 @@ from delta_server.upload_limits import MinimumRate, UploadSlots
 from delta_server.version_requests import VersionRequests
 from engine_ext.audit import AuditFile
 from engine_ext.errors import (
+    CommittedNotResumed,
     Conflict,
     DeltaError,
+    EngineUncertain,
 )
 from engine_ext.format import DIGEST_ALGORITHM, Limits, signing_key
 from engine_ext.log import DeltaLog, GroupMarks, PeerStore, SharedParts, open_log
@@ -106,6 +109,7 @@ class DeltaService:
             follows=settings.log is not None and settings.follow,
         )
         self.fleet = FleetCommits(engine, self.coordinator)
+        self.coordinator.describe_staged = self.fleet.describe
         self.log_replay: LogReplay | None = None
         self.peers: Peers | None = None
         self.shared_parts: SharedParts | None = None
@@ -162,6 +166,7 @@ class DeltaService:
             name, service._engine, self._make_staging(service._engine)
         )
         service.fleet = self.fleet.for_adapter(name, service._engine, service.coordinator)
+        service.coordinator.describe_staged = service.fleet.describe
         service.inlet = dataclasses.replace(
             self.inlet, engine=service._engine, coordinator=service.coordinator, follows=False
         )
@@ -175,7 +180,9 @@ class DeltaService:
         """Check that every rank has a receiver, publish the base version, replay the log.
 
         The engine must not serve before this returns. A damaged log is reported, and the engine
-        serves the last good version then.
+        serves the last good version then. This process takes over what a dead one has left: it
+        ends the pause of that one's commit, and settles the sync that it held. An engine whose
+        weights are uncertain stays paused.
 
         Raises:
             DeltaError: some rank has no receiver, or the ranks are at different versions. The
@@ -193,9 +200,13 @@ class DeltaService:
         metrics.show_run(replies[0].run)
         await self.committer.record_start()
         if self.log_replay is None:
-            await self._engine.set_weight_version(str(versions[0]))
+            # Not the version that was read: another process might have committed since. This also
+            # resumes what a dead one has paused. A change that cannot be recorded is in the status.
+            with contextlib.suppress(EngineUncertain, CommittedNotResumed):
+                await self.coordinator.publish()
         else:  # another process might be replaying, which changes the version
             await (self.follower or self.log_replay).at_start()
+        await self.coordinator.describe_staged((await self.coordinator.held()).staged)
         interval = self.settings.scrub_interval
         if interval is not None:
             self._scrubbing = asyncio.ensure_future(count_findings(self._engine, interval))
@@ -258,7 +269,7 @@ class DeltaService:
             version=version,
             health=health,
             owner=first.owner,
-            staged=await self.fleet.describe(first.staged),
+            staged=await self.coordinator.describe_staged(first.staged),
             last_sync=first.last_sync,
             scrub=combined(replies),
             log=log,

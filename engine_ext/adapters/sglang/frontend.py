@@ -14,13 +14,14 @@ from engine_ext.adapters.sglang.engine import SglangEngine
 from engine_ext.adapters.sglang.names import LOAD_FORMAT
 from engine_ext.settings import Settings
 
-# What a caller can ask the manager for, but not during a commit.
-_EXCLUDED_BY_COMMITS = (
-    "pause_generation",
-    "continue_generation",
-    "release_memory_occupation",
-    "resume_memory_occupation",
-)
+# What a caller can ask the manager for, but not during a commit, and whether requests in flight
+# generate from then on. A paused engine stays so when its memory is back.
+_EXCLUDED_BY_COMMITS = {
+    "pause_generation": False,
+    "continue_generation": True,
+    "release_memory_occupation": False,
+    "resume_memory_occupation": False,
+}
 _DISK_PATH = "/update_weights_from_disk"
 _MAX_BODY_BYTES = 16 << 20
 _MAX_BODY_S = 60.0
@@ -38,14 +39,15 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    from delta_server import DeltaService, attach, is_pulled, serialize_with_commits
+    from delta_server import DeltaService, attach, find_pulled, serialize_with_commits
     from engine_ext.adapters.sglang.http_workers import SglangHttpWorker, has_several_workers
 
     engine_type = SglangHttpWorker if has_several_workers(manager) else SglangEngine
     service = DeltaService(engine_type(manager), chosen)
     await service.start()
-    for name in _EXCLUDED_BY_COMMITS:
-        setattr(manager, name, serialize_with_commits(service.committer, getattr(manager, name)))
+    for name, resumes in _EXCLUDED_BY_COMMITS.items():
+        original, asked = getattr(manager, name), _always if resumes else None
+        setattr(manager, name, serialize_with_commits(service.committer, original, asked))
     token_versions.install(manager)
     app.state.delta_service = service
     theirs = list(app.router.routes)
@@ -54,12 +56,16 @@ async def serve(app: Any, manager: Any, chosen: Settings) -> None:
     for route in ours:
         # Like SGLang's own updates, these need the admin's key if one is set.
         auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
-    _choose_by_format(ours, theirs, lambda path: is_pulled(service.inlet, path))
+    _choose_by_format(ours, theirs, lambda path: find_pulled(service.inlet, path))
     app.router.routes[:] = [*ours, *theirs]
 
 
+def _always(*_: Any, **__: Any) -> bool:
+    return True
+
+
 def _choose_by_format(
-    ours: list[Any], theirs: list[Any], pulled: Callable[[Any], Awaitable[bool]]
+    ours: list[Any], theirs: list[Any], pulled: Callable[[Any], Awaitable[object]]
 ) -> None:
     """Route disk updates of other formats to SGLang's own endpoint of that path."""
     [delta] = [route for route in ours if route.path == _DISK_PATH]
@@ -76,7 +82,7 @@ class DiskUpdates:
     pulled goes there, too, and commits them.
     """
 
-    def __init__(self, delta: Any, other: Any, pulled: Callable[[Any], Awaitable[bool]]) -> None:
+    def __init__(self, delta: Any, other: Any, pulled: Callable[[Any], Awaitable[object]]) -> None:
         self._delta = delta
         self._other = other
         self._pulled = pulled
@@ -99,10 +105,12 @@ class DiskUpdates:
         async def replay() -> Any:
             return messages.pop(0) if messages else await receive()
 
-        app = self._delta if more or await self._is_ours(body) else self._other
+        app = self._delta if more or await self._is_ours(body, scope) else self._other
         await app(scope, replay, send)
 
-    async def _is_ours(self, body: bytearray) -> bool:
+    async def _is_ours(self, body: bytearray, scope: Any) -> bool:
+        from delta_server import PULLED
+
         # As Starlette parses it, so that both always find the same format.
         with contextlib.suppress(ValueError, RecursionError):
             request = json.loads(body)
@@ -111,5 +119,6 @@ class DiskUpdates:
                 if form is not None:
                     return bool(form == LOAD_FORMAT)
                 with contextlib.suppress(Exception):  # ranks that have died answer nothing
-                    return await self._pulled(request.get("model_path"))
+                    scope[PULLED] = await self._pulled(request.get("model_path")) or None
+                    return scope[PULLED] is not None
         return False

@@ -9,25 +9,56 @@ from __future__ import annotations
 import functools
 import logging
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine_ext import settings
 from engine_ext.adapters.vllm import token_versions, transfer_frontend
 from engine_ext.adapters.vllm.engine import VllmEngine
 from engine_ext.errors import AdapterNotLoaded, DeltaError
-from engine_ext.ranks.operations import AbortSync
+from engine_ext.ranks.operations import AbortSync, RankState
 
 logger = logging.getLogger(__name__)
 
-# What a caller can ask the client for, but not during a commit: a wake-up resumes an engine that
-# has not slept. vLLM 0.31's client has no method for the last.
-_EXCLUDED_BY_COMMITS = (
-    "pause_generation",
-    "resume_generation",
-    "sleep",
-    "wake_up",
-    "release_kv_cache_memory",
-)
+
+def _always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _pause_waits(
+    states: Sequence[RankState],
+    *_: Any,
+    mode: str = "abort",
+    wait_for_inflight_requests: bool | None = None,  # vLLM 0.31 has it, too
+    **__: Any,
+) -> bool:
+    return mode == "wait" or bool(wait_for_inflight_requests)  # those continue to their ends
+
+
+def _sleep_waits(
+    states: Sequence[RankState], level: int = 1, mode: str = "abort", *_: Any, **__: Any
+) -> bool:
+    return mode == "wait"
+
+
+def _wakes_all(
+    states: Sequence[RankState], tags: Sequence[str] | None = None, *_: Any, **__: Any
+) -> bool:
+    # vLLM resumes once all memory is back, and the weights fall asleep with the KV cache.
+    only_weights = {*(tags or ())} == {"weights"}
+    return not (only_weights and states and all(state.asleep for state in states))
+
+
+# What a caller can ask the client for, but not during a commit, and what says whether requests in
+# flight generate then. A wake-up resumes an engine that has not slept. vLLM 0.31's client has no
+# method for the last.
+_EXCLUDED_BY_COMMITS: dict[str, Callable[..., bool] | None] = {
+    "pause_generation": _pause_waits,
+    "resume_generation": _always,
+    "sleep": _sleep_waits,
+    "wake_up": _wakes_all,
+    "release_kv_cache_memory": None,
+}
 
 
 class DeltaEndpoints:
@@ -66,10 +97,11 @@ class DeltaEndpoints:
         engine = VllmEngine(engine_client)
         service = DeltaService(engine, chosen)
         await service.start()
-        for name in _EXCLUDED_BY_COMMITS:
+        for name, resumes in _EXCLUDED_BY_COMMITS.items():
             original = getattr(engine_client, name, None)
             if original is not None:
-                setattr(engine_client, name, serialize_with_commits(service.committer, original))
+                wrapped = serialize_with_commits(service.committer, original, resumes)
+                setattr(engine_client, name, wrapped)
         if engine_client.vllm_config.lora_config is not None:
             _follow_unloading(state.openai_serving_models, engine)
         if transfer_frontend.is_chosen(engine_client.vllm_config.weight_transfer_config):

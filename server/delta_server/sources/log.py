@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from delta_server.sources.files import Files
 from delta_server.sources.log_history import Comparison, LogHistory
 from delta_server.sources.store_files import ResolvedFiles
 from delta_server.staging import NumberedPart
+from delta_server.waiting import held_by_thread
 from engine_ext.errors import (
     AuditUnavailable,
     BaseMismatch,
@@ -460,9 +462,13 @@ class LogReplay:
         If not, the engine is as it was. Applied one after another, the versions show why.
         """
         try:
-            with tempfile.TemporaryDirectory(
-                prefix="delta-fold-", dir=self._scratch, ignore_cleanup_errors=True
-            ) as scratch:
+            make = partial(
+                tempfile.TemporaryDirectory,
+                prefix="delta-fold-",
+                dir=self._scratch,
+                ignore_cleanup_errors=True,
+            )
+            async with held_by_thread(make) as scratch:
                 log = open_log(Path(await asyncio.to_thread(os.path.realpath, scratch)))
                 record = await self._history.record(entries[-1])
                 await asyncio.to_thread(fold_versions, log, entries, version, source=self.log)
@@ -523,8 +529,7 @@ class LogReplay:
         """
         versions = {"weight_version": entry.version, "base_version": entry.base_version}
         at = msgspec.structs.replace(options, **versions)
-        with contextlib.ExitStack() as stack:
-            await asyncio.to_thread(stack.enter_context, (log or self.log).fetched(entry))
+        async with held_by_thread(partial((log or self.log).fetched, entry)):
             if records is None:
                 records = {entry.folder.name: await asyncio.to_thread(read_record, entry)}
             declared = await asyncio.to_thread(read_digests, entry)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -19,7 +20,13 @@ import msgspec
 
 from delta_server.board import PULLS, Item
 from delta_server.coordinator import Held
-from delta_server.request_options import DiskRequest, Options, PullRequest
+from delta_server.request_options import (
+    DiskRequest,
+    Options,
+    PullRequest,
+    parse_adapter,
+    parse_commit,
+)
 from delta_server.request_record import RequestRecord
 from delta_server.sources import Inlet
 from delta_server.sources.disk_files import list_names, marks
@@ -39,6 +46,9 @@ from engine_ext.errors import (
 from engine_ext.format import PartId
 from engine_ext.store_urls import is_store_url
 from engine_ext.structs import prepare
+
+PULLED: Final = "delta_updates.pulled"
+"""Key of an ASGI scope: what `find_pulled` has returned for the request, if it was called."""
 
 _MOST_PULLED: Final = 16
 
@@ -121,15 +131,38 @@ async def pull(inlet: Inlet, wanted: PullRequest, record: RequestRecord) -> str:
     return f"version {wanted.target_version} is pulled: {found}"
 
 
-async def is_pulled(inlet: Inlet, checkpoint: object) -> bool:
-    """Return whether a path is the name under which versions were pulled."""
-    return isinstance(checkpoint, str) and await _find(inlet, checkpoint) is not None
+async def find_pulled(inlet: Inlet, checkpoint: object) -> Pulled | None:
+    """Return the versions that were pulled under the name of a checkpoint; None if none were."""
+    if not isinstance(checkpoint, str):
+        return None
+    pulls = await Item(inlet.engine, PULLS, Pulls).read()
+    return pulls.by_checkpoint.get(checkpoint)
+
+
+def check_pulled_request(disk_request: DiskRequest, query: Mapping[str, str]) -> None:
+    """Refuse what `commit_pulled` could only ignore.
+
+    Raises:
+        MalformedPart: the request is for an adapter, names a base or files, or is not to commit.
+    """
+    named: dict[str, object] = {
+        "adapter": parse_adapter(query, disk_request.adapter),
+        "base_version": query.get("base_version", disk_request.base_version),
+        "files": disk_request.files,
+        "commit=hold": None if parse_commit(query) else True,
+    }
+    ignored = [key for key, value in named.items() if value is not None]
+    if ignored:
+        raise MalformedPart(
+            f"{', '.join(ignored)}: not for versions that were pulled, which are committed as they "
+            "are, for the model's weights"
+        )
 
 
 async def commit_pulled(
-    inlet: Inlet, disk_request: DiskRequest, options: Options, record: RequestRecord
+    inlet: Inlet, pulled: Pulled, options: Options, record: RequestRecord
 ) -> dict[str, Any]:
-    """Commit what was pulled under the name `disk_request.model_path`; return the last answer.
+    """Commit versions that were pulled; return the last answer.
 
     The staged version is committed as it is, if its folder still holds that. Later versions are
     applied in turn, each in a transaction of its own: if one is refused, the engine is at the
@@ -140,8 +173,6 @@ async def commit_pulled(
         Conflict: the folder holds other bytes than were pulled. Nothing of them stays staged.
         DeltaError: see `delta_server.sources.deliver`.
     """
-    pulled = await _find(inlet, disk_request.model_path)
-    assert pulled is not None
     target = pulled.target if options.weight_version is None else options.weight_version
     if target != pulled.target:
         raise VersionConflict(
@@ -149,7 +180,6 @@ async def commit_pulled(
             expected=target,
             actual=pulled.target,
         )
-    options = msgspec.structs.replace(options, base_version=None)
     held, source = await _held(inlet), await _source(inlet, pulled.source)
     following = await asyncio.to_thread(source.following, held.version, target)
     if not following:
@@ -260,11 +290,6 @@ async def _held(inlet: Inlet) -> Held:
     held = await inlet.coordinator.held()
     held.require_intact()
     return held
-
-
-async def _find(inlet: Inlet, checkpoint: str) -> Pulled | None:
-    pulls = await Item(inlet.engine, PULLS, Pulls).read()
-    return pulls.by_checkpoint.get(checkpoint)
 
 
 async def _source(inlet: Inlet, location: str) -> PullSource:

@@ -82,13 +82,22 @@ async def received(
 
 
 async def advance(
-    inlet: Inlet, text: str, options: Options, record: RequestRecord
+    inlet: Inlet,
+    text: str,
+    options: Options,
+    record: RequestRecord,
+    *,
+    ends_requests: bool = False,
 ) -> dict[str, Any]:
     """Take a later version that holds the same weights; return the answer as JSON.
 
     It is of the owner's run if the version before is; else of a run without a name. If something
     else has changed the weights, so that they are of no version known here, only the engine's own
     weight version is set: delta sync has no say then.
+
+    Args:
+        ends_requests: whether those in flight are ended also where nothing is committed; a commit
+            does what the options' pause mode says.
 
     Raises:
         BaseMismatch: weights were found to hold other bits than the syncs have written.
@@ -101,6 +110,8 @@ async def advance(
     if held.uncertain:
         raise EngineUncertain("an earlier write failed half-way; send a full sync")
     if held.changed_by is not None:
+        if ends_requests:
+            await inlet.coordinator.end_requests()
         await inlet.coordinator.set_weight_version(text)
         facts = {"version": current, "run": held.run, "nnz": 0, "tensors": 0}
         return record.answer("committed", facts)
@@ -114,6 +125,8 @@ async def advance(
             actual=current,
         )
     if version == current:
+        if ends_requests:
+            await inlet.coordinator.end_requests()
         published = await inlet.coordinator.publish()
         return record.answer("already_applied", {"version": version, **published})
     record.origin = "engine"

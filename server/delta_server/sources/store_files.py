@@ -17,6 +17,7 @@ import msgspec
 
 from delta_server.request_options import DiskRequest
 from delta_server.sources.disk_files import is_read, list_names, resolve_files
+from delta_server.waiting import held_by_thread
 from engine_ext.errors import (
     LogDamaged,
     MalformedPart,
@@ -109,7 +110,7 @@ class StoreFiles:
             paths = await asyncio.to_thread(resolve_files, request, folders)
             yield ResolvedFiles(paths, folders)
             return
-        with self.scratch() as scratch:
+        async with held_by_thread(self.scratch) as scratch:
             folder, url = await asyncio.to_thread(self._fetch, request, scratch.path)
             local = msgspec.structs.replace(request, model_path=str(folder))
             roots = [str(scratch.path)]

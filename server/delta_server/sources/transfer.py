@@ -12,6 +12,7 @@ import binascii
 import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from delta_server.request_record import RequestRecord
 from delta_server.sources import Inlet, deliver
 from delta_server.sources.files import Files
 from delta_server.sources.push import SinglePart, received
+from delta_server.waiting import held_by_thread
 from engine_ext.errors import Conflict, MalformedPart, TooLarge
 from engine_ext.format import PartId
 from engine_ext.structs import prepare
@@ -179,7 +181,8 @@ class WeightTransfer:
         limit = self._inlet.settings.max_body_bytes
         if size > limit:
             raise TooLarge.of_part(f"the part has {size} bytes", limit)
-        with tempfile.TemporaryDirectory(dir=self._inlet.intake.directory) as folder:
+        make = partial(tempfile.TemporaryDirectory, dir=self._inlet.intake.directory)
+        async with held_by_thread(make) as folder:
             path = Path(folder) / "broadcast"
             await self._receive(path, size)
             yield path

@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI, Response
 
 from engine_ext.adapters.sglang import frontend, http_workers, token_versions
+from engine_ext.errors import EngineUncertain
 from tests.support.delta_bodies import delta_part
 from tests.support.endpoint_rig import DELTA, FROM_DISK, Rig
 
@@ -59,3 +60,28 @@ def test_memory_is_not_released_or_resumed_during_a_commit(
 
     assert rig.run(scenario()).json()["status"] == "committed"
     assert events[-2:] == [("resume",), (change,)]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [
+        ("continue_generation", True),
+        ("pause_generation", False),
+        ("release_memory_occupation", False),
+        ("resume_memory_occupation", False),  # generation stays paused
+    ],
+)
+def test_kept_requests_do_not_go_on_while_uncertain(
+    rig: Rig, manager: SimpleNamespace, change: str, is_refused: bool
+) -> None:
+    app, events = FastAPI(), rig.engine.events
+    app.add_route(FROM_DISK, lambda request: Response(), ["POST"])
+    rig.run(frontend.serve(app, manager, rig.settings))
+    rig.fail_commit()
+    events.clear()
+    if is_refused:
+        with pytest.raises(EngineUncertain):
+            rig.run(getattr(manager, change)())
+    else:
+        rig.run(getattr(manager, change)())
+    assert events == [(change,)] * (not is_refused)

@@ -15,9 +15,9 @@ from fastapi import FastAPI
 
 from engine_ext import settings
 from engine_ext.adapters.vllm.frontend import DeltaEndpoints
-from engine_ext.errors import AdapterNotLoaded, DeltaError
+from engine_ext.errors import AdapterNotLoaded, DeltaError, EngineUncertain
 from engine_ext.ranks.operations import decode_request, encode_answer
-from tests.support.delta_bodies import delta_part
+from tests.support.delta_bodies import RESYNCED, delta_part, full_part
 from tests.support.endpoint_rig import DELTA, Rig, app_of, assert_error
 
 
@@ -28,13 +28,14 @@ def give(answer: Any) -> Any:
 
 
 class Client:
-    """vLLM's client; the engine core has no memory to release, so that every wake-up resumes."""
+    """vLLM's client; a wake-up resumes unless memory still sleeps."""
 
     errored = False
     refuses: DeltaError | None = None  # what every worker answers from then on
 
     def __init__(self, rig: Rig) -> None:
         self._engine = rig.engine
+        self._asleep: set[str] = set()
         parallel = SimpleNamespace(_api_process_count=1, nnodes=1, use_ray=False)
         self.vllm_config = SimpleNamespace(
             parallel_config=parallel,
@@ -60,18 +61,23 @@ class Client:
     async def reset_encoder_cache(self) -> None:
         pass
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+    async def pause_generation(
+        self, *, mode: str, clear_cache: bool = True, wait_for_inflight_requests: bool = False
+    ) -> None:
         await self._engine.pause(mode, flush_cache=clear_cache)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self._engine.events.append(("sleep",))
         self._engine.paused = True
-        self._engine.set_asleep(level > 0)
+        if level > 0:
+            self._asleep |= {"weights", "kv_cache"}
+            self._engine.set_asleep(True)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         self._engine.events.append(("wake_up",))
-        self._engine.set_asleep(False)
-        self._engine.paused = False
+        self._asleep -= {*(tags or self._asleep)}
+        self._engine.set_asleep("weights" in self._asleep, other=bool(self._asleep))
+        self._engine.paused = bool(self._asleep)
 
     async def release_kv_cache_memory(self) -> None:
         self._engine.events.append(("release_kv_cache_memory",))
@@ -90,6 +96,15 @@ class Server:
     async def sending(self, body: bytes) -> httpx.Response:
         headers = {"Content-Type": "application/octet-stream"}
         return await self.rig.request("POST", DELTA, app=self.app, content=body, headers=headers)
+
+    def send(self, body: bytes) -> httpx.Response:
+        return self.rig.run(self.sending(body))
+
+    def fail_commit(self) -> None:
+        """Leave the engine uncertain, and paused."""
+        self.rig.engine.shards[1].breaks = True
+        assert_error(self.send(delta_part()), 500, "CommitFailed", "uncertain")
+        self.rig.engine.shards[1].breaks = False
 
 
 @pytest.fixture
@@ -146,6 +161,64 @@ def test_memory_is_not_released_or_woken_during_a_commit(server: Server, change:
 
     assert server.rig.run(scenario()).json()["status"] == "committed"
     assert events[-2:] == [("resume",), (change,)]
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        ("resume_generation", {}),
+        ("wake_up", {}),
+        ("wake_up", {"tags": ["scheduling"]}),
+        ("wake_up", {"tags": ["weights"]}),  # they do not sleep: vLLM would resume
+        ("pause_generation", {"mode": "wait", "clear_cache": False}),
+        ("pause_generation", {"mode": "keep", "wait_for_inflight_requests": True}),
+        ("sleep", {"level": 0, "mode": "wait"}),
+    ],
+)
+def test_kept_requests_do_not_go_on_while_uncertain(
+    server: Server, change: str, options: dict[str, Any]
+) -> None:
+    """A pause that waits lets the requests in flight continue to their ends."""
+    server.fail_commit()
+    server.rig.engine.events.clear()
+    with pytest.raises(EngineUncertain):
+        server.rig.run(getattr(server.client, change)(**options))
+    assert (server.rig.engine.events, server.rig.engine.paused) == ([], True)
+    assert server.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
+    assert not server.rig.engine.paused
+    server.rig.run(getattr(server.client, change)(**options))
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        ("pause_generation", {"mode": "abort", "clear_cache": False}),
+        ("sleep", {}),
+        ("release_kv_cache_memory", {}),
+    ],
+)
+def test_engine_can_be_stopped_while_uncertain(
+    server: Server, change: str, options: dict[str, Any]
+) -> None:
+    server.fail_commit()
+    server.rig.run(getattr(server.client, change)(**options))
+    assert server.rig.engine.paused
+
+
+def test_sleeping_weights_are_woken_for_the_full_sync(server: Server) -> None:
+    """vLLM resumes once all memory is back, so the weights must come alone."""
+    client = server.client
+    server.fail_commit()
+    server.rig.run(client.sleep())
+    assert_error(server.send(full_part(RESYNCED, 8)), 409, "WeightsAsleep")
+    for tags in (None, ["kv_cache"], ["weights", "kv_cache"]):
+        with pytest.raises(EngineUncertain):
+            server.rig.run(client.wake_up(tags))
+    server.rig.run(client.wake_up(["weights"]))
+    assert server.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
+    assert server.rig.engine.paused
+    server.rig.run(client.wake_up(["kv_cache"]))
+    assert not server.rig.engine.paused
 
 
 def test_vllms_own_routes_of_the_same_name_are_replaced(rig: Rig) -> None:

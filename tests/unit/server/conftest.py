@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,24 @@ def other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     process = Process(rig)
     yield process
     process.service.intake.close()
+
+
+@pytest.fixture
+def removes_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The folders that are removed; none by the thread of the event loop, which answers others."""
+    removed, in_loop, rmtree = list[str](), list[str](), shutil.rmtree
+
+    def noted(path: Any, *options: Any, **named: Any) -> None:
+        if Path(path).exists() and Path(path).is_relative_to(tmp_path):  # not another test's
+            by_loop = threading.current_thread() is threading.main_thread()
+            (in_loop if by_loop else removed).append(str(path))
+        rmtree(path, *options, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", noted)
+    yield removed
+    monkeypatch.undo()
+    assert removed
+    assert in_loop == []
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ import pytest
 
 from delta_server.board import Item
 from delta_server.commit import EngineCommitter, serialize_with_commits
+from delta_server.request_options import Options
 from delta_server.service import DeltaService
-from engine_ext.errors import CommittedNotResumed, SaltUnavailable
+from engine_ext.errors import CommittedNotResumed, EngineUncertain, SaltUnavailable
 from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import EngineUse
 from tests.support.delta_bodies import (
@@ -105,18 +106,83 @@ def test_an_adapters_method_is_heeded(rig: Rig) -> None:
     assert not rig.run(held())
 
 
+def resumes(*_: Any) -> bool:
+    return True
+
+
 @pytest.mark.parametrize("change", ["pause", "resume"])
 def test_what_the_caller_does_after_a_failure_is_the_callers(rig: Rig, change: str) -> None:
+    """But kept requests must not continue from mixed weights, under the old version."""
     rig.fail_commit()
     commits = rig.service.committer
     if change == "pause":
         rig.run(commits.run_external_change(lambda: rig.engine.pause("keep", flush_cache=False)))
     else:
-        rig.run(commits.run_external_change(rig.engine.resume))
-    assert resume_owed(rig) == [False, False]
+        with pytest.raises(EngineUncertain):
+            rig.run(commits.run_external_change(rig.engine.resume, resumes))
+    assert rig.engine.paused
+    assert resume_owed(rig) == [change == "resume"] * 2
     assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
     assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
     assert rig.engine.paused == (change == "pause")
+    rig.run(commits.run_external_change(rig.engine.resume, resumes))
+    assert not rig.engine.paused
+
+
+def test_resume_in_callers_pause_waits_for_full_sync(rig: Rig) -> None:
+    rig.engine.paused = True
+    rig.fail_commit()
+    commits = rig.service.committer
+    with pytest.raises(EngineUncertain):
+        rig.run(commits.run_external_change(rig.engine.resume, resumes))
+    assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
+    assert rig.engine.paused
+    rig.run(commits.run_external_change(rig.engine.resume, resumes))
+    assert not rig.engine.paused
+
+
+def test_other_process_refuses_resume_while_uncertain(rig: Rig, other: Process) -> None:
+    rig.fail_commit()
+    with pytest.raises(EngineUncertain):
+        rig.run(other.service.committer.run_external_change(rig.engine.resume, resumes))
+    assert rig.engine.paused
+
+
+def test_resume_is_refused_where_ranks_are_silent(rig: Rig) -> None:
+    rig.engine.fails["commit"] = ConnectionError("a rank did not answer")
+    assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+    rig.engine.fails["lease"] = ConnectionError("lost")
+    with pytest.raises(EngineUncertain):
+        rig.run(rig.service.committer.run_external_change(rig.engine.resume, resumes))
+    assert rig.engine.paused
+
+
+def test_damage_found_in_callers_pause_forbids_its_end(rig: Rig) -> None:
+    """The caller's pause waits for requests, and its resume does not wait for the pause."""
+    commits, ended = rig.service.committer, asyncio.Event()
+
+    async def scenario() -> None:
+        pause = asyncio.ensure_future(commits.run_external_change(ended.wait))
+        await asyncio.sleep(0.05)
+        halting = asyncio.ensure_future(commits.halt(Options()))
+        await asyncio.sleep(0.05)
+        with pytest.raises(EngineUncertain):
+            await commits.run_external_change(rig.engine.resume, resumes)
+        ended.set()
+        await asyncio.gather(pause, halting)
+
+    rig.run(scenario())
+    assert rig.engine.events == [("pause", "keep", True)]
+
+
+@pytest.mark.parametrize("path", ["/resume", "/continue_generation"])
+def test_routes_that_resume_answer_503_while_uncertain(rig: Rig, path: str) -> None:
+    """Before the engine's own route, which would answer 500."""
+    assert rig.post(path).status_code == 404
+    rig.fail_commit()
+    assert_error(rig.post(path), 503, "EngineUncertain", "uncertain")
+    assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
+    assert rig.post(path).status_code == 404
 
 
 @pytest.mark.parametrize("change", ["pause", "resume"])
@@ -147,6 +213,50 @@ def test_generation_is_not_resumed_under_the_old_version(rig: Rig) -> None:
     assert resume_owed(rig) == [True, True]
     rig.run(commits.run_external_change(rig.engine.resume))
     assert (rig.engine.paused, rig.engine.weight_version) == (False, "8")
+
+
+@pytest.mark.parametrize("ends", ["caller", "max-pause"])
+def test_pause_of_caller_ends_under_committed_version(rig: Rig, ends: str) -> None:
+    """The commit owes no resume then, and its repeat can come too late."""
+    rig.engine.paused = True
+    commits = rig.service.committer
+    end = {
+        "caller": lambda: commits.run_external_change(rig.engine.resume, resumes),
+        "max-pause": lambda: commits.end_long_pause(0),
+    }
+    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
+    rig.engine.fails["set_weight_version"] = ConnectionError("lost again")
+    with pytest.raises((CommittedNotResumed, ConnectionError), match="lost again"):
+        rig.run(end[ends]())
+    assert rig.engine.paused
+    rig.run(end[ends]())
+    assert (rig.engine.paused, rig.engine.weight_version) == (False, "8")
+    published = rig.engine.events.count(("set_weight_version", "8"))
+    rig.run(commits.run_external_change(rig.engine.resume, resumes))
+    assert rig.engine.events.count(("set_weight_version", "8")) == published
+
+
+@pytest.mark.parametrize("process", ["same", "other"])
+def test_unknown_commit_in_callers_pause_is_published(
+    rig: Rig, other: Process, process: str
+) -> None:
+    rig.engine.paused = True
+    rig.engine.loses["commit"] = ConnectionError("a rank did not answer")
+    assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+    service = rig.service if process == "same" else other.service
+    rig.run(service.committer.run_external_change(rig.engine.resume, resumes))
+    assert (rig.engine.paused, rig.engine.weight_version) == (False, "8")
+
+
+def test_refused_commit_in_callers_pause_publishes_nothing(rig: Rig) -> None:
+    rig.engine.paused = True
+    assert_error(rig.send(delta_part(version=9, base_version=8)), 409, "VersionConflict")
+    for shard in rig.engine.shards:
+        shard.breaks = shard.undoes = True
+    assert_error(rig.send(delta_part()), 500, "WriteUndone")
+    rig.run(rig.service.committer.run_external_change(rig.engine.resume, resumes))
+    assert [event[0] for event in rig.engine.events] == ["flush_cache", "commit", "resume"]
 
 
 def test_a_resume_ends_a_pause_that_waits(rig: Rig) -> None:

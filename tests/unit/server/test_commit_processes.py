@@ -8,10 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
-from delta_server import commit as commits_module
+from delta_server import leased_engine, recent
+from delta_server.board import SERVED, Item
 from engine_ext.errors import Conflict
 from engine_ext.model import TracingError
-from engine_ext.ranks.operations import LeaseItem, Operation
+from engine_ext.ranks import ENGINE
+from engine_ext.ranks.operations import EngineUse, GetItem, LeaseItem, Operation
 from tests.support.delta_bodies import (
     BASE,
     NEXT,
@@ -113,7 +115,7 @@ def test_a_process_that_dies_in_its_commit(
         assert not repeat.done()  # the first one lives, as far as anybody knows
         assert rig.engine.paused
         dead = rig.service.committer._name
-        monkeypatch.setattr(commits_module, "is_alive", lambda name: name != dead)
+        monkeypatch.setattr(leased_engine, "is_alive", lambda name: name != dead)
         assert (await repeat).json()["status"] == "already_applied"
         end.set()
         await commit
@@ -121,6 +123,49 @@ def test_a_process_that_dies_in_its_commit(
     rig.run(dies())
     assert not rig.engine.paused
     assert resume_owed(rig) == [False, False]
+
+
+# Start-up ------------------------------------------------------------------------------------
+
+DEAD = "999999999:1:gone"  # the name of a process that does not run
+
+
+def test_starting_process_publishes_what_ranks_hold(rig: Rig, other: Process) -> None:
+    """Another process can commit after the new one has read the version."""
+    rig.run(rig.service.start())
+    call, committed = rig.engine.call, list[httpx.Response]()
+
+    async def late(request: Operation[Any]) -> list[Any]:
+        if isinstance(request, GetItem) and request.key == SERVED and not committed:
+            rig.engine.call = call  # type: ignore[method-assign]
+            committed.append(await rig.sending(delta_part()))
+        return await call(request)
+
+    rig.engine.call = late  # type: ignore[method-assign]
+    rig.run(other.service.start())
+    [answer] = committed
+    rig.assert_committed(answer, NEXT, 8)
+    assert rig.status().version.published == "8"
+
+
+def test_starting_process_ends_pause_of_dead_one(rig: Rig, other: Process) -> None:
+    item = Item(rig.engine, ENGINE, EngineUse)
+    for _ in range(2):  # a value is put by who has the lease already
+        rig.run(item.try_lease(DEAD, EngineUse(resume_owed=True)))
+    assert resume_owed(rig) == [True, True]
+    rig.engine.paused = True
+    rig.run(other.service.start())
+    assert not rig.engine.paused
+    assert resume_owed(rig) == [False, False]
+
+
+def test_process_starts_while_weights_are_uncertain(rig: Rig, other: Process) -> None:
+    rig.fail_commit()
+    rig.run(other.service.start())
+    assert rig.engine.paused
+    assert rig.engine.weight_version == "7"
+    assert_error(other.complete(), 503, "EngineUncertain", "uncertain")
+    rig.assert_committed(other.send(full_part(RESYNCED, 8)), RESYNCED, 8)
 
 
 # The guard -----------------------------------------------------------------------------------
@@ -135,8 +180,11 @@ def test_ranks_that_do_not_answer_leave_the_guard_as_it_is(rig: Rig, other: Proc
 
 
 @pytest.mark.parametrize(("shared", "expected"), [(False, 0), (True, 1)])
-def test_the_ranks_are_asked_seldom(rig: Rig, shared: bool, expected: int) -> None:
-    """And never where there is but one process."""
+def test_the_ranks_are_asked_seldom(
+    rig: Rig, other: Process, monkeypatch: pytest.MonkeyPatch, shared: bool, expected: int
+) -> None:
+    """And never where there is but one process; `other` has not asked yet, as a start does."""
+    monkeypatch.setattr(recent, "_ASKED_EVERY_S", 60.0)
     asked = []
     original = rig.engine.call
 
@@ -147,7 +195,7 @@ def test_the_ranks_are_asked_seldom(rig: Rig, shared: bool, expected: int) -> No
     rig.engine.call = call  # type: ignore[method-assign]
     rig.engine.shared = shared
     for _ in range(5):
-        assert rig.post(COMPLETIONS).status_code == 200
+        assert other.complete().status_code == 200
     assert asked == ["status"] * expected
 
 
@@ -186,17 +234,23 @@ def test_two_processes_do_not_pause_the_engine_at_once(rig: Rig, other: Process)
     assert same(rig.engine.weights, after(NEXT, OTHER_STEP))
 
 
+@pytest.mark.parametrize(("mode", "paused"), [("keep",) * 2, ("wait", "keep"), ("abort",) * 2])
 def test_a_check_that_changes_the_weights_stops_generation(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, mode: str, paused: str
 ) -> None:
-    """Though the sync was only being staged, and the engine was not paused for it."""
+    """Though the sync was only being staged, and the engine was not paused for it.
+
+    No request is waited for: it would end on the damaged weights.
+    """
 
     def damaging(*_: object, **__: object) -> None:
         raise TracingError("tensors moved")
 
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine.shards[1], "check_sync", damaging)
-        assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+        answer = rig.send(delta_part(), pause_mode=mode)
+        assert_error(answer, 500, "CommitFailed", "uncertain")
+    assert rig.engine.events == [("pause", paused, True)]
     assert rig.is_paused()
     assert rig.engine.writes == [0, 0]
     generated = rig.run(rig.request("POST", COMPLETIONS))
@@ -205,6 +259,29 @@ def test_a_check_that_changes_the_weights_stops_generation(
     rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
     assert not rig.engine.paused
     assert rig.run(rig.request("POST", COMPLETIONS)).status_code == 200
+
+
+def test_full_sync_of_running_damaged_engine_stops_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that could not be paused when the damage was found."""
+
+    def damaging(*_: object, **__: object) -> None:
+        raise TracingError("tensors moved")
+
+    async def fails(mode: str, *, flush_cache: bool) -> float:
+        raise ConnectionError("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine.shards[1], "check_sync", damaging)
+        patch.setattr(rig.engine, "pause", fails)
+        assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
+    assert not rig.is_paused()
+    rig.engine.fails["pause"] = RuntimeError("the cache was not reset")
+    assert_error(rig.send(full_part(RESYNCED, 8), pause_mode="wait"), 500, "DeltaError")
+    assert rig.engine.events == [("pause", "keep", True)]
+    assert rig.is_paused()
+    rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
 
 
 @pytest.mark.parametrize("moment", ["poll", "lease"])

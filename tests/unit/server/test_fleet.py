@@ -15,9 +15,10 @@ import httpx
 import pytest
 
 from delta_server import fleet as fleet_module
+from delta_server.audit import Audit
 from delta_server.board import FLEET
 from delta_server.fleet import PeerAnswer
-from engine_ext.errors import SaltUnavailable
+from engine_ext.errors import AuditUnavailable, SaltUnavailable, WriteUndone
 from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import LeaseItem, Operation, PutItem
 from tests.support.delta_bodies import BASE, NEXT, OTHER_STEP, VERSION, after, delta_part, same
@@ -228,6 +229,85 @@ def test_commit_of_one_is_enough_for_others(fleet: FleetRig) -> None:
     assert versions(fleet) == [VERSION + 1, VERSION + 1, VERSION]
 
 
+@pytest.mark.parametrize("settles", [False, True])
+@pytest.mark.parametrize("fails", ["pause", "lease"])
+def test_commit_that_did_not_reach_ranks_is_tried_again(
+    fleet: FleetRig, fails: str, settles: bool
+) -> None:
+    """Its record says commit, and others have committed: dropped, the engine would stay behind."""
+    a, b, c = fleet.urls
+    for url in fleet.urls:
+        prepare(fleet, url)
+    for url in fleet.urls:
+        record(fleet, url)
+    assert fleet.step(a, "commit", GROUP).json()["status"] == "committed"
+    engine = fleet.rigs[b].engine
+    if settles:
+        engine.fails[fails] = RuntimeError("the cache was not reset")
+        with pytest.raises(RuntimeError):
+            fleet.settle(b)
+    else:
+        engine.fails[fails] = RuntimeError("the cache was not reset")
+        assert_error(fleet.step(b, "commit", GROUP), 500, "DeltaError")
+    assert (engine.writes, engine.paused) == ([0, 0], False)
+    assert held(fleet) == [False, True, True]
+    if settles:
+        assert fleet.settle(b)
+    else:
+        assert fleet.step(b, "commit", GROUP).json()["status"] == "committed"
+    assert fleet.step(c, "commit", GROUP).json()["status"] == "committed"
+    assert versions(fleet) == [VERSION + 1] * 3
+
+
+def test_unrecorded_commit_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = FleetRig(tmp_path, 1, audit_file=str(tmp_path / "audit"))
+    [url] = fleet.urls
+    prepare(fleet, url)
+    record(fleet, url)
+
+    async def unavailable(*_: Any, **__: Any) -> None:
+        raise AuditUnavailable("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Audit, "begin", unavailable)
+        assert_error(fleet.step(url, "commit", GROUP), 507, "AuditUnavailable")
+    assert held(fleet) == [True]
+    fleet.rigs[url].assert_committed(fleet.step(url, "commit", GROUP), NEXT, VERSION + 1)
+    fleet.close()
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_commit_that_ranks_refuse_is_dropped(fleet: FleetRig, settles: bool) -> None:
+    """They would refuse it again, and generation would pause each time."""
+    a = fleet.urls[0]
+    for url in fleet.urls:
+        prepare(fleet, url)
+    for url in fleet.urls:
+        record(fleet, url)
+    engine = fleet.rigs[a].engine
+    for shard in engine.shards:
+        shard.breaks = shard.undoes = True
+    if settles:
+        with pytest.raises(WriteUndone):
+            fleet.settle(a)
+    else:
+        assert_error(fleet.step(a, "commit", GROUP), 500, "WriteUndone")
+    assert held(fleet) == [False, True, True]
+    assert not engine.paused
+
+
+def test_refused_commit_of_a_group_keeps_none_out(fleet: FleetRig) -> None:
+    a = fleet.urls[0]
+    prepare(fleet, a)
+    record(fleet, a)
+    engine = fleet.rigs[a].engine
+    engine.breaks_vote(1)
+    assert_error(fleet.step(a, "commit", GROUP), 500, "DeltaError")
+    assert fleet.status(a).staged is None
+    body = delta_part(OTHER_STEP, sync_id="t", **RUN)
+    fleet.rigs[a].assert_committed(fleet.rigs[a].send(body), after(BASE, OTHER_STEP), VERSION + 1)
+
+
 def test_unreachable_engines_are_waited_for(fleet: FleetRig) -> None:
     a, b, c = fleet.urls
     for url in fleet.urls:
@@ -333,6 +413,34 @@ def processes(tmp_path: Path) -> Iterator[tuple[FleetRig, Process]]:
     record(fleet, fleet.urls[0])
     yield fleet, other
     other.service.intake.close()
+    fleet.close()
+
+
+@pytest.mark.parametrize("notices", ["start", "sync", "rollback"])
+def test_process_settles_for_dead_one(tmp_path: Path, notices: str) -> None:
+    """Nobody watches a held sync when its process dies; the next one must, without being asked."""
+    fleet = FleetRig(tmp_path, 1)
+    [rig] = fleet.rigs.values()
+    rig.engine.shared = True
+    prepare(fleet, fleet.urls[0], lease=0.2)
+    present(rig.service.fleet.watch).cancel()
+    other = Process(rig)
+    if notices == "start":
+        rig.run(other.service.start())
+    elif notices == "sync":
+        body = delta_part(OTHER_STEP, sync_id="t", **RUN)
+        assert_error(other.send(body), 409, "SyncInProgress")
+    else:
+        answer = rig.run(rig.request("POST", "/delta_rollback", app=other.app))
+        assert_error(answer, 409, "SyncInProgress")
+
+    async def settled() -> None:
+        while (await rig.service.coordinator.held()).staged is not None:
+            await asyncio.sleep(0.02)
+
+    rig.run(settled())
+    assert versions(fleet) == [VERSION]
+    other.close()
     fleet.close()
 
 

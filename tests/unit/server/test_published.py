@@ -203,6 +203,28 @@ def test_what_is_of_no_version_keeps_the_engines_own_name(rig: Rig) -> None:
     assert same(rig.engine.weights, BASE)
 
 
+@pytest.mark.parametrize("case", ["same version", "of no version", "paused by the caller"])
+def test_requests_end_also_where_nothing_is_committed(rig: Rig, case: str) -> None:
+    version = "7"
+    if case == "of no version":
+        version = "step-9"
+        for receiver in rig.engine.receivers:
+            receiver.weights_replaced("the engine's own update")
+    rig.engine.paused = case == "paused by the caller"  # then they stay, as for a commit
+    assert advance(rig, version, abort_all_requests=True).json()["success"] is True
+    ends = [("pause", "abort", False), ("resume",)]
+    named = ("set_weight_version", version)
+    assert rig.engine.events == ([named] if rig.engine.paused else [*ends, named])
+    assert rig.engine.paused == (case == "paused by the caller")
+
+
+def test_requests_that_cannot_be_ended_go_on(rig: Rig) -> None:
+    rig.engine.fails["pause"] = ConnectionError("lost")
+    assert_error(advance(rig, "7", abort_all_requests=True), 500, "DeltaError")
+    assert not rig.engine.paused
+    rig.assert_untouched()
+
+
 def test_an_uncertain_engine(rig: Rig) -> None:
     rig.fail_commit()
     assert_error(advance(rig, "9"), 503, "EngineUncertain", engine_state="uncertain")

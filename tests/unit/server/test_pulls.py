@@ -283,6 +283,29 @@ def test_another_version_than_was_pulled(rig: Rig, root: Path) -> None:
     rig.assert_committed(load(rig, 8), NEXT, 8)
 
 
+@pytest.mark.parametrize(
+    ("body", "query"),
+    [
+        ({"adapter": "style"}, {}),
+        ({"base_version": "7"}, {}),
+        ({}, {"base_version": "7"}),
+        ({"files": ["a.safetensors"]}, {}),
+        ({}, {"commit": "hold"}),
+    ],
+)
+def test_pulled_versions_are_not_committed_otherwise(
+    rig: Rig, root: Path, body: dict[str, Any], query: dict[str, str]
+) -> None:
+    """It would be the model that changes, and at once."""
+    publish(root, 8, delta_part())
+    pull(rig, root, 8)
+    asked = {"model_path": CHECKPOINT, "weight_version": "8", **body}
+    answer = rig.post(FROM_DISK, json=asked, params=query)
+    assert_error(answer, 400, "MalformedPart")
+    assert same(rig.engine.weights, BASE)
+    rig.assert_committed(load(rig, 8), NEXT, 8)
+
+
 def test_without_a_root(make_rig: Callable[..., Rig], root: Path) -> None:
     assert_error(pull(make_rig(), root, 7), 403, "PathForbidden")
 

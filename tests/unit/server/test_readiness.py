@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -200,6 +201,8 @@ def test_probes_and_requests_share_one_answer(rig: Rig, monkeypatch: pytest.Monk
     rig.engine.shared = True
     monkeypatch.setattr(recent, "_ASKED_EVERY_S", 60.0)
     monkeypatch.setattr(readiness, "_LONGEST_WAIT_S", 60.0)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
+    monkeypatch.setattr(recent, "time", later)  # what the start has asked is old
     asked, wanted = counted(rig), {"X-Weight-Version": str(VERSION)}
 
     async def all_at_once() -> list[httpx.Response]:

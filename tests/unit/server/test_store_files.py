@@ -51,6 +51,14 @@ def test_the_parts_below_a_url_are_applied(rig: Rig, store: Objects, tmp_path: P
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_event_loop_does_not_remove_fetched_files(
+    rig: Rig, store: Objects, removes_in_threads: list[str]
+) -> None:
+    store.put("step/0.safetensors", delta_part(STEP, VERSION + 1))
+    answer = ask(rig, f"{store.url}/step")
+    rig.assert_committed(answer, after(fresh_weights(), STEP), VERSION + 1)
+
+
 def test_named_files(rig: Rig, store: Objects) -> None:
     store.put("a.safetensors", delta_part(STEP, VERSION + 1))
     store.put("b.safetensors", b"other")

@@ -89,6 +89,15 @@ def test_an_engine_starts_at_the_newest_version(log: DeltaLog, started: Callable
     assert rig.spooled() == []
 
 
+@pytest.mark.parametrize("last", [1, len(STEPS)], ids=["one", "folded"])
+def test_event_loop_does_not_remove_log_files(
+    log: DeltaLog, started: Callable[..., Rig], removes_in_threads: list[str], last: int
+) -> None:
+    write_steps(log, last=last)
+    rig = started(follow=last > 1, follow_interval=60.0)
+    assert rig.status().version.number == VERSION + last
+
+
 def test_an_engine_whose_store_is_down_waits(
     log: DeltaLog,
     proxy: StoreProxy,

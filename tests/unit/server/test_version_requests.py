@@ -10,6 +10,7 @@ import httpx
 import pytest
 import uvicorn
 
+from delta_server import recent
 from delta_server.version_requests import Wanted
 from engine_ext.errors import MalformedPart
 from tests.support.delta_bodies import OTHER_STEP, STEP, VERSION, after, delta_part, full_part
@@ -127,7 +128,10 @@ def test_uncertain_weights_serve_no_version(rig: Rig) -> None:
     assert_error(ask(rig, ">=0"), 503, "EngineUncertain", "uncertain")
 
 
-def test_weights_that_something_else_changed_serve_none(rig: Rig) -> None:
+def test_weights_that_something_else_changed_serve_none(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recent, "_ASKED_EVERY_S", 0.0)  # the start has asked just now
     for receiver in rig.engine.receivers:
         receiver.weights_replaced("a loader")
     error = assert_error(ask(rig, ">=0"), 409, "VersionNotServed", version=None)
