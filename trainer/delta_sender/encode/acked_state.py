@@ -314,12 +314,18 @@ class AckedState:
             posted = self.posted
             self.unknown_outcome = None if posted is None else replace(unknown, posted=posted)
 
-    def lose_track(self) -> None:
-        """Note that its difference from the snapshot is no longer known; the next sync is full."""
+    def lose_track(self, *, lags: bool = False) -> None:
+        """Note that its difference from the snapshot is no longer known; the next sync is full.
+
+        Args:
+            lags: A sync is still being sent whose end nobody has noted.
+        """
         self.missed, self.latest = {}, None
         self.full_reason = "lost_track: an earlier sync was interrupted while it was noted"
-        if self.unknown_outcome is not None:
-            self.unknown_outcome = replace(self.unknown_outcome, missed=None)
+        unknown = self.unknown_outcome
+        if unknown is not None:
+            has_ended = unknown.posted is None and not lags  # noting that was interrupted
+            self.unknown_outcome = None if has_ended else replace(unknown, missed=None)
 
     def resolve(self, status: EngineStatus | None) -> None:
         """Find out by the destination's status whether it has committed the unknown sync."""
