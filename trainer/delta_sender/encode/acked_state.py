@@ -151,6 +151,7 @@ class AckedState:
         self.full_reason: str | None = None
         self.highest_used = 0  # the highest number that the run had committed before
         self.is_known = False  # it held the base, by its digest, or something that was sent
+        self.was_sent = False  # it has taken something of this run
         self.base_digest: str | None = None  # of what was proven to be the base last
         self.found_other: EngineStatus | None = None  # its status, if it did not hold the base
         self.unproven: frozenset[str] = (
@@ -333,6 +334,7 @@ class AckedState:
         if unknown is None or unknown.posted is None or not unknown.posted.is_held_by(status):
             return
         self.version, self.digest = unknown.posted.version, unknown.posted.digest
+        self.was_sent = True
         self._take_missed(unknown.missed)
 
     def resolve_latest(self, status: EngineStatus | None) -> bool:

@@ -175,7 +175,7 @@ class Publisher:
         )
         if needs_full:
             session.state.full_reason = "restarted: the base is not what the engine took last"
-        session.state.is_known = self._tracker.had_sent_to(url)
+        session.state.is_known = session.state.was_sent = self._tracker.had_sent_to(url)
         return session
 
     @property

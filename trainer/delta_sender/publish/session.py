@@ -211,7 +211,8 @@ class Session:
         state, report = self.state, committed.report
         state.missed, state.digest, self._policy = {}, committed.digest, committed.policy
         state.version, state.unproven = report.version, frozenset()
-        state.is_known, state.found_other, state.full_reason = True, None, None
+        state.is_known = state.was_sent = True
+        state.found_other = state.full_reason = None
         found, digest = report.engine.get("digest"), committed.digest
         if digest is not None and found not in (None, digest.hex()):
             state.full_reason = "changed: after the last sync the engine's digest was another one"
