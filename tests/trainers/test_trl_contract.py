@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +134,21 @@ def test_failed_weight_update_sends_nothing(engine: Engine, tmp_path: Path) -> N
     client.init_communicator(device=torch.device("cpu"))
     change(model, scale=0.01)
     given = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    with pytest.raises(ZeroDivisionError), client.weight_update():
-        client.update_named_param(*given[0])
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        yield given[0]
         raise ZeroDivisionError
+
+    def update(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with client.weight_update():
+            for name, tensor in tensors:
+                client.update_named_param(name, tensor)
+
+    with pytest.raises(ZeroDivisionError):
+        update(gathered())
     assert engine.version == 0
     assert engine.holds(saved(make_model("qwen3_moe")))
-    with client.weight_update():
-        for name, tensor in given:
-            client.update_named_param(name, tensor)
+    update(given)
     assert engine.version == 1
     assert engine.holds(saved(model.to(torch.bfloat16)))
     client.close_communicator()
