@@ -183,7 +183,7 @@ class ShardedFleet:
             self._snapshot.advance(sync_round.changes)
         for url, thread in threads.items():
             if not thread.has_committed:
-                self._sessions[url].agree_on_missed(self._ranks)
+                self._sessions[url].state.agree_on_missed(self._ranks)
         reports, failures = dict[str, SyncReport](), dict[str, SyncError]()
         for url, thread in threads.items():
             try:
