@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from tests.support.fake_engine import Engine, error, sends
 from tests.support.trainer_models import change, make_model, save, saved
 
 SEND = ["init_communicator", "update_named_params", "reset_prefix_cache", "close_communicator"]
-GROUPED = ["update_named_param", "weight_update", "_start_weight_update", "_finish_weight_update"]
+GROUPED = ["update_named_param", "weight_update"]
 
 
 def parameters(function: Any) -> list[str]:
@@ -44,8 +44,6 @@ def test_the_client_has_the_methods_that_are_replaced() -> None:
     assert [name for name in SEND + GROUPED if not hasattr(client, name)] == []
     assert parameters(client.init_communicator) == ["self", "device"]
     assert parameters(client.update_named_params) == ["self", "metadata", "named_params"]
-    assert "self._updating_weights = False" in inspect.getsource(client.__init__)
-    assert "self._updating_weights = True" in inspect.getsource(client.weight_update)
     assert "self.update_named_params(" in inspect.getsource(client.update_named_param)
 
 
@@ -124,6 +122,34 @@ def test_trl_s_client_sends_deltas(engine: Engine, tmp_path: Path) -> None:
         for name, tensor in stream():
             client.update_named_param(name, tensor)
     assert engine.version == 2
+    assert engine.holds(saved(model.to(torch.bfloat16)))
+    client.close_communicator()
+
+
+def test_failed_weight_update_sends_nothing(engine: Engine, tmp_path: Path) -> None:
+    """As when gathering a tensor fails; the base would fill what is missing."""
+    model = make_model("qwen3_moe", torch.float32)
+    use_deltas(save(make_model("qwen3_moe"), tmp_path), frozen=True, client=engine.client())
+    client = vllm_generation.VLLMClient(base_url="http://engine")
+    client.init_communicator(device=torch.device("cpu"))
+    change(model, scale=0.01)
+    given = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        yield given[0]
+        raise ZeroDivisionError
+
+    def update(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with client.weight_update():
+            for name, tensor in tensors:
+                client.update_named_param(name, tensor)
+
+    with pytest.raises(ZeroDivisionError):
+        update(gathered())
+    assert engine.version == 0
+    assert engine.holds(saved(make_model("qwen3_moe")))
+    update(given)
+    assert engine.version == 1
     assert engine.holds(saved(model.to(torch.bfloat16)))
     client.close_communicator()
 

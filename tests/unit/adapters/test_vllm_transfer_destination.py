@@ -168,6 +168,26 @@ def test_an_engine_that_hangs_holds_a_sync_for_the_timeout(
     assert time.monotonic() - began < 2.0
 
 
+class OldTimeout(Exception):
+    """What a future raises in Python 3.10, where it is not the builtin `TimeoutError`."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["inline", "collective"])
+def test_sender_knows_the_timeout_of_python_3_10(
+    api: Api, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Hangs(api, "update_weights")
+    sender = destination(api, Channel(kind=kind, inline_bytes=0, timeout=1.0), client)
+    for module in ("concurrent.futures", "concurrent.futures._base"):
+        monkeypatch.setattr(f"{module}.TimeoutError", OldTimeout)
+    with pytest.raises(SyncError, match=r"the engine has not answered"):
+        sender.deliver(delta_part(), 8, 0, True)
+    client.released.set()
+    sender.close()
+
+
 @pytest.mark.timeout(60)
 def test_a_worker_that_waits_for_its_trainer_may_exit() -> None:
     code = """

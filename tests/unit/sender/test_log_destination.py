@@ -285,6 +285,7 @@ def test_an_engine_that_replayed_a_refused_version_is_found_out(tmp_path: Path) 
     def restart(take: Handler, request: httpx.Request) -> httpx.Response:
         late = replayed(tmp_path, copied(before))
         engine.weights, engine.version = late.weights, late.version
+        engine.run, engine.loaded = late.run, late.loaded
         return error(507, "SpoolFull")
 
     before = copied(model)

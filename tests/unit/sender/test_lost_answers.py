@@ -1,16 +1,22 @@
-"""A sender tracks possible commits when interruptions, lags and lost answers coincide."""
+"""A sender tracks possible commits when interruptions, lags and lost answers coincide.
+
+Interruptions while it is noted how a sync has ended are at every line of the code that does so.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from delta_sender import DeltaSender, PartialSyncError, SyncError
+from delta_sender import DeltaSender, LogSender, PartialSyncError, SyncError
 from delta_sender.diff.snapshot import Changes
 from delta_sender.publish import publisher
 from delta_sender.publish.session_thread import SessionThread
@@ -20,6 +26,7 @@ from engine_ext.log.writer import Draft
 from tests.support.fake_engine import (
     Engine,
     Handler,
+    Model,
     breaks,
     error,
     loses,
@@ -28,6 +35,7 @@ from tests.support.fake_engine import (
     set_lag_limit,
     train,
 )
+from tests.support.line_interrupts import InterruptedAt
 from tests.unit.sender.test_log_destination import chain, copied, replayed
 from tests.unit.sender.test_multi_sender import A, B, refuse, sender_of, two
 from tests.unit.sender.test_slow_engines import SOON, Slow, ended, lagging
@@ -314,3 +322,244 @@ def test_closed_while_the_log_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert chain(log) == [(0, 1), (0, 2)]
     assert replayed(log, base).holds(model)
     assert engine.holds(model)
+
+
+# Interruptions while it is noted how a sync has ended --------------------------------------------
+
+# The functions that do so, and all that they call.
+NOTING = (
+    ("publisher.py", "_finish"),
+    ("publisher.py", "_end_lagging"),
+    ("publisher.py", "_end_unfinished"),
+)
+
+
+REFUSED = error(507, "SpoolFull")
+
+
+def nudge(model: Model, step: int) -> None:
+    """Change one element, another one in every step."""
+    model[f"layers.{step % len(model)}.weight"][1, step] += 1
+
+
+@pytest.mark.slow
+def test_late_commit_interrupted_while_noted_loses_no_change(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "delta_sender")
+    model = model_of(tensors=3)
+    a, b, sender, slow = lagging(model)
+    emit = caplog.handler.emit
+
+    def interrupts(record: logging.LogRecord) -> None:
+        emit(record)
+        if "has committed version 1" in record.getMessage():
+            raise KeyboardInterrupt
+
+    with sender:
+        for step in range(2):  # the late engine lacks the second
+            nudge(model, step)
+            sender.sync(model.items())
+        slow.go.set()
+        ended(sender)
+        with monkeypatch.context() as patch:
+            patch.setattr(caplog.handler, "emit", interrupts)
+            with pytest.raises(KeyboardInterrupt):
+                sender.sync(model.items())
+        nudge(model, 2)
+        assert sender.sync(model.items())[B].full
+        assert a.holds(model)
+        assert b.holds(model)
+        nudge(model, 3)
+        assert not sender.sync(model.items())[B].full
+        assert b.holds(model)
+
+
+def test_log_version_interrupted_while_noted_misleads_nobody(tmp_path: Path) -> None:
+    model = model_of(tensors=3)
+    base = copied(model)
+    with LogSender(tmp_path, model.items()) as sender:
+        nudge(model, 0)
+        sender.sync(model.items())
+        nudge(model, 1)
+        interrupted = InterruptedAt(0, ("session.py", "acknowledge"))
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            sender.sync(model.items())
+        nudge(model, 2)
+        assert sender.sync(model.items()).full
+    assert replayed(tmp_path, base).holds(model)
+
+
+class Steps:
+    """A trainer's steps, and its sender to two engines, to two and a log, or to a log alone.
+
+    Attributes:
+        contents: The trainer's weights at each version of the log.
+    """
+
+    def __init__(self, log: Path, form: str) -> None:
+        self.model, self.log, self.slow = model_of(tensors=3), log, Slow()
+        self.contents, self._steps = {0: copied(self.model)}, itertools.count()
+        self.a, self.b = two(self.model)
+        self.sender: Any
+        if form == "log alone":
+            self.engines, self.sender = [], LogSender(log, self.model.items())
+        else:
+            self.engines = [self.a, self.b]
+            options = {"delta_log": log if form == "log" else None, "digest": form != "no digests"}
+            self.sender = sender_of(self.a, self.b, self.model, lag_limit=None, **options)
+        self.sync()  # the engines hold what this sender has sent
+
+    def sync(self) -> None:
+        nudge(self.model, next(self._steps))
+        try:
+            self.sender.sync(self.model.items())
+        finally:
+            for _, version in chain(self.log) if self.log.exists() else ():
+                self.contents.setdefault(version, copied(self.model))
+
+    def fails(self) -> None:
+        with pytest.raises(SyncError):
+            self.sync()
+
+    def is_interrupted(self, line: int, *functions: tuple[str, str]) -> str | None:
+        """Interrupt a sync; return where, or None if it has fewer lines."""
+        with (
+            contextlib.suppress(KeyboardInterrupt, SyncError),
+            InterruptedAt(line, *functions) as it,
+        ):
+            self.sync()
+        return it.place or None
+
+    def let(self, engine: Engine, *faults: Callable[[Handler, httpx.Request], Any]) -> None:
+        """Give an engine faults, beginning with its next part."""
+        engine.faults = dict(enumerate(faults, len(engine.requests)))
+
+    def heal(self) -> None:
+        """Let the engines answer, and wait for them from now on."""
+        self.slow.go.set()
+        self.a.faults, self.b.faults = {}, {}
+        if self.engines:
+            ended(self.sender)
+
+    def check(self, place: str | None) -> None:
+        assert all(engine.holds(self.model) for engine in self.engines), place
+        led_to = [version for _, version in chain(self.log)] if self.log.exists() else []
+        for version in [0, *led_to[:-1]] if led_to else []:
+            late = replayed(self.log, self.contents[version], version)
+            assert late.holds(self.model), (place, version)
+
+
+def both_commit(steps: Steps) -> None:
+    steps.sync()
+
+
+def one_refuses(steps: Steps) -> None:
+    steps.let(steps.b, refuse())
+
+
+def one_has_missed_a_step(steps: Steps) -> None:
+    steps.let(steps.b, refuse())
+    steps.fails()
+
+
+def one_answer_is_lost(steps: Steps) -> None:
+    steps.let(steps.b, *[loses] * 8)
+
+
+def one_answer_was_lost(steps: Steps) -> None:
+    one_answer_is_lost(steps)
+    steps.fails()
+
+
+def one_lags(steps: Steps) -> None:
+    steps.let(steps.b, steps.slow)
+    set_lag_limit(steps.sender, 0.0)
+
+
+def one_still_lags(steps: Steps) -> None:
+    one_lags(steps)
+    steps.sync()
+
+
+def one_has_lagged(steps: Steps) -> None:
+    one_still_lags(steps)
+    steps.sync()
+    steps.heal()
+
+
+def one_has_lagged_and_failed(steps: Steps) -> None:
+    steps.let(steps.b, lambda take, request: steps.slow(lambda _: REFUSED, request))
+    set_lag_limit(steps.sender, 0.0)
+    steps.sync()
+    steps.sync()
+    steps.heal()
+
+
+def both_refuse(steps: Steps) -> None:
+    steps.let(steps.a, refuse())
+    steps.let(steps.b, refuse())
+
+
+def no_answer_comes(steps: Steps) -> None:
+    steps.let(steps.a, *[breaks] * 8)
+    steps.let(steps.b, *[loses] * 8)
+
+
+def the_wait_was_interrupted(steps: Steps) -> None:
+    assert steps.is_interrupted(0, ("session_thread.py", "wait_for"))
+
+
+def the_snapshot_was_interrupted(steps: Steps) -> None:
+    steps.let(steps.b, refuse())
+    assert steps.is_interrupted(0, ("snapshot.py", "advance"))
+
+
+PREPARED = (
+    both_commit,
+    one_refuses,
+    one_has_missed_a_step,
+    one_answer_is_lost,
+    one_answer_was_lost,
+    one_lags,
+    one_still_lags,
+    one_has_lagged,
+    one_has_lagged_and_failed,
+    both_refuse,
+    no_answer_comes,
+    the_wait_was_interrupted,
+    the_snapshot_was_interrupted,
+)
+OFTEN = [("no digests", one_has_lagged), ("log", both_refuse), ("log alone", both_commit)]
+SELDOM = [
+    case
+    for case in (
+        *itertools.product(["no digests", "log"], PREPARED),
+        ("log alone", the_wait_was_interrupted),
+        ("log alone", the_snapshot_was_interrupted),
+    )
+    if case not in OFTEN
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("form", "prepare"), [*OFTEN, *(pytest.param(*case, marks=pytest.mark.full) for case in SELDOM)]
+)
+def test_sync_interrupted_at_any_line_ends_in_equal_weights(
+    form: str, prepare: Callable[[Steps], None], tmp_path: Path, naps: list[float]
+) -> None:
+    """Lines that note how syncs have ended; after two more syncs all engines are equal."""
+    for line in itertools.count():
+        steps = Steps(tmp_path / str(line), form)
+        with steps.sender:
+            prepare(steps)
+            place = steps.is_interrupted(line, *NOTING)
+            steps.heal()
+            steps.sync()
+            steps.sync()
+            steps.check(place)
+        if place is None:
+            break
+    assert line > 30

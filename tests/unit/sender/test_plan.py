@@ -31,7 +31,7 @@ def test_the_plan_is_asked_for_once_and_with_the_token() -> None:
         train(model, step)
         sender.sync(model.items())
     asked = [dict(question.url.params) for question in engine.questions]
-    assert asked == [{}, {}, {"plan": "true"}]
+    assert asked == [{}, {"plan": "true"}]
     for question in engine.questions:
         assert question.url.path == "/delta_status"
         assert question.headers["Authorization"] == "Bearer k"

@@ -151,6 +151,20 @@ def test_restarted_engine_gets_all(model: Model, loaded: str) -> None:
         assert not sender.sync(model.items()).full
 
 
+def test_sender_that_sent_nothing_replaces_no_restarted_engine(model: Model) -> None:
+    """It has met the engine, which held the base and then refused the first sync."""
+    engine, theirs = Engine.of(model), other_of(model)
+    engine.faults = {0: sends(error(507, "SpoolFull"))}
+    with sender_of(engine, model) as sender:
+        train(model)
+        with pytest.raises(SyncError, match="SpoolFull"):
+            sender.sync(model.items())
+        engine.restart(theirs)
+        with pytest.raises(FullSyncRefused):
+            sender.sync(model.items())
+    assert engine.holds(theirs)
+
+
 def test_engine_restarted_for_another_trainer_is_left_alone(model: Model) -> None:
     engine, theirs = Engine.of(model), other_of(model)
     with sender_of(engine, model) as sender:

@@ -8,6 +8,9 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from delta_sender.diff import compare as diff_host
 from delta_sender.diff import snapshot
@@ -151,3 +154,25 @@ def test_a_tensor_with_the_negative_bit_is_refused(numel: int) -> None:
     kept = Snapshot([("w", torch.zeros(numel))], "gap8_ulp")
     with pytest.raises(RuntimeError, match="negative bit"):
         [*kept.read([("w", torch._neg_view(torch.ones(numel)))])]
+
+
+@pytest.fixture
+def sharded() -> Iterator[torch.Tensor]:
+    """A tensor of FSDP2 on one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield distribute_tensor(torch.ones(8, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("given", [list, iter])
+def test_sharded_tensor_is_refused_by_name(sharded: torch.Tensor, given: type) -> None:
+    """It has no memory of its own: on a GPU its address is 0."""
+    kept = Snapshot([("w", torch.ones(8, 4))], "gap8_ulp")
+    said = r"^w: a DTensor, .*named_tensors\(model, base\)"
+    with pytest.raises(ValueError, match=said):
+        [*kept.read(given([("w", sharded)]))]
+    with pytest.raises(ValueError, match=said):
+        Snapshot(given([("w", sharded)]), "gap8_ulp")
+    assert changes(kept, {"w": torch.ones(8, 4)}) == {}

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from delta_sender import DeltaSender
-from delta_sender.diff import snapshot as sender_spill
+from delta_sender.diff import spill as sender_spill
 from delta_sender.diff.compare import Change
-from delta_sender.diff.snapshot import Snapshot, Spill
+from delta_sender.diff.snapshot import Snapshot
+from delta_sender.diff.spill import Spill
 from delta_sender.encode.encoding_policy import AUTO
 from engine_ext.format.manifest import ENCODINGS
 from tests.support.descriptors import open_descriptors

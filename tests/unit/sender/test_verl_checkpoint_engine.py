@@ -20,10 +20,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from delta_sender import DeltaSender, PartialSyncError, RunConflict, quantize_weight
+from delta_sender import (
+    DeltaSender,
+    MultiSender,
+    PartialSyncError,
+    RunConflict,
+    SyncError,
+    quantize_weight,
+)
 from delta_sender.diff.quantize import FORMS
-from tests.support.fake_engine import Engine
+from tests.support.fake_engine import Engine, error, sends
 from tests.support.gloo_ranks import run_ranks
+from tests.support.line_interrupts import InterruptedAt
 from tests.support.sharded_trainers import sharded
 from tests.support.trainer_models import change, make_model, save, saved
 
@@ -239,6 +247,64 @@ def test_other_run_is_named(verl: Any, engine: Engine, tmp_path: Path, urls: lis
     assert [failed.error["owner"]["run"] for failed in failures.values()] == [owner.run] * len(urls)
     assert engine.holds(base)
     owner.close()
+    actor.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, None), ({"lag_limit": 5.0}, 5.0), ({"commit": "all_or_none"}, 60.0)],
+)
+def test_slow_server_is_waited_for_unless_asked_otherwise(
+    verl: Any,
+    engine: Engine,
+    tmp_path: Path,
+    options: dict[str, Any],
+    expected: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For verl every server has the weights once `send_weights` has returned."""
+    limits: list[float | None] = []
+
+    class Noting(MultiSender):
+        def __init__(self, *arguments: Any, lag_limit: float | None = 60.0, **rest: Any) -> None:
+            limits.append(lag_limit)
+            super().__init__(*arguments, lag_limit=lag_limit, **{**rest, "commit": "each"})
+
+    monkeypatch.setattr(verl, "MultiSender", Noting)
+    actor = make(verl, tmp_path, is_master=True, urls=["http://one"], **options)
+    actor.init_process_group(["http://one"])
+    asyncio.run(actor.send_weights(freed(trained())))
+    assert limits == [expected]
+    actor.close()
+
+
+@pytest.mark.slow
+def test_sender_of_shards_that_is_dead_is_replaced(
+    verl: Any, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interruption leaves ranks at different steps; a refusal leaves the sender as it was."""
+    model = make_model("dense")
+    (tmp_path / "checkpoint" / "config.json").unlink()
+    save(model, tmp_path / "checkpoint")
+    engine.weights = Engine.of(saved(model)).weights
+    monkeypatch.setattr(verl, "FSDPModule", torch.nn.Module)
+    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
+    actor.init_process_group(["http://engine"])
+    given = SimpleNamespace(module=model)
+    asyncio.run(actor.send_weights(given))
+    change(model, scale=0.01)
+    engine.faults = {len(engine.requests): sends(error(507, "SpoolFull"))}
+    with pytest.raises(SyncError, match="SpoolFull"):
+        asyncio.run(actor.send_weights(given))
+    asyncio.run(actor.send_weights(given))
+    assert not actor.reports["http://engine"].full
+    change(model, scale=0.01)
+    interrupted = InterruptedAt(0, ("snapshot.py", "advance"))
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        asyncio.run(actor.send_weights(given))
+    change(model, scale=0.01)
+    asyncio.run(actor.send_weights(given))
+    assert engine.holds(saved(model))
     actor.close()
 
 

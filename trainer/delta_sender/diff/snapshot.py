@@ -6,23 +6,22 @@ accelerator.
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from delta_sender.diff.compare import Bits, Change, Comparisons, Difference, compare
 from delta_sender.diff.device import DeviceSide, is_on_device
 from delta_sender.diff.device_batch import DeviceComparisons
 from delta_sender.diff.refills import Stable, Unchanged, Yielded
+from delta_sender.diff.spill import Keep, Spill
 from engine_ext.answers import prefix_hint, some_of
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
 from engine_ext.format import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes, tensor_digest
@@ -32,7 +31,6 @@ from engine_ext.resources import usable_cores
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Changes = dict[str, Change]  # by name in the snapshot
-Keep = Callable[[Change], Change]
 _Given: TypeAlias = tuple[str, torch.Tensor, str]  # name, tensor, key
 
 # Collections that keep their tensors.
@@ -45,79 +43,6 @@ _AHEAD: Final = 128 << 20
 _FASTER: Final = 8
 # Elements that a thread writes at a time, at least.
 _WRITTEN: Final = 1 << 16
-_WINDOW: Final = 64 << 20  # bytes of a file; many small changes share one
-
-
-class Spill:
-    """The changes of one sync; their memory and files are freed with them.
-
-    At most `limit` bytes of them stay in memory. Beyond that, all but what the snapshot holds is
-    written to an unnamed temporary file below ``TMPDIR`` and mapped from there; unless that is a
-    tmpfs, the system can drop it from memory when memory is short.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.spilled = 0  # bytes that were written
-        self._left = limit
-        self._window: Any = b""
-        self._at = 0
-
-    def keep(self, change: Change) -> Change:
-        """Return the same change, in memory or in a file.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        size = change.own_nbytes
-        fits = size <= self._left
-        if fits:
-            self._left -= size
-            if not self.spilled:
-                return change
-        own: dict[str, Any] = {"new": change.new}
-        if change.indices is not None:
-            own |= {"indices": change.indices, "old": change.old}
-        if change.stream is not None:
-            own["stream"] = change.stream
-        if fits:
-            # Small tensors that were compared together have common arrays, which one of them would
-            # keep in memory when the others are in a file. Only those of the first spill are.
-            return replace(change, **{name: array.copy() for name, array in own.items()})
-        mapped: dict[str, Any] = dict(zip(own, self._mapped([*own.values()]), strict=True))
-        return replace(change, **mapped)
-
-    def _mapped(self, arrays: list[Bits]) -> list[Bits]:
-        """Return the same arrays in a file, which is freed with the last change in it."""
-        size = sum(_padded(array.nbytes) for array in arrays)
-        if self._at + size > len(self._window):
-            self._window, self._at = _new_window(max(size, _WINDOW)), 0
-        mapped = []
-        for array in arrays:
-            copy = np.frombuffer(self._window, array.dtype, array.size, self._at)
-            copy[:] = array
-            mapped.append(copy)
-            self._at += _padded(array.nbytes)
-        self.spilled += size
-        return mapped
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // 8) * 8
-
-
-def _new_window(size: int) -> mmap.mmap:
-    """Return a mapped, unnamed temporary file; it holds a file descriptor until it is freed."""
-    folder = tempfile.gettempdir()
-    try:
-        with tempfile.TemporaryFile(dir=folder, prefix="delta-changes-") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # fails now if there is no room
-            return mmap.mmap(file.fileno(), size)
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{error.strerror}: the changes of a sync exceed `changes_in_memory`, and the rest "
-            f"cannot be written to {folder} (TMPDIR)",
-        ) from error
 
 
 class Snapshot:
@@ -129,6 +54,9 @@ class Snapshot:
         encoding: One of `engine_ext.format.positions.ENCODINGS`; a change that would take more
             bytes with its indices, before compression, than the whole tensor is kept dense.
         snapshot_on: One of `delta_sender.diff.device.SNAPSHOT_ON`.
+
+    Raises:
+        ValueError: Deltas do not carry a dtype, or a tensor wraps others.
     """
 
     def __init__(self, base: NamedTensors, encoding: str, snapshot_on: str = "auto") -> None:
@@ -200,7 +128,8 @@ class Snapshot:
             For every tensor of the snapshot its key, and its change, if any.
 
         Raises:
-            ValueError: Names, shapes or dtypes are not the base's, or tied tensors differ. If
+            ValueError: Names, shapes or dtypes are not the base's, tied tensors differ, or one
+                wraps others, as a sharded tensor does. If
                 `tensors` is a collection, names, shapes and dtypes are checked first. Or a tensor
                 has changed while it was compared.
         """
@@ -312,6 +241,7 @@ class Snapshot:
         Args:
             first: An earlier name of the same tensor, if any, in case that this one is new.
         """
+        _refuse_wrapper(name, tensor)
         key = self.key(name if first is None or self._is_known(name) else first)
         old = self._dense.get(key)
         if old is None:
@@ -442,13 +372,27 @@ def _with_ties(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor, str |
     """Yield (name, tensor, earlier name of the same storage and view, if any).
 
     A weak reference keeps a freed storage's identity, not its memory, from being reused.
+
+    Raises:
+        ValueError: A tensor wraps others.
     """
     names: dict[tuple[object, ...], str] = {}
     for name, tensor in tensors:
+        _refuse_wrapper(name, tensor)
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         view = (tensor.storage_offset(), tensor.dtype, *tensor.shape, *tensor.stride())
         first = names.setdefault((storage, *view), name)
         yield name, tensor, first if first != name and tensor.numel() else None
+
+
+def _refuse_wrapper(name: str, tensor: torch.Tensor) -> None:
+    """Raise `ValueError` for a tensor without memory of its own, whose address might be 0."""
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    if is_wrapper:
+        raise ValueError(
+            f"{name}: a {type(tensor).__name__}, which holds its values in other tensors; give "
+            "named_tensors(model, base), which has whole ones"
+        )
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:

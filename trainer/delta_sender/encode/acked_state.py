@@ -151,6 +151,7 @@ class AckedState:
         self.full_reason: str | None = None
         self.highest_used = 0  # the highest number that the run had committed before
         self.is_known = False  # it held the base, by its digest, or something that was sent
+        self.was_sent = False  # it has taken something of this run
         self.base_digest: str | None = None  # of what was proven to be the base last
         self.found_other: EngineStatus | None = None  # its status, if it did not hold the base
         self.unproven: frozenset[str] = (
@@ -314,12 +315,18 @@ class AckedState:
             posted = self.posted
             self.unknown_outcome = None if posted is None else replace(unknown, posted=posted)
 
-    def lose_track(self) -> None:
-        """Note that its difference from the snapshot is no longer known; the next sync is full."""
+    def lose_track(self, *, lags: bool = False) -> None:
+        """Note that its difference from the snapshot is no longer known; the next sync is full.
+
+        Args:
+            lags: A sync is still being sent whose end nobody has noted.
+        """
         self.missed, self.latest = {}, None
         self.full_reason = "lost_track: an earlier sync was interrupted while it was noted"
-        if self.unknown_outcome is not None:
-            self.unknown_outcome = replace(self.unknown_outcome, missed=None)
+        unknown = self.unknown_outcome
+        if unknown is not None:
+            has_ended = unknown.posted is None and not lags  # noting that was interrupted
+            self.unknown_outcome = None if has_ended else replace(unknown, missed=None)
 
     def resolve(self, status: EngineStatus | None) -> None:
         """Find out by the destination's status whether it has committed the unknown sync."""
@@ -327,6 +334,7 @@ class AckedState:
         if unknown is None or unknown.posted is None or not unknown.posted.is_held_by(status):
             return
         self.version, self.digest = unknown.posted.version, unknown.posted.digest
+        self.was_sent = True
         self._take_missed(unknown.missed)
 
     def resolve_latest(self, status: EngineStatus | None) -> bool:

@@ -54,7 +54,7 @@ class EngineRelay:
         """Send one request; return status, headers and body of the answer.
 
         Args:
-            target: path and query.
+            target: path below the root, and query.
             body: shape [length in bytes], in Ray's store of this node; None without a body.
             timeout: in seconds, as httpx has it.
 
@@ -83,7 +83,8 @@ class RayTransport(httpx.BaseTransport):
     """
 
     def __init__(self, relays: Mapping[str, Any]) -> None:
-        self._relays = {httpx.URL(url).netloc: actor for url, actor in relays.items()}
+        roots = ((httpx.URL(url), actor) for url, actor in relays.items())
+        self._relays = {url.netloc: (url.raw_path.rstrip(b"/"), actor) for url, actor in roots}
         self._bodies: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
         self.stored = 0
@@ -95,7 +96,7 @@ class RayTransport(httpx.BaseTransport):
             httpx.TransportError: there is no actor for it, it is dead, or the engine did not
                 answer in time; the engine might have taken the request.
         """
-        relay = self._relays.get(request.url.netloc)
+        root, relay = self._relays.get(request.url.netloc, (b"", None))
         if relay is None:
             raise httpx.UnsupportedProtocol(f"no relay for {request.url}", request=request)
         body = request.read()
@@ -104,7 +105,7 @@ class RayTransport(httpx.BaseTransport):
         try:
             call = relay.request.remote(
                 request.method,
-                request.url.raw_path.decode(),
+                request.url.raw_path.removeprefix(root).decode(),  # the relay has its own root
                 _end_to_end(request.headers),
                 self._reference(body) if body else None,
                 timeout,

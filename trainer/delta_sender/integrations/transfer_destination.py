@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent import futures
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -199,14 +199,14 @@ class TransferDestination(EngineClient):
         limit = self._channel.timeout
         try:
             _begin(method, *arguments).result(limit)
-        except TimeoutError as error:
+        except futures.TimeoutError as error:  # in Python 3.10 not the builtin one
             name = getattr(method, "__name__", "the call")
             raise SyncError(f"the engine has not answered {name} in {limit:g} s") from error
 
 
-def _begin(method: Any, *arguments: Any) -> Future[None]:
+def _begin(method: Any, *arguments: Any) -> futures.Future[None]:
     """Begin a call in a thread, which nobody waits for; it ends with a `SyncError` if it fails."""
-    answer: Future[None] = Future()
+    answer: futures.Future[None] = futures.Future()
 
     def run() -> None:
         try:

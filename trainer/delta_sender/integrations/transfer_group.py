@@ -7,7 +7,7 @@ The trainer is its rank 0, one worker of the engine its rank 1;
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
+from concurrent import futures
 from datetime import timedelta
 from typing import Any, Final
 
@@ -40,7 +40,7 @@ class Rendezvous:
             "timeout": timeout,
         }
 
-    def meet(self, answer: Future[None], device: torch.device | None, end: float) -> Group:
+    def meet(self, answer: futures.Future[None], device: torch.device | None, end: float) -> Group:
         """Return the group once the worker is there and both have heard from each other.
 
         Args:
@@ -87,7 +87,7 @@ class Group:
     def __init__(self, group: Any, device: torch.device | None) -> None:
         self._group, self._device = group, device
 
-    def broadcast(self, part: torch.Tensor, answer: Future[None], end: float) -> None:
+    def broadcast(self, part: torch.Tensor, answer: futures.Future[None], end: float) -> None:
         """Send bytes to the worker; the group cannot be used again after an error.
 
         Args:
@@ -111,15 +111,15 @@ class Group:
         work.wait()
 
 
-def _wait_for_either(answer: Future[None], work: Any, end: float) -> None:
+def _wait_for_either(answer: futures.Future[None], work: Any, end: float) -> None:
     while not answer.done() and not work.is_completed():
         if time.monotonic() > end + _LATER_S:
             raise TimeoutError(_NO_ANSWER)
         time.sleep(_POLL_S)
 
 
-def _result(answer: Future[None], end: float) -> None:
+def _result(answer: futures.Future[None], end: float) -> None:
     try:
         answer.result(max(0.0, end - time.monotonic()))
-    except TimeoutError as error:
+    except futures.TimeoutError as error:  # in Python 3.10 not the builtin one
         raise TimeoutError(_NO_ANSWER) from error

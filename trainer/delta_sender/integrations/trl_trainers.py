@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -210,6 +211,7 @@ def _client(stock: Any, connect: Callable[[str], DeltaWeightTransfer]) -> type:
 
         weight_spans: list[Any] | None = None  # of the completions that were generated last
         _found: dict[int, tuple[Any, Any]] | None = None  # while completions are generated
+        _collected: list[tuple[str, torch.Tensor]] | None = None  # inside `weight_update`
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             found: dict[int, tuple[Any, Any]] = {}
@@ -240,16 +242,20 @@ def _client(stock: Any, connect: Callable[[str], DeltaWeightTransfer]) -> type:
         def update_named_params(
             self, metadata: object, named_params: Iterator[tuple[str, torch.Tensor]]
         ) -> None:
-            if self._updating_weights:  # one of several calls: sent together
+            if self._collected is not None:  # one of several calls: sent together
                 self._collected += [(name, t.detach().clone()) for name, t in named_params]
             else:
                 self.weight_transfer.send_weights(named_params)
 
-        def _start_weight_update(self) -> None:
-            self._collected: list[tuple[str, torch.Tensor]] = []
-
-        def _finish_weight_update(self) -> None:
-            collected, self._collected = self._collected, []
+        @contextlib.contextmanager
+        def weight_update(self) -> Iterator[None]:
+            """Send together what is given inside the block; nothing if that raises."""
+            collected: list[tuple[str, torch.Tensor]] = []
+            self._collected = collected
+            try:
+                yield
+            finally:
+                self._collected = None
             self.weight_transfer.send_weights(iter(collected))
 
         def reset_prefix_cache(self) -> None:

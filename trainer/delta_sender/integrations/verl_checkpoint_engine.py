@@ -31,7 +31,7 @@ from delta_sender.models.model_sync import on_all_ranks
 from delta_sender.models.reader import is_named, refuse_left_out
 from delta_sender.options import DEFAULTS
 from delta_sender.publish.multi_sender import MultiSender
-from delta_sender.results import SyncReport, figures, raising_as_one
+from delta_sender.results import RankError, SyncError, SyncReport, figures, raising_as_one
 from delta_sender.sharded import Shard, ShardedSender, model_shards
 from engine_ext.files import read_checkpoint
 
@@ -72,7 +72,8 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             not trained; they are then the base's.
         urls: The servers' roots. None: verl's own replicas, found by the names of their Ray actors
             before every sync.
-        **options: See `MultiSender`.
+        **options: See `MultiSender`; but all servers are waited for, unless `lag_limit` is given
+            or they commit together.
 
     Attributes:
         wire_format: Makes a rollout's adapter take an empty stream for weights that are unchanged:
@@ -97,6 +98,9 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         # This class warns of syncs without a change, and names verl's own setting.
         self._warns_after = int(options.get("unchanged_warning", _WARNS_AFTER))
         self._options = {**options, "unchanged_warning": 0}
+        if options.get("commit", "each") == "each":
+            # For verl every server has the weights once `send_weights` returns, and is resumed.
+            self._options.setdefault("lag_limit", None)
         self._opened: list[str] | None = None
         self._run: tuple[str, int] | None = None  # of the sender before
         self._sender: MultiSender | ShardedSender | None = None
@@ -190,8 +194,15 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             run = self._run
             self._sender = ShardedSender(self._urls, shards, base, continues=run, **self._options)
             self._opened = list(self._urls)
-        with raising_as_one(len(self._urls)):
-            self._sender.sync(shards, step=step)
+        try:
+            with raising_as_one(len(self._urls)):
+                self._sender.sync(shards, step=step)
+        except BaseException as error:
+            # After a server's refusal, which is the same on all ranks, the sender can continue. In
+            # all other cases the ranks might be apart for good, and all of them make a new one.
+            if not isinstance(error, SyncError) or isinstance(error, RankError):
+                self.close()
+            raise
         self.reports = dict(self._sender.reports)
         return self._ended(began) if self._is_master else None
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from threading import Condition
 from typing import Any, Final, Literal
 
+from delta_sender.options import SenderOptions
 from delta_sender.publish.destination import Destination
 from delta_sender.results import (
     EngineBusy,
@@ -75,14 +76,11 @@ class FleetRound:
         version: That the sync leads to.
         members: The destinations, by url.
         absent: Urls of engines that are not sent this sync, with the reason.
-        quorum: How many must have prepared for any to commit; None: all, the absent ones too.
-        evict: Called with the url of an engine that is left out, before the others commit.
-        window: Seconds for the engines to record, and then to commit. They hold what they have
-            recorded for twice as long, from the last time; it is recorded again while the version
-            is being written into the log.
-        limit: Seconds after the first one in which all must have prepared; None: no limit.
-        timeout: Seconds for which an engine that has prepared waits for the others, if there is no
-            limit.
+        options: `quorum` counts the absent ones, too. `commit_window` is for the engines to record,
+            and then to commit. They hold what they have recorded for twice as long, from the last
+            time; it is recorded again while the version is being written into the log. `lag_limit`
+            counts from the first one that has prepared; without it, an engine that has prepared
+            waits for the others for `timeout`.
 
     Attributes:
         is_committed: Whether the engines that have prepared commit; None until that is decided.
@@ -93,21 +91,18 @@ class FleetRound:
         version: int,
         members: Mapping[str, Destination],
         absent: Mapping[str, SyncError],
-        *,
-        quorum: int | None,
-        evict: Evict | None,
-        window: float,
-        limit: float | None,
-        timeout: float,
+        options: SenderOptions,
     ) -> None:
         self._version, self._group = version, uuid.uuid4().hex
         self._urls = {destination: url for url, destination in members.items()}
         self._members = {url: _Member() for url in members}
         for url, error in absent.items():
             self._members[url] = _Member("failed", error=error)
-        self._quorum = len(self._members) if quorum is None else quorum
-        self._evict, self._window, self._limit = evict, window, limit
-        self._lease = (timeout if limit is None else limit) + 2 * window
+        self._quorum = len(self._members) if options.quorum is None else options.quorum
+        self._evict, self._limit = options.evict, options.lag_limit
+        self._window = options.commit_window
+        patience = options.timeout if self._limit is None else self._limit
+        self._lease = patience + 2 * self._window
         self._phase: _Phase = "prepare"
         self._changed = Condition()
         self._unwritten: Exception | None = None  # why the delta log lacks the version

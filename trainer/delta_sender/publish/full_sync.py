@@ -26,8 +26,8 @@ class FullSyncGuard:
     """Keeps a sender from replacing weights that are not its own.
 
     A full sync that nobody asked for replaces only weights that this run has sent, the base that a
-    digest has proven, what an engine was started with if this run had sent it something before, and
-    what is there if the engine has no weights to lose.
+    digest has proven, what an engine was started with if it had taken something of this run before,
+    and what is there if the engine has no weights to lose.
 
     Args:
         allow: Whether anything can be replaced.
@@ -90,8 +90,9 @@ class FullSyncGuard:
         if status is None:
             return state.is_known
         held = status.version
-        is_base = held.loaded or held.digest == state.base_digest
-        return held.run == self._run.name or (state.is_known and is_base)
+        if held.run == self._run.name or (held.loaded and state.was_sent):
+            return True
+        return state.is_known and held.digest == state.base_digest
 
     def _warn(self, reason: str, status: EngineStatus | None) -> tuple[str, int | None]:
         if status is None:

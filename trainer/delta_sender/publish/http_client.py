@@ -130,7 +130,6 @@ class EngineClient(Destination):
 
     def plan(self) -> Any:
         """Return for each rank a list of rows, one per checkpoint tensor; None without a plan."""
-        self.status()  # a request without a body shows the overhead of the link
         status = self.status(plan="true")
         return None if status is None else status.plan or None
 

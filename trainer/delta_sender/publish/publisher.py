@@ -27,6 +27,7 @@ from delta_sender.options import SenderOptions
 from delta_sender.publish.contact import meet_all, release_all, release_at_exit
 from delta_sender.publish.destination import Destination
 from delta_sender.publish.fleet import ABORTED, FleetRound, check_outcomes
+from delta_sender.publish.lagging import Lagging
 from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.notify import Notifier, Told
 from delta_sender.publish.session import Committed, Session
@@ -34,9 +35,10 @@ from delta_sender.publish.session_thread import (
     SessionThread,
     acknowledge_all,
     latest_sync,
+    logged_by,
     wait_for,
 )
-from delta_sender.publish.state_file import Known, StateFile, StateTracker, state_key
+from delta_sender.publish.state_file import Known, StateFile, StateTracker
 from delta_sender.results import (
     FleetOutcome,
     PartialSyncError,
@@ -52,6 +54,7 @@ from engine_ext.resources import no_full_collections
 logger = logging.getLogger(__name__)
 
 Connect = Callable[[str, SenderOptions], Destination]
+_STAYS: Final = "version %d stays in the delta log, though no engine has committed it: %s"
 _LEFT_OUT_S: Final = 1.0  # for engines that are left out, when the others have committed
 
 
@@ -121,13 +124,8 @@ class Publisher:
                 stored = {name: TORCH_DTYPE[dtype] for name, dtype in dtypes.items()}
                 self._quantizer = Quantizer(options.quantize, stored)
             warm_up(dtypes.values(), options.encoding)
-            self._tracker = StateTracker(file, self.snapshot)
-            if file is not None:
-                self._has_sent_before = frozenset(file.state.engines if file.state.run else ())
-                self._run = file.open_run()
-            else:
-                self._has_sent_before = frozenset()
-                self._run = Run.opened(*(continues or ()))
+            self._tracker = StateTracker(file, self.snapshot, options.adapter)
+            self._run = Run.opened(*(continues or ())) if file is None else file.open_run()
             self.sessions: list[Session] = []
             for url in urls:
                 destination = connect(url, options)
@@ -145,9 +143,8 @@ class Publisher:
         self._is_inconsistent = False
         self._is_released = False
         self._fleet: FleetRound | None = None  # of the last sync
-        self._lagging: dict[Session, SessionThread] = {}
-        self._late_outcomes: dict[str, SyncReport | Exception] = {}
         self._ended = Condition()
+        self._lagging = Lagging(self._ended)
         release_at_exit(self)
 
     def _log_session(self) -> Session:
@@ -166,11 +163,7 @@ class Publisher:
         is_log: bool = False,
         has_log: bool = False,
     ) -> Session:
-        version, needs_full = self.options.base_version, False
-        if self._tracker.file is not None:
-            base = self._tracker.digest.hex()
-            key = None if url is None else self._state_key(url)
-            version, needs_full = self._tracker.file.state.version_of(key, base, version)
+        version, needs_full = self._tracker.version_of(url, self.options.base_version)
         session = Session(
             destination,
             self.snapshot,
@@ -182,7 +175,7 @@ class Publisher:
         )
         if needs_full:
             session.state.full_reason = "restarted: the base is not what the engine took last"
-        session.state.is_known = url is not None and self._state_key(url) in self._has_sent_before
+        session.state.is_known = session.state.was_sent = self._tracker.had_sent_to(url)
         return session
 
     @property
@@ -225,19 +218,19 @@ class Publisher:
     @property
     def lagging(self) -> list[str]:
         """Urls that are still being sent a sync that has returned without them."""
-        return [self._url_of(s) for s, thread in self._lagging.items() if thread.outcome is None]
+        return self._lagging.urls
 
     @property
     def late_outcomes(self) -> dict[str, SyncReport | Exception]:
         """How destinations that lagged ended, by url; see `MultiSender.late_outcomes`."""
-        return dict(self._late_outcomes)
+        return dict(self._lagging.outcomes)
 
     def close(self) -> None:
         """Release the destinations, and close their connections, the log and the state file.
 
         Those that lag are waited for, `lag_limit` seconds each at most.
         """
-        for thread in self._lagging.values():
+        for thread in self._lagging.threads.values():
             thread.join(self.options.lag_limit)
         for thread in self._unfinished[1] if self._unfinished is not None else ():
             destination = thread.session.destination
@@ -246,7 +239,7 @@ class Publisher:
                 thread.join()
         self.release()
         self._end_lagging(wait=False)
-        self._write_state([], "")
+        self._write_state([])
         if self.notifier is not None:
             self.notifier.close()
         for session in self._all:
@@ -268,7 +261,7 @@ class Publisher:
         release_all(
             [session.destination for session in self.sessions if session.is_claimed],
             self._run,
-            [thread.thread for thread in (*threads, *self._lagging.values())],
+            [thread.thread for thread in (*threads, *self._lagging.threads.values())],
         )
 
     @property
@@ -351,20 +344,12 @@ class Publisher:
 
     def _fleet_round(self, version: int, sessions: Sequence[Session]) -> FleetRound | None:
         """Return what lets the engines commit together; None if each commits alone."""
-        options = self.options
-        if options.commit == "each":
+        if self.options.commit == "each":
             return None
         busy = SyncError("it is still busy with an earlier sync")
-        return FleetRound(
-            version,
-            {self._url_of(s): s.destination for s in sessions if s is not self._log},
-            {self._url_of(session): busy for session in self.sessions if session not in sessions},
-            quorum=options.quorum,
-            evict=options.evict,
-            window=options.commit_window,
-            limit=options.lag_limit,
-            timeout=options.timeout,
-        )
+        engines = {self._url_of(s): s.destination for s in sessions if s is not self._log}
+        absent = {self._url_of(s): busy for s in self.sessions if s not in sessions}
+        return FleetRound(version, engines, absent, self.options)
 
     @property
     def outcomes(self) -> dict[str, FleetOutcome]:
@@ -387,16 +372,16 @@ class Publisher:
                         interrupted.enter_context(thread.session.destination.interrupted())
                 for thread in threads:
                     thread.join()
-                    self._lagging.pop(thread.session, None)
+                    self._lagging.drop(thread.session)
             unknown = [self._note_failed(thread.session, sync_round) for thread in threads]
-            logged = _logged(threads)
+            logged = logged_by(threads)
             if logged is not None and not self._is_inconsistent:
                 self._drop_from_log(logged, sync_round, is_unknown=any(unknown))
             self._unfinished = None
         if self._is_inconsistent:
             # The missed changes of an engine are relative to a snapshot that did not come.
             for session in self._all:
-                session.state.lose_track()
+                session.state.lose_track(lags=session in self._lagging)
             self._tracker.recompute_digest()
             self._is_inconsistent = False
 
@@ -405,59 +390,41 @@ class Publisher:
 
         If no digest proves what a sync led to, it is above all that were posted.
         """
-        version = max(session.state.highest_version for session in self._all)
-        for session in self._all:
-            if full or session.state.needs_full or not session.state.is_proven:
-                version = max(version, session.destination.highest_posted)
-            if session.is_log:
-                version = max(version, session.destination.last_number)
-            if self.options.commit != "each":  # an engine might hold what was posted
-                version = max(version, session.destination.highest_posted)
+        # An engine of those that commit together might hold what was posted.
+        full = full or self.options.commit != "each"
+        highest = [session.highest_version(full=full) for session in self._all]
         if self._tracker.file is not None:
-            version = max(version, self._tracker.file.state.highest)
-        return version + 1
+            highest.append(self._tracker.file.state.highest)
+        return max(highest) + 1
 
     def _end_lagging(self, *, wait: bool = True) -> None:
         """Take in how lagging engines have ended; if all engines lag, wait for one."""
-        with self._ended:
-            while wait and len(self.lagging) == len(self.sessions):
-                self._ended.wait()
-            ended = {s: thread for s, thread in self._lagging.items() if thread.outcome is not None}
-        for session, thread in ended.items():
-            url = self._url_of(session)
-            try:
-                assert thread.outcome is not None
-                self._late_outcomes[url] = session.end_lagging(thread.outcome)
-                logger.info("%s has committed version %d", url, session.state.version)
-            except Exception as failed:
-                self._late_outcomes[url] = failed
-                logger.warning("%s: the sync that it lagged with has failed: %s", url, failed)
-                thread.content = ""  # of a version that is committed nevertheless
-            if thread.has_committed:
-                known = Known(session.state.version, thread.content)
-                self._tracker.known[self._state_key(url)] = known
-            del self._lagging[session]
-        if ended:
-            self._write_state([], "")
+        threads = []
+        for session in self._lagging.ended(most=len(self.sessions) if wait else None):
+            self._is_inconsistent = True  # an interruption makes the next sync full
+            threads.append(self._lagging.end(session))
+            self._is_inconsistent = False
+        if threads:
+            self._write_state(threads)
 
     def _finish(
         self, sync_round: SyncRound, threads: Sequence[SessionThread]
     ) -> dict[str, SyncReport]:
         """Let the snapshot and the sessions advance, as far as the engines have."""
         digest = self._tracker.digest_after(sync_round)
+        for thread in threads:
+            thread.content = digest.hex()
         late = [thread for thread in threads if thread.outcome is None]
         done = [thread for thread in threads if thread not in late]
         advances = any(thread.has_committed for thread in done)
         # An interruption in here makes the next sync full. No session gets ahead of its engine.
         self._is_inconsistent = advances
         for thread in late:
-            thread.content = digest.hex()
             thread.session.state.note_lagging(sync_round.changes)
-            self._lagging[thread.session] = thread
-            logger.warning("%s lags behind; the others continue", self._url_of(thread.session))
+            self._lagging.add(self._url_of(thread.session), thread)
         failed = [thread for thread in done if not isinstance(thread.outcome, Committed)]
         unknown = [self._note_failed(thread.session, sync_round) for thread in failed]
-        logged = _logged(done)
+        logged = logged_by(done)
         if advances:
             for session in set(self._all) - {t.session for t in done if t not in failed}:
                 session.state.note_missed(sync_round.changes)
@@ -470,12 +437,11 @@ class Publisher:
         elif logged is not None:
             self._drop_from_log(logged, sync_round, is_unknown=bool(late) or any(unknown))
         engines = {self._url_of(thread.session): thread for thread in done if not thread.is_writer}
-        for url in engines:
-            self._late_outcomes.pop(url, None)
+        self._lagging.forget(engines)
         reports, failures, others = acknowledge_all(engines)
         self._unfinished = None
         self._is_inconsistent = False
-        self._write_state(done, digest.hex())
+        self._write_state(done)
         if others:
             raise others[0]
         if self._fleet is not None:
@@ -506,42 +472,27 @@ class Publisher:
     def _drop_from_log(self, logged: Committed, sync_round: SyncRound, *, is_unknown: bool) -> None:
         """Take back a version of the log that no engine has acknowledged, if none can have it."""
         assert self._log is not None
-        self._unfinished = None
         if is_unknown:  # an engine that has it must find it there when it restarts
             self._is_inconsistent = True  # until both are noted
+            self._unfinished = None
             self._log.acknowledge(logged)
             self._log.state.missed = without_old(sync_round.changes)
             self._is_inconsistent = False
-        else:
+        else:  # after an interruption once more
             try:
                 self._log_destination.writer.refuse(sync_round.version)
             except OSError as error:  # the engines' own error says more
-                logger.warning(
-                    "version %d stays in the delta log, though no engine has committed it: %s",
-                    sync_round.version,
-                    error,
-                )
+                logger.warning(_STAYS, sync_round.version, error)
                 self._log.state.lose_track()
+            self._unfinished = None
 
-    def _write_state(self, threads: Sequence[SessionThread], content: str) -> None:
+    def _write_state(self, threads: Sequence[SessionThread]) -> None:
         for thread in threads:
-            state = thread.session.state
             if thread.has_committed:
-                known = Known(state.version, "" if state.needs_full else content)
-                self._tracker.known[self._state_key(self._url_of(thread.session))] = known
+                known = Known(thread.session.state.version, thread.content)
+                self._tracker.note(self._url_of(thread.session), known)
         unknown = any(session.state.unknown_outcome for session in self.sessions)
         self._tracker.write(is_unknown=self._unfinished is not None or unknown)
 
-    def _state_key(self, url: str) -> str:
-        """Return what the state file calls an engine, or an adapter in it."""
-        adapter = self.options.adapter
-        return state_key(url if adapter is None else f"{url}?adapter={adapter}")
-
     def _url_of(self, session: Session) -> str:
         return self._urls[self.sessions.index(session)]
-
-
-def _logged(threads: Sequence[SessionThread]) -> Committed | None:
-    """Return what the delta log's thread has ended with, if it has the version."""
-    outcome = next((thread.outcome for thread in threads if thread.is_writer), None)
-    return outcome if isinstance(outcome, Committed) else None

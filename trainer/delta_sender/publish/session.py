@@ -154,6 +154,18 @@ class Session:
             state.highest_used = max([n for n in numbers if isinstance(n, int)], default=0)
         self.is_met = True  # unless it was interrupted
 
+    def highest_version(self, *, full: bool) -> int:
+        """Return the highest version that the destination can be at, or has been at in this run.
+
+        Args:
+            full: All that was posted counts, whatever a digest proves.
+        """
+        state, destination = self.state, self.destination
+        highest = state.highest_version
+        if full or state.needs_full or not state.is_proven:
+            highest = max(highest, destination.highest_posted)
+        return max(highest, destination.last_number) if self.is_log else highest
+
     def sync(self, sync_round: SyncRound, fleet: FleetRound | None = None) -> Committed:
         """Send one round, in as many attempts as `Recovery` knows.
 
@@ -199,7 +211,8 @@ class Session:
         state, report = self.state, committed.report
         state.missed, state.digest, self._policy = {}, committed.digest, committed.policy
         state.version, state.unproven = report.version, frozenset()
-        state.is_known, state.found_other, state.full_reason = True, None, None
+        state.is_known = state.was_sent = True
+        state.found_other = state.full_reason = None
         found, digest = report.engine.get("digest"), committed.digest
         if digest is not None and found not in (None, digest.hex()):
             state.full_reason = "changed: after the last sync the engine's digest was another one"
@@ -211,11 +224,14 @@ class Session:
         return report
 
     def end_lagging(self, outcome: Committed | BaseException) -> SyncReport:
-        """Take in how a round has ended that nobody waited for.
+        """Take in how a round has ended that nobody waited for; once for each.
 
         Raises:
+            RuntimeError: No round is left whose end was not taken in; nothing has changed.
             BaseException: The round's error.
         """
+        if self.state.unknown_outcome is None:  # what the destination lacks is noted nowhere else
+            raise RuntimeError(f"{self.destination.name}: no sync lags")
         try:
             if not isinstance(outcome, Committed):
                 raise outcome

@@ -32,7 +32,7 @@ class SessionThread:
         self.session, self.is_writer, self._fleet = session, is_writer, fleet
         session.state.posted = None
         self.outcome: Committed | BaseException | None = None  # None until it has ended
-        self.content = ""  # hex digest of what the round leads to, if that is remembered
+        self.content = ""  # hex digest of what the round leads to; empty if that is not known
         self.thread = Thread(target=self._run, name="delta-sync", daemon=True)
         self._round, self._ended = sync_round, ended
 
@@ -97,22 +97,31 @@ def acknowledge_all(
 ) -> tuple[dict[str, SyncReport], dict[str, SyncError], list[BaseException]]:
     """Move the sessions on whose engines have committed, given threads that have ended, by url.
 
-    Return the reports by url, the failures by url, and errors that are not a `SyncError`.
+    Return the reports by url, the failures by url, and the threads' errors that are not a
+    `SyncError`. If it raises, as by an interruption, a session is left half-way.
     """
     reports: dict[str, SyncReport] = {}
     failures: dict[str, SyncError] = {}
     others: list[BaseException] = []
     for url, thread in threads.items():
-        try:
-            if isinstance(thread.outcome, Committed):
-                reports[url] = thread.session.acknowledge(thread.outcome)
-            elif thread.outcome is not None:
-                raise thread.outcome
-        except SyncError as failed:
-            failures[url] = failed
-        except BaseException as error:
-            others.append(error)
+        outcome = thread.outcome
+        if isinstance(outcome, Committed):
+            try:
+                reports[url] = thread.session.acknowledge(outcome)
+            except SyncError as failed:
+                failures[url] = failed
+                thread.content = ""  # it is committed, and something else is there
+        elif isinstance(outcome, SyncError):
+            failures[url] = outcome
+        elif outcome is not None:
+            others.append(outcome)
     return reports, failures, others
+
+
+def logged_by(threads: Iterable[SessionThread]) -> Committed | None:
+    """Return what the delta log's thread has ended with, if it has the version."""
+    outcome = next((thread.outcome for thread in threads if thread.is_writer), None)
+    return outcome if isinstance(outcome, Committed) else None
 
 
 def latest_sync(sync_round: SyncRound, threads: Iterable[SessionThread]) -> PostedSync:

@@ -147,13 +147,38 @@ class StateFile:
 
 
 class StateTracker:
-    """Keep a sender's state file up to date; without a file, do nothing."""
+    """Keep a sender's state file up to date; without a file, do nothing.
 
-    def __init__(self, file: StateFile | None, snapshot: Snapshot) -> None:
-        self.file, self._snapshot = file, snapshot
-        # What each engine has acknowledged, by url; `write` writes it.
-        self.known = {} if file is None else dict(file.state.engines)
+    Args:
+        file: As an earlier sender has left it; its run is not open yet.
+        adapter: Of the engines that is updated; None: the model.
+    """
+
+    def __init__(self, file: StateFile | None, snapshot: Snapshot, adapter: str | None) -> None:
+        self.file, self._snapshot, self._adapter = file, snapshot, adapter
+        # What each engine has acknowledged, by key; `write` writes it.
+        self._known = {} if file is None else dict(file.state.engines)
+        self._sent_before = frozenset(self._known if file is not None and file.state.run else ())
         self.recompute_digest()
+
+    def _key(self, url: str) -> str:
+        """Return what the file calls an engine, or an adapter in it."""
+        return state_key(url if self._adapter is None else f"{url}?adapter={self._adapter}")
+
+    def version_of(self, url: str | None, otherwise: int) -> tuple[int, bool]:
+        """See `State.version_of`, for the snapshot's digest."""
+        if self.file is None:
+            return otherwise, False
+        key = None if url is None else self._key(url)
+        return self.file.state.version_of(key, self.digest.hex(), otherwise)
+
+    def had_sent_to(self, url: str | None) -> bool:
+        """Return whether an earlier sender of the same run had sent the engine something."""
+        return url is not None and self._key(url) in self._sent_before
+
+    def note(self, url: str, known: Known) -> None:
+        """Note what an engine has acknowledged, for `write`."""
+        self._known[self._key(url)] = known
 
     def close(self) -> None:
         """Release the file; nothing is written from now on: another sender can use it."""
@@ -181,4 +206,4 @@ class StateTracker:
     def write(self, *, is_unknown: bool) -> None:
         """Write what the engines have acknowledged; see `StateFile.end`."""
         if self.file is not None:
-            self.file.end(self.known, is_unknown=is_unknown)
+            self.file.end(self._known, is_unknown=is_unknown)

@@ -116,17 +116,8 @@ class ShardedFleet:
         """Return what decides; on the leader."""
         if not self._ranks.is_leader:
             return None
-        options = self._options
-        return FleetRound(
-            version,
-            {url: session.destination for url, session in self._sessions.items()},
-            {},
-            quorum=options.quorum,
-            evict=options.evict,
-            window=options.commit_window,
-            limit=options.lag_limit,
-            timeout=options.timeout,
-        )
+        engines = {url: session.destination for url, session in self._sessions.items()}
+        return FleetRound(version, engines, {}, self._options)
 
     def _conduct(self, fleet: FleetRound | None) -> None:
         """Let the leader decide.
@@ -192,7 +183,7 @@ class ShardedFleet:
             self._snapshot.advance(sync_round.changes)
         for url, thread in threads.items():
             if not thread.has_committed:
-                self._sessions[url].agree_on_missed(self._ranks)
+                self._sessions[url].state.agree_on_missed(self._ranks)
         reports, failures = dict[str, SyncReport](), dict[str, SyncError]()
         for url, thread in threads.items():
             try:

@@ -152,10 +152,6 @@ class ShardedSession(Session):
     def _has_prepared(self) -> bool:
         return self._is_in_fleet and self.ranks.from_leader(super()._has_prepared)
 
-    def agree_on_missed(self, ranks: Ranks) -> None:
-        """See `ShardedState.agree_on_missed`."""
-        self.state.agree_on_missed(ranks)
-
     def _commit_in_fleet(self, answer: dict[str, Any], sync_id: str) -> dict[str, Any]:
         """Commit what all ranks have posted with the other engines; on the leader.
 
