@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -187,22 +187,24 @@ def test_preempted_prompt_gives_one_row_per_token() -> None:
         metadata: Any = SimpleNamespace(get_pooling_cursor=lambda: cursor, pooling_states=[states])
         return pool.forward(torch.full((tokens, 2), weights), metadata)
 
-    seen: list[Any] = []
-    runner = SimpleNamespace(
-        is_pooling_model=True,
-        requests={"a": SimpleNamespace(pooling_states=states)},
-        _update_states=seen.append,
-    )
+    class Runner:
+        is_pooling_model = True
+        requests: ClassVar = {"a": SimpleNamespace(pooling_states=states)}
+        steps = 0
+
+        def step(self, *resumed: str) -> None:
+            cached = SimpleNamespace(resumed_req_ids={*resumed})
+            self._update_states(SimpleNamespace(scheduled_cached_reqs=cached))
+
+        def _update_states(self, output: Any) -> None:
+            self.steps += 1
+
+    runner = Runner()
     prefix_cache.forget_pooled_rows(runner)
-
-    def step(*resumed: str) -> None:
-        cached = SimpleNamespace(resumed_req_ids={*resumed})
-        runner._update_states(SimpleNamespace(scheduled_cached_reqs=cached))
-
     chunk(4, 1.0, finished=False)
-    step("a", "gone")
+    runner.step("a", "gone")
     chunk(4, 2.0, finished=False)
-    step()
+    runner.step()
     [rows] = chunk(2, 2.0, finished=True)
     assert rows[:, 0].tolist() == [2.0] * 6
-    assert len(seen) == 2
+    assert runner.steps == 2
