@@ -75,7 +75,7 @@ class Constants:
     def __init__(self, model: torch.nn.Module) -> None:
         self._fingerprints: dict[str, str] = {}
         # How often those that might become copies of a weight were written to.
-        self._writes: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._writes: dict[str, tuple[weakref.ref[torch.Tensor], int, torch.device]] = {}
         for path, module, attribute, tensor in reachable_tensors(model):
             is_parameter = isinstance(tensor, torch.nn.Parameter)
             if tensor.is_meta or (is_parameter and tensor.numel() > _LARGE):
@@ -83,15 +83,19 @@ class Constants:
             name = f"{path}.{attribute}".lstrip(".")
             self._fingerprints[name] = hash_tensor(tensor)
             if not is_parameter and _can_equal_weight(tensor, module):
-                self._writes[name] = weakref.ref(tensor), tensor._version
+                self._writes[name] = weakref.ref(tensor), tensor._version, tensor.device
 
     def __call__(self, path: str, tensor: torch.Tensor) -> bool:
         """Return whether the tensor was there before the weights were, and is as it was."""
         before = self._fingerprints.get(path)
         if before is None or before != hash_tensor(tensor):
             return False
-        known, writes = self._writes.get(path, (None, 0))
-        return known is None or known() is not tensor or tensor._version == writes
+        if path not in self._writes:
+            return True
+        known, writes, device = self._writes[path]
+        # Engines move whole models to another device, which replaces their buffers.
+        moved = known() is not tensor and tensor.device != device
+        return moved or (known() is tensor and tensor._version == writes)
 
 
 def _can_equal_weight(tensor: torch.Tensor, module: torch.nn.Module) -> bool:

@@ -190,8 +190,12 @@ class EngineCommitter(LeasedEngine):
             try:
                 await self._engine.pause("abort", flush_cache=False)
             finally:
-                await self._publish_owed(lease)
-                await self._resume(lease)
+                try:
+                    await self._publish_owed(lease)
+                    await self._resume(lease)
+                except Exception:
+                    self._publish_later(self._engine)
+                    raise
 
     def _publish_later(self, engine: Engine) -> None:
         """Repeat what follows a commit until it succeeds: not every sender repeats its sync."""

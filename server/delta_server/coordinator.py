@@ -51,10 +51,12 @@ from delta_server.staging import NumberedPart, Staging
 from engine_ext.errors import (
     BaseMismatch,
     CommitFailed,
+    CommittedNotResumed,
     Conflict,
     EngineUncertain,
     RunConflict,
     SyncInProgress,
+    as_delta_error,
 )
 from engine_ext.format import PartId, RunSender
 from engine_ext.ranks.operations import (
@@ -361,6 +363,17 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------
 
+    async def _is_held(self, group: str) -> bool:
+        """Return whether the ranks hold a sync for a group; False if they do not answer."""
+        with contextlib.suppress(Exception):
+            staged = (await self.held()).staged
+            return (
+                staged is not None
+                and staged.prepared is not None
+                and (staged.prepared.group == group)
+            )
+        return False
+
     async def _watch_held(self) -> None:
         """Watch the held sync that keeps others out: the process that has might be dead."""
         with contextlib.suppress(Exception):  # the next one who is kept out tries again
@@ -377,12 +390,17 @@ class Coordinator:
             )
         except CommitFailed:
             raise
-        except Exception:
+        except Exception as error:
             # Every rank is as it was. A sync that stays staged would keep the next one out. A group
-            # tries again what it has decided for, unless the ranks have refused and dropped it.
-            if group is None:
+            # tries again what it has decided for, unless it would be refused again.
+            if group is None or isinstance(error, Conflict):
                 with contextlib.suppress(Exception):
-                    await self._staging.drop(part)
+                    await self._staging.drop(part, group)
+            elif not isinstance(error, CommittedNotResumed) and await self._is_held(group):
+                held = as_delta_error(error)
+                held.operands["held"] = True
+                if held is not error:
+                    raise held from error
             raise
         record.timings |= timings
         self.reporter.report_run(committed, self.adapter)

@@ -263,12 +263,12 @@ class FleetCommits:
                     return False
                 if decision == "abort":
                     await self._write(group, lambda known: Record(decision="abort", closed=True))
-                    await self._drop(staged, group)
                     record = Record(decision="abort")
             if record.decision == "commit":
                 logger.info("delta updates: group %s commits version %d", group, staged.version)
                 await self._commit(group, record)
-            else:  # closing the record, or the others' answers, have dropped it
+            else:
+                await self._drop(staged, group)
                 logger.warning("delta updates: group %s drops version %d", group, staged.version)
             return True
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_server import pauses
@@ -26,6 +27,7 @@ GENERATION = (
 )  # fmt: skip
 # Where engines resume generation. The committer refuses that, too; vLLM would answer 500 then.
 _RESUMES = ("/resume", "/continue_generation")
+_PAUSE = "/pause"
 _READS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -48,7 +50,7 @@ class GenerationGuard:
         if scope["type"] == "websocket" or scope.get("method", "GET") not in _READS:
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             generates = path.startswith(self._generation)
-            if generates or path in _RESUMES:
+            if generates or path in _RESUMES or (path == _PAUSE and _waits(scope)):
                 service = self._state.delta_service
                 if await service.committer.is_uncertain():
                     error = EngineUncertain("a weight update failed half-way; send a full sync")
@@ -64,6 +66,13 @@ class GenerationGuard:
             await response(scope, receive, send)
             return
         await app(scope, receive, send)
+
+
+def _waits(scope: Scope) -> bool:
+    """Return whether a pause lets the requests in flight end."""
+    given = QueryParams(scope.get("query_string", b""))
+    waits = given.get("wait_for_inflight_requests", "").lower() in ("1", "true", "yes", "on")
+    return waits or given.get("mode") == "wait"
 
 
 async def ready(request: Request, service: DeltaService) -> JSONResponse:

@@ -7,9 +7,9 @@ that several HTTP processes can serve one engine; see `delta_server.coordinator`
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import dataclasses
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +59,10 @@ from engine_ext.remote_parts import PartCache, Peers
 from engine_ext.resources import RateLimit
 from engine_ext.settings import API_KEY_ENVIRONMENT, Settings
 from engine_ext.store_urls import is_store_url
+
+logger = logging.getLogger(__name__)
+
+_START_TRIES, _START_WAIT_S = 5, 1.0  # to publish the version
 
 
 def no_log() -> Conflict:
@@ -176,6 +180,21 @@ class DeltaService:
         workers = self.settings.read_workers
         return Staging(engine, workers, self._list_names, self._part_server)
 
+    async def _publish_at_start(self) -> None:
+        """Publish what the ranks hold; replicas that are just being paused do not agree at once."""
+        for left in reversed(range(_START_TRIES)):
+            try:
+                await self.coordinator.publish()
+            except (EngineUncertain, CommittedNotResumed):  # in the status
+                return
+            except Exception:
+                if not left:
+                    raise
+                logger.warning("delta updates: the version could not be published", exc_info=True)
+                await asyncio.sleep(_START_WAIT_S)
+            else:
+                return
+
     async def start(self) -> None:
         """Check that every rank has a receiver, publish the base version, replay the log.
 
@@ -201,9 +220,8 @@ class DeltaService:
         await self.committer.record_start()
         if self.log_replay is None:
             # Not the version that was read: another process might have committed since. This also
-            # resumes what a dead one has paused. A change that cannot be recorded is in the status.
-            with contextlib.suppress(EngineUncertain, CommittedNotResumed):
-                await self.coordinator.publish()
+            # resumes what a dead one has paused.
+            await self._publish_at_start()
         else:  # another process might be replaying, which changes the version
             await (self.follower or self.log_replay).at_start()
         await self.coordinator.describe_staged((await self.coordinator.held()).staged)

@@ -116,7 +116,12 @@ class SyncError(Exception):
     def is_refusal(self) -> bool:
         """Whether the engine itself has answered, to every post, that it did not commit."""
         answered = self.error.get("engine_state") in ("unchanged", "uncertain")
-        return answered and not self.unanswered
+        return answered and not self.unanswered and not self.is_held
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the engine holds the sync and commits it later, as its group has decided."""
+        return bool(self.error.get("held"))
 
 
 class EngineUnreachable(SyncError):

@@ -109,7 +109,7 @@ def _keeps_queries(model: Any) -> bool:
     if getattr(model, "runner_type", None) != "pooling" or pooler is None:
         return False
     flash = getattr(pooler, "enable_flash_late_interaction", True)
-    return bool(flash) and model.score_type == "late-interaction"
+    return bool(flash) and getattr(model, "score_type", None) == "late-interaction"
 
 
 def _load_configs(config: Any) -> list[Any]:

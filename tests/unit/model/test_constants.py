@@ -96,8 +96,15 @@ def test_what_copies_no_weight_may_be_written_again() -> None:
         if name in names:
             tensor.copy_(tensor.clone())
             assert constants(name, tensor)
-    model.wide = model.wide.clone()  # moved to a device
+
+
+@torch.no_grad()
+def test_copy_of_a_bias_in_place_of_a_constant_is_none() -> None:
+    model: Any = Biased()
+    constants = Constants(model)
     assert constants("wide", model.wide)
+    model.wide = model.norm.bias.clone()
+    assert not constants("wide", model.wide)
 
 
 def test_history_of_inference_tensors_is_their_bits() -> None:

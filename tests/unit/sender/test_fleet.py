@@ -151,6 +151,21 @@ def test_engine_that_cannot_salt_keeps_all_back(fleet: FleetRig, model: Model) -
         assert states(sender) == ["committed", "left out", "committed"]
 
 
+def test_commit_that_failed_once_is_taken_again(fleet: FleetRig, model: Model) -> None:
+    """The engine holds the sync, as its group has decided: its weights are to be these."""
+    with sender_of(fleet, model) as sender:
+        train(model)
+        fleet.rigs[fleet.urls[1]].engine.fails["pause"] = RuntimeError("no answer")
+        with pytest.raises(PartialSyncError):
+            sender.sync(model.items())
+        assert states(sender) == ["committed", "failed", "committed"]
+        assert versions(fleet) == [VERSION + 1, VERSION, VERSION + 1]
+        train(model, 1)
+        reports = sender.sync(model.items())
+        assert [report.full for report in reports.values()] == [False] * 3
+        assert hold(fleet, model) == [True] * 3
+
+
 def test_engine_is_left_out_by_quorum(fleet: FleetRig, model: Model) -> None:
     evicted: list[tuple[str, list[int]]] = []
 

@@ -18,7 +18,13 @@ from delta_server import fleet as fleet_module
 from delta_server.audit import Audit
 from delta_server.board import FLEET
 from delta_server.fleet import PeerAnswer
-from engine_ext.errors import AuditUnavailable, SaltUnavailable, WriteUndone
+from engine_ext.errors import (
+    AuditUnavailable,
+    Conflict,
+    DeltaError,
+    SaltUnavailable,
+    WriteUndone,
+)
 from engine_ext.ranks import ENGINE
 from engine_ext.ranks.operations import LeaseItem, Operation, PutItem
 from tests.support.delta_bodies import BASE, NEXT, OTHER_STEP, VERSION, after, delta_part, same
@@ -244,11 +250,12 @@ def test_commit_that_did_not_reach_ranks_is_tried_again(
     engine = fleet.rigs[b].engine
     if settles:
         engine.fails[fails] = RuntimeError("the cache was not reset")
-        with pytest.raises(RuntimeError):
+        with pytest.raises(DeltaError, match="was not reset"):
             fleet.settle(b)
     else:
         engine.fails[fails] = RuntimeError("the cache was not reset")
-        assert_error(fleet.step(b, "commit", GROUP), 500, "DeltaError")
+        error = assert_error(fleet.step(b, "commit", GROUP), 500, "DeltaError")
+        assert error["held"] is True
     assert (engine.writes, engine.paused) == ([0, 0], False)
     assert held(fleet) == [False, True, True]
     if settles:
@@ -274,6 +281,20 @@ def test_unrecorded_commit_is_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert held(fleet) == [True]
     fleet.rigs[url].assert_committed(fleet.step(url, "commit", GROUP), NEXT, VERSION + 1)
     fleet.close()
+
+
+def test_commit_that_would_conflict_again_is_dropped(fleet: FleetRig) -> None:
+    """A request that holds its KV can stay for hours, and each try preempts the others."""
+    a = fleet.urls[0]
+    for url in fleet.urls:
+        prepare(fleet, url)
+    for url in fleet.urls:
+        record(fleet, url)
+    engine = fleet.rigs[a].engine
+    engine.fails["pause"] = Conflict("a request holds KV")
+    assert "held" not in assert_error(fleet.step(a, "commit", GROUP), 409, "Conflict")
+    assert held(fleet) == [False, True, True]
+    assert not engine.paused
 
 
 @pytest.mark.parametrize("settles", [False, True])

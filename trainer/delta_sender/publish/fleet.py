@@ -48,14 +48,15 @@ class Unsettled:
         """Take the step again.
 
         Raises:
-            SyncError: No answer came. A refusal settles it, too, and is not raised.
+            SyncError: No answer came, or the engine could not commit and holds the sync still. A
+                refusal settles it, too, and is not raised.
         """
         try:
             destination.take_step(self.action, self.fields)
         except EngineBusy:
             raise
         except SyncError as failed:
-            if not failed.error.get("engine_state"):
+            if failed.is_held or not failed.error.get("engine_state"):
                 raise
 
 
@@ -193,7 +194,7 @@ class FleetRound:
         except EngineBusy as failed:  # the engines settle it among themselves
             raise SyncError(str(failed), failed.status) from failed
         except SyncError as failed:
-            if not failed.error.get("engine_state"):
+            if failed.is_held or not failed.error.get("engine_state"):
                 raise
             note(None)
             if commits:
