@@ -77,7 +77,12 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    add = command("list", _list, "Show the content of a log, from the file names and sizes alone.")
+    add = command(
+        "list",
+        _list,
+        "Show the content of a log, from the file names and sizes alone: a part that is missing or "
+        "too short is named, a changed byte is not (see verify).",
+    )
     add.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add = command(
         "verify",
@@ -171,7 +176,8 @@ def _count(text: str) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    listing = _listing(options.log)
+    listed = _listing(options.log)
+    listing = options.log.checked(listed)
     rows = [
         {
             "folder": entry.folder.name,
@@ -191,7 +197,7 @@ def _list(options: argparse.Namespace) -> int:
     start = _oldest_base(listing)
     steps = route(listing.entries, start)
     reached = steps[-1].version if steps else start
-    groups = _groups(options.log, listing)
+    groups = _groups(options.log, listed)
     if options.json:
         found = {"base_version": start, "reached": reached, "newest": listing.newest}
         more = {"groups": groups} if groups else {}

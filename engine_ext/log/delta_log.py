@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -198,6 +199,38 @@ class DeltaLog:
             foreign=True,
             written_at=files.published_at(INDEX),
         )
+
+    def checked(self, listing: Listing) -> Listing:
+        """Return a listing of this log with versions as damaged whose parts are not as ``DONE`` says.
+
+        Only names and lengths are compared, with those of the last `listing`. Folders with an index
+        are listed by it.
+        """
+        entries, damaged = [], dict(listing.damaged)
+        for entry in listing.entries:
+            name = entry.folder.name
+            why = self._why_incomplete(entry, self._listed[name])
+            if why is None:
+                entries.append(entry)
+            elif self.store.list(name):  # else it was deleted meanwhile
+                damaged[name] = why
+        return dataclasses.replace(listing, entries=entries, damaged=damaged)
+
+    @staticmethod
+    def _why_incomplete(entry: Entry, files: Files) -> str | None:
+        if not entry.files and not entry.foreign:
+            return "it has no parts"
+        try:
+            for name, facts in sorted(entry.files.items()):
+                if name not in files.names:
+                    return f"its {name} is missing"
+                if facts is not None and (size := files.size(name)) != facts.bytes:
+                    return f"its {name} has {size:,} bytes of {facts.bytes:,}"
+        except FileNotFoundError:
+            return f"its {name} is missing"
+        except LogDamaged as damaged:
+            return damaged.message
+        return None
 
     def fetched(self, entry: Entry) -> AbstractContextManager[None]:
         """Have the files of a version in its `folder`.

@@ -116,6 +116,23 @@ def test_list_tells_of_a_gap(log: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "leads on from version 2" in err
 
 
+@pytest.mark.parametrize(
+    ("size", "why"), [(None, "is missing"), (7, "has 7 bytes of")], ids=["missing", "short"]
+)
+def test_list_names_an_incomplete_part(
+    size: int | None, why: str, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = log / "weight_v000003" / "rank0_flush000.safetensors"
+    if size is None:
+        part.unlink()
+    else:
+        os.truncate(part, size)
+    assert main(["list", str(log)]) == DAMAGED
+    out, err = capsys.readouterr()
+    assert f"damaged: its rank0_flush000.safetensors {why}" in out
+    assert "leads on from version 2" in err
+
+
 def test_text_of_a_log_is_no_markup(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (log / "weight_v000003" / DONE).unlink()
     index = {"metadata": {}, "weight_map": {"w": "[/x]"}}
@@ -373,6 +390,8 @@ def test_a_log_in_an_object_store(store_url: str, capsys: pytest.CaptureFixture[
     [name] = [f"{found[0]}/{one}" for one in names if one.endswith("tensors")]
     log.store.put(name, b"damaged")
     capsys.readouterr()
+    assert main(["list", store_url]) == DAMAGED
+    assert "has 7 bytes of" in capsys.readouterr().out
     assert main(["verify", store_url]) == DAMAGED
     assert "weight_v000004: version 4 of the delta log is damaged" in capsys.readouterr().out
 
