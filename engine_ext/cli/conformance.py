@@ -42,6 +42,7 @@ Judge what becomes of weight updates, by all memory, bit by bit.
   refused  it failed, and no bit has changed
   TORN     it failed after it had changed something
   WRONG    it returned, and some bit is not the target's
+  not run  it was not sent, or not compared; the detail says why (--model)
 
 Without --model: of small models, one for each way in which a loader treats a weight, for each
 receiver. With --model: of one model, as the installed engine loads it; flags that are not listed
@@ -58,7 +59,8 @@ examples:
 
 exit status:
   0    every sync is exact or refused
-  1    some sync is torn or wrong, or there is no report: the engine or the receiver failed
+  1    some sync is torn or wrong, no sync was judged, or there is no report: the engine or the
+       receiver failed
   2    wrong usage
   130  interrupted
 """
@@ -205,7 +207,9 @@ def _model(
                 print(f"  {row['name']}: {row['reason']}")
         if found.unsteady:
             print(f"not judged, differ between two loads of one checkpoint: {found.unsteady}")
-    return int(found.violated)
+    if found.is_empty:
+        _say("no sync was judged")
+    return int(found.violated or found.is_empty)
 
 
 def _starter(
