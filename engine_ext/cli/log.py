@@ -34,7 +34,7 @@ examples:
 
 exit status:
   0    done
-  1    something is damaged or cannot be done; the message names it
+  1    something is damaged or cannot be done, or there is nothing to verify
   2    wrong usage, an unreadable folder, or an engine that does not answer
   130  interrupted
 
@@ -89,7 +89,8 @@ def _parser() -> argparse.ArgumentParser:
         _verify,
         "Read every part, verify and decode it as an engine would (its signature too if "
         "DELTA_HMAC_KEY has a key), and check that each version starts at the weights "
-        "that the previous one leads to. Checksums in another trainer's folder are of whole new "
+        "that the previous one leads to: versions without digests are counted, as that is not known "
+        "of them. Checksums in another trainer's folder are of whole new "
         "tensors, which only an engine can verify.",
     )
     add.add_argument("versions", nargs="*", type=int, metavar="VERSION", help="only these")
@@ -276,7 +277,11 @@ def _verify(options: argparse.Namespace) -> int:
     if missing := wanted - {entry.version for entry in entries}:
         raise LogDamaged(f"not in the log: version {', '.join(map(str, sorted(missing)))}")
     problems = [] if wanted else [f"{name}: {why}" for name, why in listing.damaged.items()]
+    if not entries and not listing.damaged:
+        print("there are no versions")
+        return DAMAGED
     sound: list[Entry] = []
+    unknown = 0
     after: dict[int, set[str]] = {}
     before: list[tuple[Entry, str]] = []
     for entry in _with_progress(entries, "verifying"):
@@ -287,6 +292,7 @@ def _verify(options: argparse.Namespace) -> int:
             problems.append(f"{entry.folder.name}: {damaged.message}")
             continue
         sound.append(entry)
+        unknown += digests.after is None or (digests.before is None and not entry.full)
         if digests.after is not None:
             after.setdefault(entry.version, set()).add(digests.after)
         if digests.before is not None:
@@ -302,6 +308,8 @@ def _verify(options: argparse.Namespace) -> int:
         problems += [] if why is None else [why]
     for problem in problems:
         print(problem)
+    if unknown:
+        print(f"{unknown} version(s) have no digest: whether they join is not known")
     print(f"{len(sound)} of {len(entries)} folder(s) are sound")
     return DAMAGED if problems else OK
 

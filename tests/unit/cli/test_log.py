@@ -141,9 +141,11 @@ def test_text_of_a_log_is_no_markup(log: Path, capsys: pytest.CaptureFixture[str
     assert "names '[/x]'" in capsys.readouterr().out
 
 
-def test_an_empty_log(tmp_path: Path) -> None:
+def test_an_empty_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", str(tmp_path)]) == OK
-    assert main(["verify", str(tmp_path)]) == OK
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path)]) == DAMAGED
+    assert capsys.readouterr().out == "there are no versions\n"
     assert main(["prune", str(tmp_path), "--keep", "1"]) == OK
 
 
@@ -194,9 +196,23 @@ def test_verify_sees_versions_that_do_not_join(
     write(tmp_path, 1, [sparse("a", {1: 1})], digest_before="1" * 32, digest_after="2" * 32)
     write(tmp_path, 2, [sparse("a", {1: 2})], digest_before="2" * 32, digest_after="3" * 32)
     assert main(["verify", str(tmp_path)]) == OK
+    assert capsys.readouterr().out == "2 of 2 folder(s) are sound\n"
     write(tmp_path, 3, [sparse("a", {1: 3})], digest_before="4" * 32)
     assert main(["verify", str(tmp_path)]) == DAMAGED
     assert "weight_v000003: starts at other weights" in capsys.readouterr().out
+
+
+def test_verify_counts_versions_without_digests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, 1, [sparse("a", {1: 1})], digest_before="1" * 32, digest_after="2" * 32)
+    write(tmp_path, 2, [sparse("a", {1: 2})], digest_before="2" * 32)
+    write(tmp_path, 3, [sparse("a", {1: 3})])
+    assert main(["verify", str(tmp_path)]) == OK
+    assert capsys.readouterr().out.splitlines() == [
+        "2 version(s) have no digest: whether they join is not known",
+        "3 of 3 folder(s) are sound",
+    ]
 
 
 def test_fold(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
