@@ -73,7 +73,8 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         ValueError: the options are wrong.
-        OSError, LogDamaged: a trail cannot be read.
+        OSError: a trail cannot be read.
+        LogDamaged: the records in one cannot be read.
     """
     from engine_ext.format import Digest, signing_key
 

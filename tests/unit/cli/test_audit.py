@@ -223,8 +223,9 @@ def test_wrong_usage(
 
 
 def test_a_trail_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit(tmp_path / "nowhere") != OK
-    assert "cannot read the delta log" in capsys.readouterr().err
+    nowhere = tmp_path / "nowhere"
+    assert audit(nowhere) == USAGE
+    assert f"delta-log: {nowhere}: cannot read the delta log" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert audit(tmp_path / "empty") == USAGE
     assert "no records" in capsys.readouterr().err
