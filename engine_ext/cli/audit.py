@@ -10,6 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from engine_ext.commands import output_may_be_unread
+
 if TYPE_CHECKING:
     from engine_ext.audit import Chain, EngineTrail, Link, Reached
 
@@ -97,7 +99,8 @@ def run(options: argparse.Namespace) -> int:
     if target is None:
         raise ValueError("there are no records of any version")
     chain = found.prove(target, options.base_version, digest)
-    _show(chain, found, target, as_json=options.json)
+    with output_may_be_unread():
+        _show(chain, found, target, as_json=options.json)
     return 1 if chain.problems else 0
 
 

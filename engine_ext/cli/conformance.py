@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from engine_ext.commands import (
     CommandParser,
     leaving_at_once,
+    output_may_be_unread,
     output_on_stderr,
     without_traceback,
 )
@@ -126,12 +127,13 @@ def _suite(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         rows = report.judge_all(
             factories, options.only, lambda case, receiver: step(f"{case}: {receiver}")
         )
-    if options.json:
-        print(json.dumps(rows, indent=1))
-    elif options.markdown:
-        print(report.markdown(rows))
-    else:
-        _print_table(*report.cells(rows))
+    with output_may_be_unread():
+        if options.json:
+            print(json.dumps(rows, indent=1))
+        elif options.markdown:
+            print(report.markdown(rows))
+        else:
+            _print_table(*report.cells(rows))
     found = report.violations(rows)
     for line in found:
         print(line, file=sys.stderr)
@@ -192,21 +194,22 @@ def _model(
             plain=not options.delta_keep_plain,
             say=_say,
         )
-    if options.json:
-        print(json.dumps(_as_json(found), indent=1))
-    else:
-        head = ["sync", "outcome", "tensors", "detail"]
-        lines = [[one.sync, one.outcome, str(one.tensors), one.detail] for one in found.judged]
-        if options.markdown:
-            print("\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * 4, *lines]))
+    with output_may_be_unread():
+        if options.json:
+            print(json.dumps(_as_json(found), indent=1))
         else:
-            _print_table(head, lines)
-        print(summary(found.plan, found.ranks))
-        for row in found.plan:
-            if row["status"] == "uncertified":
-                print(f"  {row['name']}: {row['reason']}")
-        if found.unsteady:
-            print(f"not judged, differ between two loads of one checkpoint: {found.unsteady}")
+            head = ["sync", "outcome", "tensors", "detail"]
+            lines = [[one.sync, one.outcome, str(one.tensors), one.detail] for one in found.judged]
+            if options.markdown:
+                print("\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * 4, *lines]))
+            else:
+                _print_table(head, lines)
+            print(summary(found.plan, found.ranks))
+            for row in found.plan:
+                if row["status"] == "uncertified":
+                    print(f"  {row['name']}: {row['reason']}")
+            if found.unsteady:
+                print(f"not judged, differ between two loads of one checkpoint: {found.unsteady}")
     if found.is_empty:
         _say("no sync was judged")
     return int(found.violated or found.is_empty)
