@@ -18,7 +18,6 @@ from engine_ext.answers import answer_in_words, failure_in_words
 from engine_ext.cli import audit
 from engine_ext.commands import (
     INTERRUPTED,
-    USAGE,
     CommandParser,
     output_may_be_unread,
     without_traceback,
@@ -26,7 +25,7 @@ from engine_ext.commands import (
 from engine_ext.errors import LogDamaged, PartUnavailable
 from engine_ext.log import FOLLOWERS, CannotFold, DeltaLog, Entry, Listing, route
 
-OK, DAMAGED = 0, 1
+OK, DAMAGED, USAGE = 0, 1, 2
 
 _EPILOG = """\
 examples:
@@ -99,9 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         _verify,
         "Read every part, verify and decode it as an engine would (its signature too if "
         "DELTA_HMAC_KEY has a key), and check that each version starts at the weights "
-        "that the previous one leads to: versions without digests are counted, as that is not known "
-        "of them. Checksums in another trainer's folder are of whole new "
-        "tensors, which only an engine can verify.",
+        "that the previous one leads to: versions without digests are counted, as that is not "
+        "known of them. Checksums in another trainer's folder are of whole new tensors, which only "
+        "an engine can verify.",
     )
     add.add_argument("versions", nargs="*", type=int, metavar="VERSION", help="only these")
     add = command(
@@ -411,7 +410,9 @@ def _prune(options: argparse.Namespace) -> int:
             print(f"{len(followers)} engine(s) follow the log, the oldest at version {oldest}")
         if len(gone) < len(candidates):
             kept = f"{len(candidates) - len(gone)} more are on the route from version {start}"
-            print(f"{kept}; fold them first, or give the version engines start with as --base-version")
+            print(
+                f"{kept}; fold them first, or give the version engines start with as --base-version"
+            )
     return OK
 
 

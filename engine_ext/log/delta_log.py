@@ -201,10 +201,13 @@ class DeltaLog:
         )
 
     def checked(self, listing: Listing) -> Listing:
-        """Return a listing of this log with versions as damaged whose parts are not as ``DONE`` says.
+        """Return a listing of this log in which a version with a missing or short part is damaged.
 
-        Only names and lengths are compared, with those of the last `listing`. Folders with an index
-        are listed by it.
+        Only names and lengths are compared: those in ``DONE``, and those that the last `listing`
+        found. Folders with an index are listed by it.
+
+        Raises:
+            OSError: the log cannot be read.
         """
         entries, damaged = [], dict(listing.damaged)
         for entry in listing.entries:
@@ -220,16 +223,17 @@ class DeltaLog:
     def _why_incomplete(entry: Entry, files: Files) -> str | None:
         if not entry.files and not entry.foreign:
             return "it has no parts"
-        try:
-            for name, facts in sorted(entry.files.items()):
-                if name not in files.names:
-                    return f"its {name} is missing"
-                if facts is not None and (size := files.size(name)) != facts.bytes:
-                    return f"its {name} has {size:,} bytes of {facts.bytes:,}"
-        except FileNotFoundError:
-            return f"its {name} is missing"
-        except LogDamaged as damaged:
-            return damaged.message
+        for name, facts in sorted(entry.files.items()):
+            if name not in files.names:
+                return f"its {name} is missing"
+            try:
+                size = files.size(name)
+            except FileNotFoundError:
+                return f"its {name} is missing"
+            except LogDamaged as damaged:
+                return damaged.message
+            if facts is not None and size != facts.bytes:
+                return f"its {name} has {size:,} bytes of {facts.bytes:,}"
         return None
 
     def fetched(self, entry: Entry) -> AbstractContextManager[None]:

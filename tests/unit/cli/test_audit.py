@@ -114,9 +114,7 @@ def test_engine_with_other_bytes_is_a_fork(
     assert "fork: version 1 has the digest" in capsys.readouterr().out
 
 
-def test_unknown_weights_are_not_proven(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_weights_are_not_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "audit.jsonl"
     facts: dict[str, Any] = {"base_version": 1, "digest_before": digest(1), "digest": None}
     found = record(1, "found", changed_by="/load_weights", **facts)

@@ -81,9 +81,7 @@ def test_the_help_is_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
         command_line.at_least(2)("1")
 
 
-def test_demo_keeps_nothing_in_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_keeps_nothing_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(SystemExit) as ended:
