@@ -16,7 +16,7 @@ Imports: `engine_ext.log`, `engine_ext.format`, `engine_ext.files`, `engine_ext.
 
 from engine_ext.audit.audit_file import AuditFile, read_lines
 from engine_ext.audit.chain import Chain, Link, forks, prove
-from engine_ext.audit.engine_chain import EngineTrail, read_engine_trail
+from engine_ext.audit.engine_chain import EngineTrail, Reached, read_engine_trail
 from engine_ext.audit.log_chain import read_log_trail
 from engine_ext.audit.record import AuditRecord
 
@@ -26,6 +26,7 @@ __all__ = [
     "Chain",
     "EngineTrail",
     "Link",
+    "Reached",
     "forks",
     "prove",
     "read_engine_trail",

@@ -16,6 +16,33 @@ from engine_ext.audit.chain import Chain, Link, forks
 from engine_ext.audit.record import FIRST, AuditRecord, hash_of, is_signed
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A version that an engine has reached since one of its starts.
+
+    Attributes:
+        source: names the last record of the version.
+        digest: of the weights there; None if they are not known.
+        chain: what led there, from the engine's start.
+        is_past: all records of this start precede those of another one that reached the version.
+    """
+
+    source: str
+    digest: str | None
+    chain: Chain
+    is_past: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a start of an engine reached a version; as `Reached`."""
+
+    source: str
+    digest: str | None
+    steps: int  # links that led there
+    problems: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class _State:
     """The weights of one engine since its start, as the records say."""
@@ -23,8 +50,13 @@ class _State:
     version: int
     digest: str | None  # None: not known, so that only a full version can follow
     start: tuple[int, str | None]
+    began: int  # lines of the first record and of the last
+    ended: int
     links: list[Link] = field(default_factory=list)
     digests: dict[int, str | None] = field(default_factory=dict)
+    gaps: list[str] = field(default_factory=list)  # since the last full version
+    places: dict[int, _Place] = field(default_factory=dict)  # by version
+    failed: str | None = None  # names the last record, if it is of a failed write
 
 
 @dataclass(slots=True)
@@ -32,25 +64,35 @@ class EngineTrail:
     """What an audit file says.
 
     Attributes:
+        name: of the file.
         links: of all versions of the model, in order.
-        reached: the versions of the model; see `chain`.
         problems: lines that were changed, and records that do not connect.
         notes: what an operator should know, though the chain holds.
         signed: how many records have a valid signature.
     """
 
+    name: str = ""
     links: list[Link] = field(default_factory=list)
-    reached: dict[int, tuple[_State, int]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     signed: int = 0
+    _starts: list[_State] = field(default_factory=list)
 
     def chain(self, version: int) -> Chain | None:
         """Return the chain that led to a version last, from its engine's start; None if none."""
-        if version not in self.reached:
-            return None
-        state, steps = self.reached[version]
-        return Chain(start=state.start, links=state.links[:steps])
+        found = self.reached(version)
+        return found[-1].chain if found else None
+
+    def reached(self, version: int) -> list[Reached]:
+        """Return how each start of an engine reached a version; the one that began last is last."""
+        states = [state for state in self._starts if version in state.places]
+        last = max((state.began for state in states), default=0)
+        found = []
+        for state in states:
+            place = state.places[version]
+            chain = Chain(state.start, state.links[: place.steps], [*place.problems])
+            found.append(Reached(place.source, place.digest, chain, state.ended < last))
+        return found
 
 
 def read_engine_trail(path: Path, key: str | None) -> EngineTrail:
@@ -64,7 +106,7 @@ def read_engine_trail(path: Path, key: str | None) -> EngineTrail:
 
 def follow(lines: Iterable[Line], name: str, key: str | None) -> EngineTrail:
     """Verify the lines of an audit file, which messages call `name`."""
-    trail, previous = EngineTrail(), FIRST
+    trail, previous = EngineTrail(name), FIRST
     states: dict[tuple[str, str | None], _State] = {}
     torn: list[Line] = []
     for line in lines:
@@ -86,11 +128,16 @@ def follow(lines: Iterable[Line], name: str, key: str | None) -> EngineTrail:
             trail.signed += 1
         elif key is not None:
             trail.problems.append(f"signature: {where} has none by this key")
-        _take(trail, states, line.record, where)
+        _take(trail, states, line.record, where, line.number)
     for line in torn:
         what = "is no record" if line.is_whole else "is cut: it was being written"
         trail.problems.append(f"changed: {name}:{line.number} {what}")
     trail.problems += forks(trail.links)
+    trail.notes += [
+        f"{state.failed}: a write failed half-way; what the engine holds since then is not known"
+        for state in states.values()
+        if state.failed is not None
+    ]
     return trail
 
 
@@ -99,6 +146,7 @@ def _take(
     states: dict[tuple[str, str | None], _State],
     record: AuditRecord,
     where: str,
+    number: int,
 ) -> None:
     key = record.boot, record.adapter
     state = states.get(key)
@@ -106,8 +154,11 @@ def _take(
         start = record.version, record.digest
         if record.kind != "loaded" and record.base_version is not None:
             start = record.base_version, record.digest_before
-        state = states[key] = _State(*start, start=start)
+        state = states[key] = _State(*start, start=start, began=number, ended=number)
         state.digests[state.version] = state.digest
+        if record.adapter is None:
+            trail._starts.append(state)
+    state.ended, state.failed = number, None
     if record.kind == "loaded":
         _remember(trail, state, record, where, is_step=False)
         return
@@ -116,19 +167,27 @@ def _take(
         # The process that wrote the one before died before the engine knew.
         trail.notes.append(f"{where} says again what the record before it says")
         return
+    if record.kind == "uncertain":
+        # The record's version is the one before the write, which was reached all the same.
+        state.version, state.digest, state.failed = record.version, None, where
+        state.digests[record.version] = None
+        return
+    if record.full:
+        state.gaps.clear()  # nothing of what was there before is left
     if record.kind in ("committed", "rolled_back"):
         _check_step(trail, state, record, where)
-    elif record.kind == "found" and record.changed_by is not None:
+    elif record.changed_by is not None:
         trail.notes.append(
             f"{where}: {record.changed_by} changed the weights outside of delta sync"
         )
-    elif record.kind == "found":
+        state.gaps.append(f"gap: {where}: {record.changed_by} changed the weights, by no version")
+    else:
         trail.problems.append(
             f"gap: {where}: the engine was found at version {record.version} with the digest "
             f"{record.digest}, to which no record leads"
         )
     state.version, state.digest = record.version, record.digest
-    _remember(trail, state, record, where, is_step=record.kind != "uncertain")
+    _remember(trail, state, record, where, is_step=True)
 
 
 def _check_step(trail: EngineTrail, state: _State, record: AuditRecord, where: str) -> None:
@@ -175,7 +234,11 @@ def _remember(
         )
         state.links.append(link)
         trail.links.append(link)
-    trail.reached[record.version] = state, len(state.links)
+    problems = [*state.gaps]
+    if record.digest is None:
+        problems.append(f"gap: {where} has no digest of the weights at version {record.version}")
+    place = _Place(where, record.digest, len(state.links), tuple(problems))
+    state.places[record.version] = place
 
 
 def _sender(record: AuditRecord) -> str | None:

@@ -40,11 +40,14 @@ def read_log_trail(log: DeltaLog, key: str | None) -> LogTrail:
     If the sender has written none, the parts say what they can; that is not signed.
 
     Raises:
-        LogDamaged: the log cannot be read.
-        OSError: likewise.
+        OSError: the log cannot be read; the message names it.
+        LogDamaged: the records of its pruned versions cannot be read.
     """
     trail = LogTrail()
-    listing = log.listing()
+    try:
+        listing = log.listing()
+    except LogDamaged as error:
+        raise OSError(f"{log.location}: {error.message}") from error
     trail.problems += [f"gap: {name}: {why}" for name, why in listing.damaged.items()]
     present = {entry.folder.name: done_of(entry) for entry in listing.entries}
     for done in read_publications(log.store):

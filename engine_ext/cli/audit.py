@@ -10,13 +10,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from engine_ext.commands import output_may_be_unread
+
 if TYPE_CHECKING:
-    from engine_ext.audit import Chain, Link
+    from engine_ext.audit import Chain, EngineTrail, Link, Reached
 
 HELP: Final = (
     "Prove that records lead from a checkpoint's digest to a version. A record is what a sender "
     "has written into a log, also of versions that were pruned, or what an engine has written into "
-    "its --delta-audit-file. Gaps, forks, changed records and wrong signatures are named."
+    "its --delta-audit-file. Gaps, forks, changed records and wrong signatures are named. "
+    "The parts in a log are not read: delta-log verify does that."
 )
 EPILOG: Final = """\
 examples:
@@ -40,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="TRAIL",
         help="a log's folder, its URL in an object store, or an engine's audit file; several must "
-        "agree about every version",
+        "agree about the version",
     )
     parser.add_argument(
         "--to", type=int, metavar="N", help="prove this version (default: the newest)"
@@ -72,7 +75,8 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         ValueError: the options are wrong.
-        OSError, LogDamaged: a trail cannot be read.
+        OSError: a trail cannot be read.
+        LogDamaged: the records in one cannot be read.
     """
     from engine_ext.format import Digest, signing_key
 
@@ -95,7 +99,8 @@ def run(options: argparse.Namespace) -> int:
     if target is None:
         raise ValueError("there are no records of any version")
     chain = found.prove(target, options.base_version, digest)
-    _show(chain, found, target, as_json=options.json)
+    with output_may_be_unread():
+        _show(chain, found, target, as_json=options.json)
     return 1 if chain.problems else 0
 
 
@@ -110,7 +115,7 @@ class _Found:
         self.notes: list[str] = []
         self.signed = 0
         self.has_log = False
-        self._engines: list[Any] = []
+        self._engines: list[EngineTrail] = []
 
     def read(self, trail: str) -> None:
         from engine_ext.audit import read_engine_trail, read_log_trail
@@ -137,22 +142,61 @@ class _Found:
         from engine_ext.audit import Chain, forks, prove
 
         problems = [*self.problems, *forks(self.links)]
+        by_engine = [(engine.name, engine.reached(target)) for engine in self._engines]
+        reached = [one for _, found in by_engine for one in found]
         if self.has_log:
             chain = prove(self.logged, target, base_version, digest)
-            problems += chain.problems
         else:
-            chains = [one for e in self._engines if (one := e.chain(target)) is not None]
-            chain = chains[-1] if chains else Chain()
+            chains = [one.chain for one in reached if not one.is_past]
             if not chains:
                 problems.append(f"gap: no record leads to version {target}")
-            problems += [
-                f"gap: the records start from version {one.start[0]} with the digest "
-                f"{one.start[1]}, not from {digest}"
-                for one in chains
-                if digest is not None and one.start is not None and one.start[1] != digest
+            # The longest way: engines that started later are compared with what it leads over.
+            chain = min(chains, key=_first_version, default=Chain())
+        problems += chain.problems
+        for one in reached:
+            self._compare(one, chain, target, digest, problems)
+        if reached or self.has_log:
+            self.notes += [
+                f"{name}: no record leads to version {target}"
+                for name, found in by_engine
+                if not found
             ]
         chain.problems = list(dict.fromkeys(problems))
         return chain
+
+    def _compare(
+        self, one: Reached, chain: Chain, target: int, digest: str | None, problems: list[str]
+    ) -> None:
+        """Add where an engine contradicts the chain, or only a note if it ended before others."""
+        known = {link.version: (link.digest, link.source) for link in chain.links}
+        if chain.start is not None:
+            known.setdefault(chain.start[0], (chain.start[1], "the checkpoint"))
+        expected, source = known.get(target, (None, ""))
+        other = None not in (one.digest, expected) and one.digest != expected
+        if one.is_past:
+            # Version numbers begin anew with a run.
+            if other:
+                self.notes.append(
+                    f"{one.source}: version {target} had the digest {one.digest} before the "
+                    "engine's last start"
+                )
+            return
+        problems += one.chain.problems
+        if other:
+            problems.append(
+                f"fork: version {target} has the digest {expected} in {source}, and {one.digest} "
+                f"in {one.source}"
+            )
+        if digest is not None and one.chain.start is not None:
+            version, found = one.chain.start
+            begin = known.get(version, (digest, ""))[0]
+            if chain.start is not None and version == chain.start[0]:
+                begin = digest
+            if found != begin:
+                problems.append(
+                    f"gap: the records that lead to {one.source} start from version {version} with "
+                    f"the digest {found}, not from {begin}"
+                )
 
     def commits(self, link: Link) -> list[Link]:
         """Return the records of engines that have committed what a record is of."""
@@ -161,6 +205,10 @@ class _Found:
             for one in self.links
             if one.where is not None and (one.version, one.digest) == (link.version, link.digest)
         ]
+
+
+def _first_version(chain: Chain) -> int:
+    return -1 if chain.start is None else chain.start[0]
 
 
 def digest_of(checkpoint: Path) -> str:
@@ -204,6 +252,8 @@ def _show(chain: Chain, found: _Found, target: int, *, as_json: bool) -> None:
     if found.key is not None:
         signatures = f"{found.signed} signature(s) verified"
     print(f"version {target} ({end}) follows {begin} by {len(rows)} record(s); {signatures}")
+    if found.has_log:
+        print("the parts in the log were not read: delta-log verify does that")
 
 
 def _row(link: Link, found: _Found) -> dict[str, Any]:

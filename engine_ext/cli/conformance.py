@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from engine_ext.commands import (
     CommandParser,
     leaving_at_once,
+    output_may_be_unread,
     output_on_stderr,
     without_traceback,
 )
@@ -42,6 +43,7 @@ Judge what becomes of weight updates, by all memory, bit by bit.
   refused  it failed, and no bit has changed
   TORN     it failed after it had changed something
   WRONG    it returned, and some bit is not the target's
+  not run  it was not sent, or not compared; the detail says why (--model)
 
 Without --model: of small models, one for each way in which a loader treats a weight, for each
 receiver. With --model: of one model, as the installed engine loads it; flags that are not listed
@@ -58,7 +60,8 @@ examples:
 
 exit status:
   0    every sync is exact or refused
-  1    some sync is torn or wrong, or there is no report: the engine or the receiver failed
+  1    some sync is torn or wrong, no sync was judged, or there is no report: the engine or the
+       receiver failed
   2    wrong usage
   130  interrupted
 """
@@ -124,12 +127,13 @@ def _suite(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         rows = report.judge_all(
             factories, options.only, lambda case, receiver: step(f"{case}: {receiver}")
         )
-    if options.json:
-        print(json.dumps(rows, indent=1))
-    elif options.markdown:
-        print(report.markdown(rows))
-    else:
-        _print_table(*report.cells(rows))
+    with output_may_be_unread():
+        if options.json:
+            print(json.dumps(rows, indent=1))
+        elif options.markdown:
+            print(report.markdown(rows))
+        else:
+            _print_table(*report.cells(rows))
     found = report.violations(rows)
     for line in found:
         print(line, file=sys.stderr)
@@ -190,22 +194,25 @@ def _model(
             plain=not options.delta_keep_plain,
             say=_say,
         )
-    if options.json:
-        print(json.dumps(_as_json(found), indent=1))
-    else:
-        head = ["sync", "outcome", "tensors", "detail"]
-        lines = [[one.sync, one.outcome, str(one.tensors), one.detail] for one in found.judged]
-        if options.markdown:
-            print("\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * 4, *lines]))
+    with output_may_be_unread():
+        if options.json:
+            print(json.dumps(_as_json(found), indent=1))
         else:
-            _print_table(head, lines)
-        print(summary(found.plan, found.ranks))
-        for row in found.plan:
-            if row["status"] == "uncertified":
-                print(f"  {row['name']}: {row['reason']}")
-        if found.unsteady:
-            print(f"not judged, differ between two loads of one checkpoint: {found.unsteady}")
-    return int(found.violated)
+            head = ["sync", "outcome", "tensors", "detail"]
+            lines = [[one.sync, one.outcome, str(one.tensors), one.detail] for one in found.judged]
+            if options.markdown:
+                print("\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * 4, *lines]))
+            else:
+                _print_table(head, lines)
+            print(summary(found.plan, found.ranks))
+            for row in found.plan:
+                if row["status"] == "uncertified":
+                    print(f"  {row['name']}: {row['reason']}")
+            if found.unsteady:
+                print(f"not judged, differ between two loads of one checkpoint: {found.unsteady}")
+    if found.is_empty:
+        _say("no sync was judged")
+    return int(found.violated or found.is_empty)
 
 
 def _starter(

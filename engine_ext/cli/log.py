@@ -16,7 +16,12 @@ from engine_ext import log as delta_log
 from engine_ext import settings
 from engine_ext.answers import answer_in_words, failure_in_words
 from engine_ext.cli import audit
-from engine_ext.commands import INTERRUPTED, CommandParser
+from engine_ext.commands import (
+    INTERRUPTED,
+    CommandParser,
+    output_may_be_unread,
+    without_traceback,
+)
 from engine_ext.errors import LogDamaged, PartUnavailable
 from engine_ext.log import FOLLOWERS, CannotFold, DeltaLog, Entry, Listing, route
 
@@ -34,7 +39,7 @@ examples:
 
 exit status:
   0    done
-  1    something is damaged or cannot be done; the message names it
+  1    something is damaged or cannot be done, or there is nothing to verify
   2    wrong usage, an unreadable folder, or an engine that does not answer
   130  interrupted
 
@@ -44,12 +49,16 @@ All commands are safe while a sender and engines use the log.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit status."""
+    return without_traceback("delta-log", lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         options = _parser().parse_args(arguments)
         run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
-    except ModuleNotFoundError as error:
-        status, problem = USAGE, f"{error}: install this package with its extra 'sender'"
+    except BrokenPipeError:  # of the output
+        raise
     except (LogDamaged, PartUnavailable, CannotFold, FileExistsError, BlockingIOError) as error:
         status, problem = DAMAGED, str(error)
     except (OSError, ValueError) as error:
@@ -77,15 +86,21 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    add = command("list", _list, "Show the content of a log, from the file names and sizes alone.")
+    add = command(
+        "list",
+        _list,
+        "Show the content of a log, from the file names and sizes alone: a part that is missing or "
+        "too short is named, a changed byte is not (see verify).",
+    )
     add.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add = command(
         "verify",
         _verify,
         "Read every part, verify and decode it as an engine would (its signature too if "
         "DELTA_HMAC_KEY has a key), and check that each version starts at the weights "
-        "that the previous one leads to. Checksums in another trainer's folder are of whole new "
-        "tensors, which only an engine can verify.",
+        "that the previous one leads to: versions without digests are counted, as that is not "
+        "known of them. Checksums in another trainer's folder are of whole new tensors, which only "
+        "an engine can verify.",
     )
     add.add_argument("versions", nargs="*", type=int, metavar="VERSION", help="only these")
     add = command(
@@ -171,7 +186,8 @@ def _count(text: str) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    listing = _listing(options.log)
+    listed = _listing(options.log)
+    listing = options.log.checked(listed)
     rows = [
         {
             "folder": entry.folder.name,
@@ -191,18 +207,19 @@ def _list(options: argparse.Namespace) -> int:
     start = _oldest_base(listing)
     steps = route(listing.entries, start)
     reached = steps[-1].version if steps else start
-    groups = _groups(options.log, listing)
-    if options.json:
-        found = {"base_version": start, "reached": reached, "newest": listing.newest}
-        more = {"groups": groups} if groups else {}
-        print(json.dumps({**found, **more, "folders": rows}, indent=2))
-    else:
-        _print_table(rows)
-        if steps:
-            size = sum(entry.nbytes for entry in steps)
-            print(f"version {start} leads to {reached} in {len(steps)} step(s) of {size:,} bytes")
-        for group in groups:
-            _print_group(group)
+    groups = _groups(options.log, listed)
+    with output_may_be_unread():
+        if options.json:
+            found = {"base_version": start, "reached": reached, "newest": listing.newest}
+            more = {"groups": groups} if groups else {}
+            print(json.dumps({**found, **more, "folders": rows}, indent=2))
+        else:
+            _print_table(rows)
+            if steps:
+                way = f"in {len(steps)} step(s) of {sum(entry.nbytes for entry in steps):,} bytes"
+                print(f"version {start} leads to {reached} {way}")
+            for group in groups:
+                _print_group(group)
     why = delta_log.why_not_newer(listing, reached)
     if why is not None:
         print(f"delta-log: {why}", file=sys.stderr)
@@ -270,7 +287,12 @@ def _verify(options: argparse.Namespace) -> int:
     if missing := wanted - {entry.version for entry in entries}:
         raise LogDamaged(f"not in the log: version {', '.join(map(str, sorted(missing)))}")
     problems = [] if wanted else [f"{name}: {why}" for name, why in listing.damaged.items()]
+    if not entries and not listing.damaged:
+        with output_may_be_unread():
+            print("there are no versions")
+        return DAMAGED
     sound: list[Entry] = []
+    unknown = 0
     after: dict[int, set[str]] = {}
     before: list[tuple[Entry, str]] = []
     for entry in _with_progress(entries, "verifying"):
@@ -281,6 +303,7 @@ def _verify(options: argparse.Namespace) -> int:
             problems.append(f"{entry.folder.name}: {damaged.message}")
             continue
         sound.append(entry)
+        unknown += digests.after is None or (digests.before is None and not entry.full)
         if digests.after is not None:
             after.setdefault(entry.version, set()).add(digests.after)
         if digests.before is not None:
@@ -294,9 +317,12 @@ def _verify(options: argparse.Namespace) -> int:
         steps = route(sound, start)
         why = delta_log.why_not_newer(listing, steps[-1].version if steps else start)
         problems += [] if why is None else [why]
-    for problem in problems:
-        print(problem)
-    print(f"{len(sound)} of {len(entries)} folder(s) are sound")
+    with output_may_be_unread():
+        for problem in problems:
+            print(problem)
+        if unknown:
+            print(f"{unknown} version(s) have no digest: whether they join is not known")
+        print(f"{len(sound)} of {len(entries)} folder(s) are sound")
     return DAMAGED if problems else OK
 
 
@@ -322,7 +348,9 @@ def _fold(options: argparse.Namespace) -> int:
     with options.log.fetched(folded):
         delta_log.verify_version(folded)
     old = sum(entry.nbytes for entry in steps)
-    print(f"{folder.name}: folded {len(steps)} version(s), {old:,} bytes into {folded.nbytes:,}")
+    with output_may_be_unread():
+        size = f"{old:,} bytes into {folded.nbytes:,}"
+        print(f"{folder.name}: folded {len(steps)} version(s), {size}")
     return OK
 
 
@@ -343,7 +371,8 @@ def _prune(options: argparse.Namespace) -> int:
     listing = _listing(options.log)
     versions = sorted({entry.version for entry in listing.entries})
     if not versions:
-        print("the log is empty")
+        with output_may_be_unread():
+            print("the log is empty")
         return OK
     start = options.base_version if options.base_version is not None else _oldest_base(listing)
     engines = {url: _engine_version(url, options.api_key) for url in options.url}
@@ -374,13 +403,16 @@ def _prune(options: argparse.Namespace) -> int:
         options.log.tidy(listing)
     size = sum(entry.nbytes for entry in gone)
     verb = "would be deleted" if options.dry_run else "deleted"
-    print(f"{len(gone)} of {len(listing.entries)} version(s) {verb}, {size:,} bytes")
-    if followers:
-        oldest = min(follower.version for follower in followers)
-        print(f"{len(followers)} engine(s) follow the log, the oldest at version {oldest}")
-    if len(gone) < len(candidates):
-        kept = f"{len(candidates) - len(gone)} more are on the route from version {start}"
-        print(f"{kept}; fold them first, or give the version engines start with as --base-version")
+    with output_may_be_unread():
+        print(f"{len(gone)} of {len(listing.entries)} version(s) {verb}, {size:,} bytes")
+        if followers:
+            oldest = min(follower.version for follower in followers)
+            print(f"{len(followers)} engine(s) follow the log, the oldest at version {oldest}")
+        if len(gone) < len(candidates):
+            kept = f"{len(candidates) - len(gone)} more are on the route from version {start}"
+            print(
+                f"{kept}; fold them first, or give the version engines start with as --base-version"
+            )
     return OK
 
 

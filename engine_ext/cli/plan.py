@@ -17,7 +17,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine_ext.answers import answer_in_words, failure_in_words
-from engine_ext.commands import CommandParser, output_on_stderr, without_traceback
+from engine_ext.commands import (
+    CommandParser,
+    output_may_be_unread,
+    output_on_stderr,
+    without_traceback,
+)
 from engine_ext.settings import API_KEY_ENVIRONMENT, Settings, bearer_headers
 
 Row = dict[str, Any]
@@ -58,11 +63,12 @@ def _run(argv: Sequence[str] | None) -> int:
         return 1
     rows = merge(ranks)
     shown = [row for row in rows if not options.uncertified or "uncertified" in row["status"]]
-    if options.json:
-        print(json.dumps(shown, indent=1))
-    else:
-        _print(shown)
-        print(summary(rows, len(ranks)))
+    with output_may_be_unread():
+        if options.json:
+            print(json.dumps(shown, indent=1))
+        else:
+            _print(shown)
+            print(summary(rows, len(ranks)))
     return 3 if any("uncertified" in row["status"] for row in rows) else 0
 
 

@@ -21,6 +21,7 @@ from engine_ext.answers import answer_in_words, failure_in_words, is_own_error, 
 from engine_ext.commands import (
     CommandParser,
     leaving_at_once,
+    output_may_be_unread,
     positive_seconds,
     without_traceback,
 )
@@ -106,6 +107,8 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_show(options, answers))
+    except BrokenPipeError:  # of the output
+        raise
     except (DeltaError, OSError, ValueError) as error:
         where = "" if options.delta_log is None else f"{options.delta_log}: "
         print(f"delta-top: {where}{error}", file=sys.stderr)
@@ -309,9 +312,12 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
             engines = [msgspec.to_builtins(answer) for answer in answers]
             followers = [msgspec.to_builtins(lag) for lag in lags]
             both = {"engines": engines, "followers": followers}
-            print(json.dumps(engines if options.delta_log is None else both, indent=1))
+            with output_may_be_unread():
+                print(json.dumps(engines if options.delta_log is None else both, indent=1))
         elif options.once or not console.is_terminal:
-            console.print(await look())
+            shown = await look()
+            with output_may_be_unread():
+                console.print(shown)
         else:
             with Live(await look(), console=console, screen=True, auto_refresh=False) as live:
                 while True:

@@ -33,9 +33,13 @@ KINDS: Final = (
 )
 """The kinds of syncs, by name; "alone" are those of single tensors."""
 
+NOT_RUN: Final = "not run"
+"""The outcome of a sync that was not sent, or not compared; the detail says why."""
+
 _NAMES: Final = 6  # in a detail
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 _REFUSED: Final = "uncertified"
+_START: Final = "start with delta updates"
 
 
 class Engine(Protocol):
@@ -92,6 +96,11 @@ class Report:
     def violated(self) -> bool:
         """Whether some sync was torn or wrong."""
         return any(one.outcome in (TORN, WRONG) for one in self.judged)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sync was judged, but at most the start."""
+        return all(one.outcome == NOT_RUN for one in self.judged if one.sync != _START)
 
 
 def judge_model(
@@ -155,11 +164,14 @@ class _Judge:
                 self._unsteady = set(found)
             wrong = self._different(first, before)
             start_outcome = WRONG if wrong else EXACT
-            self._add("start with delta updates", start_outcome, 0, "", wrong)
-            for batch in batches(plan, self._weights):
-                kind = "alone" if batch[0].group == "alone" else batch[0].name
+            self._add(_START, start_outcome, 0, "", wrong)
+            made = {_kind(batch[0]): batch for batch in batches(plan, self._weights)}
+            for kind, batch in made.items():
                 if not only or kind in only:
                     engine = self._batch(engine, batch, plan)
+            for kind in only or KINDS:
+                if kind not in made:
+                    self._not_run(kind, _why_not(made))
         finally:
             engine.close()
         return Report(plan, len(ranks), sorted(self._unsteady), self._judged)
@@ -181,6 +193,7 @@ class _Judge:
             target = changed(current, sync, plan)
             sync = _without_unchanged(sync, current, target)
             if not sync.tensors:
+                self._not_run(sync.name, "it would change no element of these weights")
                 continue
             try:
                 deltas = deltas_of(sync, current, target)
@@ -190,6 +203,8 @@ class _Judge:
                 outcome = TORN if torn else REFUSED
                 self._add(sync.name, outcome, len(sync.tensors), str(error), torn)
                 if torn:
+                    for one in batch[number:]:
+                        self._not_run(one.name, f"{sync.name} was torn before it")
                     break
             else:
                 version, current, before = version + number, target, engine.hashes()
@@ -206,6 +221,8 @@ class _Judge:
             for sync in sent:
                 own = {live: names for live, names in wrong.items() if _has(names, sync, sent)}
                 self._add(sync.name, WRONG if own else EXACT, len(sync.tensors), "", own)
+        for sync in sent if torn else ():
+            self._not_run(sync.name, "not compared: a sync after it was torn")
         return engine
 
     def _written(self, weights: Weights) -> Path:
@@ -228,6 +245,9 @@ class _Judge:
     def _different(self, one: Hashes, other: Hashes) -> dict[str, list[str]]:
         names = [name for name in different(one, other) if name not in self._unsteady]
         return {name: self._live.get(name.partition(": ")[2], []) for name in names}
+
+    def _not_run(self, sync: str, why: str) -> None:
+        self._add(sync, NOT_RUN, 0, why, {})
 
     def _add(
         self, sync: str, outcome: str, tensors: int, text: str, found: Mapping[str, list[str]]
@@ -257,6 +277,17 @@ def batches(plan: Sequence[Mapping[str, Any]], weights: Weights) -> list[list[Sy
     # The NaNs that one sync leaves become numbers again by the last one.
     several.sort(key=lambda sync: (sync.odd_base, sync.nan))
     return [*([sync] for sync in several), *([single] if single else [])]
+
+
+def _kind(sync: Sync) -> str:
+    return "alone" if sync.group == "alone" else sync.name
+
+
+def _why_not(made: Iterable[str]) -> str:
+    """Return why a kind of sync is not among those that `batches` has made."""
+    if not {*made} - {"alone"}:
+        return "no tensor of floating-point numbers can be updated"
+    return "it needs two tensors that can be updated"
 
 
 def changed(weights: Weights, sync: Sync, plan: Sequence[Mapping[str, Any]]) -> Weights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -198,6 +199,42 @@ class DeltaLog:
             foreign=True,
             written_at=files.published_at(INDEX),
         )
+
+    def checked(self, listing: Listing) -> Listing:
+        """Return a listing of this log in which a version with a missing or short part is damaged.
+
+        Only names and lengths are compared: those in ``DONE``, and those that the last `listing`
+        found. Folders with an index are listed by it.
+
+        Raises:
+            OSError: the log cannot be read.
+        """
+        entries, damaged = [], dict(listing.damaged)
+        for entry in listing.entries:
+            name = entry.folder.name
+            why = self._why_incomplete(entry, self._listed[name])
+            if why is None:
+                entries.append(entry)
+            elif self.store.list(name):  # else it was deleted meanwhile
+                damaged[name] = why
+        return dataclasses.replace(listing, entries=entries, damaged=damaged)
+
+    @staticmethod
+    def _why_incomplete(entry: Entry, files: Files) -> str | None:
+        if not entry.files and not entry.foreign:
+            return "it has no parts"
+        for name, facts in sorted(entry.files.items()):
+            if name not in files.names:
+                return f"its {name} is missing"
+            try:
+                size = files.size(name)
+            except FileNotFoundError:
+                return f"its {name} is missing"
+            except LogDamaged as damaged:
+                return damaged.message
+            if facts is not None and size != facts.bytes:
+                return f"its {name} has {size:,} bytes of {facts.bytes:,}"
+        return None
 
     def fetched(self, entry: Entry) -> AbstractContextManager[None]:
         """Have the files of a version in its `folder`.

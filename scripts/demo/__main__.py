@@ -103,6 +103,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     encoding_help = "encoding of the changes (%(default)s)"
     add("--encoding", choices=CHOICES, default="deltas_zstd", help=encoding_help)
     options = parser.parse_args(arguments)
+    if options.keep and options.keep.exists() and not options.keep.is_dir():
+        parser.error(f"--keep: {options.keep} is no folder")
     if options.keep and options.keep.exists() and any(options.keep.iterdir()):
         parser.error(f"--keep: {options.keep} is not empty")
     return options

@@ -120,6 +120,32 @@ def test_every_kind_of_sync_is_exact(judge: Callable[..., Report]) -> None:
     assert (report.ranks, report.unsteady, report.violated) == (1, [], False)
 
 
+def test_a_sync_that_changes_nothing_is_not_run(judge: Callable[..., Report]) -> None:
+    odd = "zeros and NaNs in the base"
+    report = judge(toy_models.FusedQkv, only=[odd])
+    assert outcomes(report) == {"start with delta updates": "exact", odd: "not run"}
+    assert judged(report, odd).detail == "it would change no element of these weights"
+    assert (report.violated, report.is_empty) == (False, True)
+
+
+def test_kinds_that_need_two_tensors_are_not_run(judge: Callable[..., Report]) -> None:
+    class Alone(toy_models.ToyModel):
+        shapes: ClassVar = {"w": (4, 3)}
+
+        def load_one(self, name: str, weight: torch.Tensor) -> None:
+            self.w.data.copy_(weight)
+
+    report = judge(Alone)
+    assert {*installed.KINDS} <= outcomes(report).keys()
+    for kind in ("one dense", "alone"):
+        found = judged(report, kind)
+        assert (found.outcome, found.detail) == (
+            "not run",
+            "it needs two tensors that can be updated",
+        )
+    assert not report.is_empty
+
+
 def test_two_ranks_are_judged(judge: Callable[..., Report]) -> None:
     only = ["sparse 40 %", "to NaN"]
     report = judge(sharded.SharedHeads, sharded.SharedHeadsLast, only=only)
@@ -169,6 +195,24 @@ def test_torn_sync_is_found_and_engine_started_anew(judge: Callable[..., Report]
     assert (found.outcome, found.detail) == ("TORN", "rank 0: qkv: half of it")
     assert outcomes(report)["only q"] == "exact"
     assert report.violated
+
+
+def test_what_a_torn_sync_leaves_out_is_not_run(judge: Callable[..., Report]) -> None:
+    commits = 0
+
+    def tear(request: Operation[Any], models: Sequence[Any]) -> None:
+        nonlocal commits
+        commits += isinstance(request, CommitSync)
+        if commits == 2 and isinstance(request, CommitSync):
+            models[0].qkv.data[0, 0] = 7
+            raise Refused("half of it")
+
+    report = judge(toy_models.FusedQkv, edit=tear, only=["alone"])
+    torn, *others, first = [one.sync for one in report.judged[1:]]
+    assert judged(report, torn).outcome == "TORN"
+    assert judged(report, first).detail == "not compared: a sync after it was torn"
+    assert others
+    assert {judged(report, one).detail for one in others} == {f"{torn} was torn before it"}
 
 
 def test_tensors_that_no_checkpoint_decides_are_not_judged(

@@ -142,7 +142,11 @@ def _take_log(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
+    return without_traceback(PROG, lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     with leaving_at_once(PROG):
         options = parse_arguments(arguments)
         from delta_sender import send_command
-    return without_traceback(PROG, lambda: send_command.run(options))
+    return send_command.run(options)

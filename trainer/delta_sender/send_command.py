@@ -28,6 +28,7 @@ from delta_sender.publish.notify import Notifier
 from delta_sender.publish.publisher import Publisher
 from delta_sender.results import EngineUnreachable, PartialSyncError, SyncError, SyncReport
 from engine_ext.answers import failure_in_words
+from engine_ext.commands import output_may_be_unread
 from engine_ext.errors import LogDamaged
 from engine_ext.files import checkpoint_entries, read_entries
 from engine_ext.log import open_log
@@ -292,8 +293,12 @@ def _run(options: argparse.Namespace, console: Console, printer: _Printer) -> in
             "version that an engine is at"
         )
         return 130
-    for url, report in reports.items():
-        print((f"{url}: " if several else "") + describe(report))
+    # Before anything is printed, which might end the command.
+    if options.notify is not None and reports and not options.dry_run:
+        tell(options, max(report.version for report in reports.values()), console)
+    with output_may_be_unread():
+        for url, report in reports.items():
+            print((f"{url}: " if several else "") + describe(report))
     for url in set(options.url or ()) - reports.keys() - failures.keys():
         outcome = late.get(url) or SyncError(
             "not done within the lag limit; it might have committed"
@@ -302,8 +307,6 @@ def _run(options: argparse.Namespace, console: Console, printer: _Printer) -> in
             console.print(f"{url}: version {outcome.version}: committed late")
         else:
             failures[url] = outcome
-    if options.notify is not None and reports and not options.dry_run:
-        tell(options, max(report.version for report in reports.values()), console)
     for url, failed in failures.items():
         console.print(f"{url}: failed: {failed}" if several else f"failed: {failed}")
     return 1 if failures else 0

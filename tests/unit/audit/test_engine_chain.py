@@ -171,6 +171,63 @@ def test_a_record_written_twice_is_a_note(again: AuditRecord) -> None:
     assert [link.version for link in chain.links] == [1, 2]
 
 
+def changed(version: int, changed_by: str | None = "/load_weights") -> AuditRecord:
+    """What an engine writes after something else has changed its weights."""
+    return record(
+        version,
+        "found",
+        base_version=version,
+        digest_before=digest(version),
+        digest=None,
+        changed_by=changed_by,
+    )
+
+
+def problems(records: list[AuditRecord], version: int) -> list[str]:
+    trail = verified(written(records))
+    chain = trail.chain(version)
+    assert chain is not None
+    return [*trail.problems, *chain.problems]
+
+
+def test_weights_that_something_else_changed_are_a_gap() -> None:
+    first, *_ = problems([record(0, "loaded"), record(1), changed(1)], 1)
+    assert first == "gap: audit.jsonl:3: /load_weights changed the weights, by no version"
+
+
+def test_a_full_version_ends_the_gap() -> None:
+    after = record(2, full=True, digest_before=None)
+    assert problems([record(0, "loaded"), record(1), changed(1), after], 2) == []
+    assert problems([record(0, "loaded"), record(1), record(2), changed(2)], 1) == []
+
+
+def test_unknown_weights_at_the_end_are_a_gap() -> None:
+    assert problems([record(0, "loaded", digest=None)], 0) == [
+        "gap: audit.jsonl:1 has no digest of the weights at version 0"
+    ]
+
+
+def test_a_failed_write_at_the_end_is_a_note() -> None:
+    """The version before it was reached all the same."""
+    failed = record(1, "uncertain", base_version=1, digest_before=digest(1), digest=None)
+    records = [record(0, "loaded"), record(1), failed]
+    assert problems(records, 1) == []
+    [note] = verified(written(records)).notes
+    assert note.startswith("audit.jsonl:3: a write failed half-way")
+    records.append(record(2, full=True, base_version=1, digest_before=None))
+    assert verified(written(records)).notes == []
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_starts_of_engines_are_told_apart(at_once: bool) -> None:
+    one = [record(0, "loaded"), record(1)]
+    other = [record(0, "loaded", "c"), record(1, boot="c", digest="e" * 32)]
+    order = [one[0], *other, one[1]] if at_once else [*one, *other]
+    reached = verified(written(order)).reached(1)
+    assert [found.digest for found in reached] == [digest(1), "e" * 32]
+    assert [found.is_past for found in reached] == [not at_once, False]
+
+
 def test_unsigned_records_are_named_with_a_key() -> None:
     records = [record(0, "loaded"), record(1)]
     assert verified(written(records, None), None).problems == []

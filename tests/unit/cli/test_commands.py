@@ -43,15 +43,49 @@ runpy.run_module(command, run_name="__main__", alter_sys=True)
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+# Runs a command's entry point where a package is not installed.
+WITHOUT = """
+import importlib, sys
+package, module, *arguments = sys.argv[1:]
+sys.modules[package] = None
+sys.argv[1:] = arguments
+sys.exit(importlib.import_module(module).main())
+"""
+
+
+def run(
+    *arguments: str, stdout: int = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def run_unread(*arguments: str, unbuffered: str) -> subprocess.CompletedProcess[str]:
+    """Run a program whose output nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        return run(*arguments, stdout=writing, PYTHONUNBUFFERED=unbuffered)
+    finally:
+        os.close(writing)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> list[str]:
+    """The options that name two checkpoints."""
+    for number, name in enumerate(("base", "next")):
+        (tmp_path / name).mkdir()
+        model = {"a.weight": torch.full((64, 64), float(number)).bfloat16()}
+        save_file(model, tmp_path / name / "model.safetensors")
+    return ["--base", str(tmp_path / "base"), "--target", str(tmp_path / "next")]
 
 
 def processor_s(*arguments: str) -> float:
@@ -68,12 +102,7 @@ def test_help_takes_fraction_of_importing_torch() -> None:
     assert {name: taken for name, taken in times.items() if taken > limit} == {}
 
 
-def test_small_send_takes_little_more_than_importing_torch(tmp_path: Path) -> None:
-    for number, name in enumerate(("base", "next")):
-        (tmp_path / name).mkdir()
-        model = {"a.weight": torch.full((64, 64), float(number)).bfloat16()}
-        save_file(model, tmp_path / name / "model.safetensors")
-    checkpoints = ["--base", str(tmp_path / "base"), "--target", str(tmp_path / "next")]
+def test_small_send_takes_little_more_than_importing_torch(checkpoints: list[str]) -> None:
     sent = processor_s("-m", "delta_sender", *checkpoints, "--dry-run")
     assert sent < 2.5 * processor_s("-c", "import torch")
 
@@ -121,4 +150,48 @@ def test_ctrl_c_while_importing_prints_one_line(
     done = run("-c", INTERRUPTED, MODULES[name], module, *arguments)
     assert done.returncode == 130, done.stderr
     assert done.stderr.startswith(f"{name}: interrupted")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_unread_output_leaves_the_status(
+    unbuffered: str, checkpoints: list[str], tmp_path: Path
+) -> None:
+    log = str(tmp_path / "log")
+    commands = [
+        (0, "delta_sender", *checkpoints, "--log", log),
+        (0, "engine_ext.cli.log", "list", log),
+        (0, "engine_ext.cli.log", "verify", log),
+        (0, "engine_ext.cli.log", "prune", log, "--keep", "1"),
+        (1, "engine_ext.cli.log", "verify", str(tmp_path)),  # no log
+    ]
+    for status, *command in commands:
+        done = run_unread("-m", *map(str, command), unbuffered=unbuffered)
+        assert done.returncode == status, (command, done.stderr)
+        assert "Error" not in done.stderr
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_unread_help_has_no_traceback(name: str) -> None:
+    assert run_unread("-m", MODULES[name], "--help", unbuffered="").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("delta-send", ["--target", "t", "--full", "--dry-run"]),
+        ("delta-top", ["http://127.0.0.1:9"]),
+        ("delta-log", ["list", "."]),
+    ],
+)
+@pytest.mark.parametrize("package", ["httpx", "rich"])
+def test_missing_package_is_one_line(name: str, arguments: list[str], package: str) -> None:
+    module = MODULES[name].replace("delta_sender", "delta_sender.cli")
+    done = run("-c", WITHOUT, package, module, *arguments)
+    if (name, package) == ("delta-log", "httpx"):  # it needs that to ask an engine only
+        assert done.returncode == 0
+        return
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"{name}: ")
+    assert done.stderr.endswith("install this package with its extra 'sender'\n")
     assert done.stderr.count("\n") == 1

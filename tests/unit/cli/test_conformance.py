@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine_ext.cli import conformance
+from engine_ext.conformance.installed import KINDS
 from engine_ext.conformance.sending import Refused
 from engine_ext.conformance.subject import Delta, Rank
 from engine_ext.ranks.operations import GetPlan, Operation
@@ -177,7 +178,19 @@ def test_model_is_loaded_with_engine_flags(
     assert [(one["sync"], one["outcome"]) for one in found["syncs"]] == [
         ("start with delta updates", "exact"),
         ("only w", "refused"),
+        *((kind, "not run") for kind in KINDS if kind != "alone"),
     ]
+
+
+def test_a_model_on_which_nothing_is_judged_fails(
+    offline: Offline, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--only", "dense", "--markdown"]
+    assert conformance.main(["--model", str(folder), *given]) == 1
+    captured = capfd.readouterr()
+    why = "no tensor of floating-point numbers can be updated"
+    assert f"| dense | not run | 0 | {why} |" in captured.out
+    assert "no sync was judged" in captured.err
 
 
 def test_table_has_refusals_of_the_plan(

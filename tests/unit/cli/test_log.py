@@ -116,6 +116,23 @@ def test_list_tells_of_a_gap(log: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "leads on from version 2" in err
 
 
+@pytest.mark.parametrize(
+    ("size", "why"), [(None, "is missing"), (7, "has 7 bytes of")], ids=["missing", "short"]
+)
+def test_list_names_an_incomplete_part(
+    size: int | None, why: str, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = log / "weight_v000003" / "rank0_flush000.safetensors"
+    if size is None:
+        part.unlink()
+    else:
+        os.truncate(part, size)
+    assert main(["list", str(log)]) == DAMAGED
+    out, err = capsys.readouterr()
+    assert f"damaged: its rank0_flush000.safetensors {why}" in out
+    assert "leads on from version 2" in err
+
+
 def test_text_of_a_log_is_no_markup(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (log / "weight_v000003" / DONE).unlink()
     index = {"metadata": {}, "weight_map": {"w": "[/x]"}}
@@ -124,9 +141,11 @@ def test_text_of_a_log_is_no_markup(log: Path, capsys: pytest.CaptureFixture[str
     assert "names '[/x]'" in capsys.readouterr().out
 
 
-def test_an_empty_log(tmp_path: Path) -> None:
+def test_an_empty_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", str(tmp_path)]) == OK
-    assert main(["verify", str(tmp_path)]) == OK
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path)]) == DAMAGED
+    assert capsys.readouterr().out == "there are no versions\n"
     assert main(["prune", str(tmp_path), "--keep", "1"]) == OK
 
 
@@ -177,9 +196,23 @@ def test_verify_sees_versions_that_do_not_join(
     write(tmp_path, 1, [sparse("a", {1: 1})], digest_before="1" * 32, digest_after="2" * 32)
     write(tmp_path, 2, [sparse("a", {1: 2})], digest_before="2" * 32, digest_after="3" * 32)
     assert main(["verify", str(tmp_path)]) == OK
+    assert capsys.readouterr().out == "2 of 2 folder(s) are sound\n"
     write(tmp_path, 3, [sparse("a", {1: 3})], digest_before="4" * 32)
     assert main(["verify", str(tmp_path)]) == DAMAGED
     assert "weight_v000003: starts at other weights" in capsys.readouterr().out
+
+
+def test_verify_counts_versions_without_digests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, 1, [sparse("a", {1: 1})], digest_before="1" * 32, digest_after="2" * 32)
+    write(tmp_path, 2, [sparse("a", {1: 2})], digest_before="2" * 32)
+    write(tmp_path, 3, [sparse("a", {1: 3})])
+    assert main(["verify", str(tmp_path)]) == OK
+    assert capsys.readouterr().out.splitlines() == [
+        "2 version(s) have no digest: whether they join is not known",
+        "3 of 3 folder(s) are sound",
+    ]
 
 
 def test_fold(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,6 +406,8 @@ def test_a_log_in_an_object_store(store_url: str, capsys: pytest.CaptureFixture[
     [name] = [f"{found[0]}/{one}" for one in names if one.endswith("tensors")]
     log.store.put(name, b"damaged")
     capsys.readouterr()
+    assert main(["list", store_url]) == DAMAGED
+    assert "has 7 bytes of" in capsys.readouterr().out
     assert main(["verify", store_url]) == DAMAGED
     assert "weight_v000004: version 4 of the delta log is damaged" in capsys.readouterr().out
 

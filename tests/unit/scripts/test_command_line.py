@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from scripts import command_line
+from scripts.demo import __main__ as demo
 
 SLEEPS = """
 import contextlib, signal, sys, time
@@ -77,3 +79,12 @@ def test_the_help_is_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.at_least(2)("2") == 2
     with pytest.raises(argparse.ArgumentTypeError):
         command_line.at_least(2)("1")
+
+
+def test_demo_keeps_nothing_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit) as ended:
+        demo.parse_arguments(["--keep", str(file)])
+    assert ended.value.code == 2
+    assert f"--keep: {file} is no folder" in capsys.readouterr().err

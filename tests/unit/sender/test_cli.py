@@ -562,6 +562,25 @@ def test_engines_that_follow_the_log_are_told(
     assert naps
 
 
+def test_engines_are_told_though_nobody_reads(
+    base: Path,
+    target: Path,
+    tmp_path: Path,
+    serve: Callable[..., list[httpx.Request]],
+    naps: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unread(*words: object, **options: object) -> None:
+        raise BrokenPipeError
+
+    told = httpx.Response(200, json={"status": "caught_up", "version": 1})
+    requests = serve(lambda request: told, plan())
+    monkeypatch.setattr("builtins.print", unread)
+    arguments = ["--base", str(base), "--target", str(target), "--log", str(tmp_path / "log")]
+    assert cli.main([*arguments, "--notify", URL]) == 0
+    assert [request.url.path for request in requests] == ["/delta_catch_up"]
+
+
 def test_without_a_plan_the_failure_is_said(
     base: Path,
     target: Path,
