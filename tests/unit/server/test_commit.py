@@ -175,14 +175,28 @@ def test_damage_found_in_callers_pause_forbids_its_end(rig: Rig) -> None:
     assert rig.engine.events == [("pause", "keep", True)]
 
 
-@pytest.mark.parametrize("path", ["/resume", "/continue_generation"])
-def test_routes_that_resume_answer_503_while_uncertain(rig: Rig, path: str) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/resume",
+        "/continue_generation",
+        "/pause?mode=wait",
+        "/pause?wait_for_inflight_requests=true",
+    ],
+)
+def test_routes_that_generate_answer_503_while_uncertain(rig: Rig, path: str) -> None:
     """Before the engine's own route, which would answer 500."""
     assert rig.post(path).status_code == 404
     rig.fail_commit()
     assert_error(rig.post(path), 503, "EngineUncertain", "uncertain")
     assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
     assert rig.post(path).status_code == 404
+
+
+def test_pause_that_keeps_requests_is_allowed_while_uncertain(rig: Rig) -> None:
+    rig.fail_commit()
+    for path in ("/pause", "/pause?mode=keep", "/pause?mode=abort"):
+        assert rig.post(path).status_code == 404  # of the engine's own app
 
 
 @pytest.mark.parametrize("change", ["pause", "resume"])

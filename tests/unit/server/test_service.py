@@ -7,6 +7,7 @@ from itertools import permutations
 
 import pytest
 
+from delta_server import service as service_module
 from engine_ext.errors import DeltaError
 from tests.support.delta_bodies import (
     BASE,
@@ -44,6 +45,15 @@ def test_ranks_that_disagree_do_not_start(rig: Rig) -> None:
     with pytest.raises(DeltaError):
         rig.run(rig.service.start())
     assert rig.engine.events == []
+
+
+def test_start_publishes_once_replicas_agree(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another process pauses them, they answer differently whether they are paused."""
+    monkeypatch.setattr(service_module, "_START_WAIT_S", 0.01)
+    rig.engine.fails["lease"] = RuntimeError("the replicas do not agree")
+    rig.engine.weight_version = "another"
+    rig.run(rig.service.start())
+    assert rig.engine.weight_version == str(rig.status().version.number)
 
 
 def test_without_receivers_it_does_not_start(rig: Rig) -> None:
