@@ -175,8 +175,8 @@ def test_requests_of_another_process_in_flight(live: Live, mode: str) -> None:
     first, second = live.clients
     begun, over, ends = threading.Event(), threading.Event(), []
 
-    def generate() -> None:
-        body = {"model": str(live.base), "prompt": "count", "max_tokens": 200, "stream": True}
+    def generate(tokens: int) -> None:
+        body = {"model": str(live.base), "prompt": "count", "max_tokens": tokens, "stream": True}
         options = {"ignore_eos": True, "temperature": 0}
         reason = None
         while not over.is_set():
@@ -187,14 +187,16 @@ def test_requests_of_another_process_in_flight(live: Live, mode: str) -> None:
                         begun.set()
             ends.append(reason)
 
-    thread = threading.Thread(target=generate)
-    thread.start()
+    threads = [threading.Thread(target=generate, args=(tokens,)) for tokens in (130, 170, 200)]
+    for thread in threads:  # they do not all end at once
+        thread.start()
     assert begun.wait(60)
     query = {"pause_mode": mode}
     answer = first.post("/update_weights_delta", content=live.next(), headers=OCTETS, params=query)
     ended = len(ends)
     over.set()
-    thread.join(60)
+    for thread in threads:
+        thread.join(60)
     assert answer.json()["status"] == "committed", answer.text
     assert ended > 0 or mode != "wait"
     assert ("abort" in ends) == (mode == "abort")
