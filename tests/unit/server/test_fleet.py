@@ -59,6 +59,14 @@ def record(fleet: FleetRig, url: str, **more: Any) -> None:
     assert (answer.status_code, answer.json()["status"]) == (200, "recorded"), answer.text
 
 
+def record_all(fleet: FleetRig) -> None:
+    """Let every engine prepare the step, and then record that the group commits it."""
+    for url in fleet.urls:
+        prepare(fleet, url)
+    for url in fleet.urls:
+        record(fleet, url)
+
+
 def versions(fleet: FleetRig) -> list[int]:
     return [fleet.status(url).version.number for url in fleet.urls]
 
@@ -202,10 +210,7 @@ def test_unrecorded_sync_is_dropped_and_stays_aborted(fleet: FleetRig) -> None:
 
 
 def test_sync_recorded_everywhere_is_committed(fleet: FleetRig) -> None:
-    for url in fleet.urls:
-        prepare(fleet, url)
-    for url in fleet.urls:
-        record(fleet, url)
+    record_all(fleet)
     for url in fleet.urls:
         assert fleet.settle(url)
     assert versions(fleet) == [VERSION + 1] * 3
@@ -225,10 +230,7 @@ def test_sync_recorded_by_some_is_dropped(fleet: FleetRig) -> None:
 
 def test_commit_of_one_is_enough_for_others(fleet: FleetRig) -> None:
     a, b, c = fleet.urls
-    for url in fleet.urls:
-        prepare(fleet, url)
-    for url in fleet.urls:
-        record(fleet, url)
+    record_all(fleet)
     assert fleet.step(a, "commit", GROUP).json()["status"] == "committed"
     fleet.cut.add(c)
     assert fleet.settle(b)
@@ -242,10 +244,7 @@ def test_commit_that_did_not_reach_ranks_is_tried_again(
 ) -> None:
     """Its record says commit, and others have committed: dropped, the engine would stay behind."""
     a, b, c = fleet.urls
-    for url in fleet.urls:
-        prepare(fleet, url)
-    for url in fleet.urls:
-        record(fleet, url)
+    record_all(fleet)
     assert fleet.step(a, "commit", GROUP).json()["status"] == "committed"
     engine = fleet.rigs[b].engine
     if settles:
@@ -286,10 +285,7 @@ def test_unrecorded_commit_is_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
 def test_commit_that_would_conflict_again_is_dropped(fleet: FleetRig) -> None:
     """A request that holds its KV can stay for hours, and each try preempts the others."""
     a = fleet.urls[0]
-    for url in fleet.urls:
-        prepare(fleet, url)
-    for url in fleet.urls:
-        record(fleet, url)
+    record_all(fleet)
     engine = fleet.rigs[a].engine
     engine.fails["pause"] = Conflict("a request holds KV")
     assert "held" not in assert_error(fleet.step(a, "commit", GROUP), 409, "Conflict")
@@ -301,10 +297,7 @@ def test_commit_that_would_conflict_again_is_dropped(fleet: FleetRig) -> None:
 def test_commit_that_ranks_refuse_is_dropped(fleet: FleetRig, settles: bool) -> None:
     """They would refuse it again, and generation would pause each time."""
     a = fleet.urls[0]
-    for url in fleet.urls:
-        prepare(fleet, url)
-    for url in fleet.urls:
-        record(fleet, url)
+    record_all(fleet)
     engine = fleet.rigs[a].engine
     for shard in engine.shards:
         shard.breaks = shard.undoes = True
@@ -331,10 +324,7 @@ def test_refused_commit_of_a_group_keeps_none_out(fleet: FleetRig) -> None:
 
 def test_unreachable_engines_are_waited_for(fleet: FleetRig) -> None:
     a, b, c = fleet.urls
-    for url in fleet.urls:
-        prepare(fleet, url)
-    for url in fleet.urls:
-        record(fleet, url)
+    record_all(fleet)
     fleet.cut |= {b, c}
     assert not fleet.settle(a)
     assert present(fleet.prepared(a)).unreachable == [b, c]
@@ -347,10 +337,7 @@ def test_unreachable_engines_are_waited_for(fleet: FleetRig) -> None:
 
 def test_abort_comes_too_late_for_settling_engines(fleet: FleetRig) -> None:
     a, b, c = fleet.urls
-    for url in fleet.urls:
-        prepare(fleet, url)
-    for url in fleet.urls:
-        record(fleet, url)
+    record_all(fleet)
     fleet.cut.add(c)
     assert not fleet.settle(a)
     for url in (a, b):
