@@ -73,6 +73,7 @@ class SyncOperations:
             DeltaError: see `SyncState.admit`.
         """
         before = self._sync_state.sync
+        self._sync_state.share(self._ranks.all_gather(self._sync_state.doubts))
         try:
             admission = self._sync_state.admit(
                 request.part, request.now, request.at, request.nbytes
@@ -131,17 +132,20 @@ class SyncOperations:
 
     def _keep(self, part: PartId) -> ops.SyncPrepared:
         done, holds = False, self._sync_state.holds(part)
-        # A replica that has fallen asleep has dropped it: the others must not wait for its vote.
-        if not all(self._ranks.all_gather(holds)):
+        if holds:
+            self._sync_state.settle(part.part, staged=True)
+        complete = holds and self._complete()
+        # A replica that has fallen asleep has dropped it, or the parts before it: the others must
+        # not wait for its vote.
+        if set(self._ranks.all_gather((holds, complete))) != {(True, complete)}:
             raise Conflict(_DROPPED)
-        self._sync_state.settle(part.part, staged=True)
-        if self._complete():
+        if complete:
             done = self._applier.is_prepared(self._agree(self._checked))
         sync, base = self._sync_state.sync, None
         if sync is not None and sync.complete and not sync.full:
             continued = sync.continues and sync.version == self._sync_state.version
             base = None if continued else self._sync_state.delivery
-        return ops.SyncPrepared(complete=self._complete(), done=done, base=base)
+        return ops.SyncPrepared(complete=complete, done=done, base=base)
 
     def _work(self, part: PartId) -> ops.SyncPrepared:
         def staged_parts() -> tuple[Sequence[StagedPart], bool]:

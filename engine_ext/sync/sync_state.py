@@ -108,7 +108,7 @@ class SyncState:
             None.
         lost: why tensors that no sync writes are lost; None: they are not.
         mismatched: names of tensors that this rank knows to hold other bits than the syncs have
-            written, found since the last ``full`` sync. One rank that knows refuses for all.
+            written, found since the last ``full`` sync. All ranks know it when a part arrives.
         previous: the version before the last one, and what is known of it; None if there is no way
             back.
         loaded: nothing was written since the engine has started.
@@ -143,6 +143,17 @@ class SyncState:
         if self.uncertain:
             return "uncertain"
         return "mismatched" if self.mismatched else "certain"
+
+    @property
+    def doubts(self) -> tuple[bool, list[str]]:
+        """Facts that this rank might know alone: whether it is uncertain, and what is mismatched."""
+        return self.uncertain, sorted(self.mismatched)
+
+    def share(self, doubts: Iterable[tuple[bool, list[str]]]) -> None:
+        """Take the doubts of all ranks, so that all of them admit a part or none does."""
+        for uncertain, mismatched in doubts:
+            self.uncertain |= uncertain
+            self.mismatched |= set(mismatched)
 
     @property
     def delivery(self) -> Delivery:

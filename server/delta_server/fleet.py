@@ -65,13 +65,12 @@ from engine_ext.errors import (
     AdapterNotLoaded,
     CommittedNotResumed,
     Conflict,
-    DeltaError,
     GroupAborted,
     MalformedPart,
     SyncInProgress,
     as_delta_error,
 )
-from engine_ext.format import PartId, RunSender
+from engine_ext.format import PartId
 from engine_ext.log import HOLDER_PREFIX
 from engine_ext.ranks.operations import PreparedSync, StagedSync
 from engine_ext.settings import bearer_headers
@@ -80,6 +79,7 @@ from engine_ext.structs import prepare
 logger = logging.getLogger(__name__)
 
 _MOST_RECORDS: Final = 64
+_MOST_ABORTED: Final = 1024  # one that is forgotten does not keep a group from committing any more
 _ASK_S: Final = 5.0
 _AGAIN_S: Final = 1.0  # until peers that did not answer are asked again; then twice as long, ...
 _MOST_AGAIN_S: Final = 10.0
@@ -118,8 +118,18 @@ class Records(msgspec.Struct, frozen=True):
         """Return them with another record of a group; the same if it is None."""
         if record is None or self.groups.get(group) == record:
             return self
-        known = [*{**self.groups, group: record}.items()]
-        return Records(dict(known[-_MOST_RECORDS:]))
+        known = {**self.groups, group: record}
+        for aborted, most in ((True, _MOST_ABORTED), (False, _MOST_RECORDS)):
+            alike = [name for name, one in known.items() if (one.decision == "abort") == aborted]
+            for name in alike[:-most]:
+                del known[name]
+        return Records(known)
+
+    def rolled_back(self, version: int) -> Records:
+        """Return them once a version that groups have committed is undone."""
+        gone = Record(decision="abort", closed=True)
+        undone = {g: gone for g, r in self.groups.items() if r.committed and r.version == version}
+        return Records({**self.groups, **undone})
 
 
 class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,20 +241,6 @@ class FleetCommits:
         prepared = msgspec.structs.replace(staged.prepared, **facts)
         return msgspec.structs.replace(staged, prepared=prepared)
 
-    async def settle_before(self, sender: RunSender) -> None:
-        """Settle what another process's group has yet to decide, before a sender claims the engine.
-
-        That process is not waited for: it is about to be fenced. Nothing changes if engines that
-        must be asked do not answer.
-        """
-        staged = await self._staged()
-        if staged is None or staged.prepared is None:
-            return
-        owner = staged.owner
-        if owner is None or (owner.run, owner.epoch) != (sender.run, sender.epoch):
-            with contextlib.suppress(DeltaError):  # it is not held any more then
-                await self.settle()
-
     async def settle(self) -> bool:
         """Settle the held sync as if its lease had ended; return whether none is held any more.
 
@@ -271,6 +267,20 @@ class FleetCommits:
                 await self._drop(staged, group)
                 logger.warning("delta updates: group %s drops version %d", group, staged.version)
             return True
+
+    async def roll_back(self, options: Options) -> dict[str, Any]:
+        """Restore the version before the last one; see `Coordinator.roll_back`.
+
+        If a group has committed the last one, an engine that still holds it drops it.
+        """
+        version = (await self._coordinator.held()).version
+        try:
+            answer = await self._coordinator.roll_back(options)
+        except CommittedNotResumed:
+            await self._records.update(lambda known: known.rolled_back(version))
+            raise
+        await self._records.update(lambda known: known.rolled_back(version))
+        return answer
 
     # The steps -----------------------------------------------------------------------------------
 

@@ -246,7 +246,7 @@ async def delta_rollback(request: Request) -> dict[str, Any]:
     """Restore the version before the last one."""
     service = _service(request)
     service.inlet.refuse_pushes()
-    return await asyncio.shield(service.coordinator.roll_back(parse_query(request.query_params)))
+    return await asyncio.shield(service.fleet.roll_back(parse_query(request.query_params)))
 
 
 @_answering

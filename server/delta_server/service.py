@@ -7,6 +7,7 @@ that several HTTP processes can serve one engine; see `delta_server.coordinator`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -47,6 +48,7 @@ from engine_ext.errors import (
     Conflict,
     DeltaError,
     EngineUncertain,
+    SyncInProgress,
 )
 from engine_ext.format import DIGEST_ALGORITHM, Limits, signing_key
 from engine_ext.log import DeltaLog, GroupMarks, PeerStore, SharedParts, open_log
@@ -335,8 +337,12 @@ class DeltaService:
         if request.action == "release":
             released = await self.coordinator.release(sender)
             return {"status": "released" if released else "not_owner", "released": released}
-        await self.fleet.settle_before(sender)
-        claimed = await self.coordinator.claim(sender, takeover=request.takeover)
+        try:
+            claimed = await self.coordinator.claim(sender, takeover=request.takeover)
+        except SyncInProgress:  # the one who holds a sync is about to be fenced: not waited for
+            with contextlib.suppress(DeltaError):
+                await self.fleet.settle()
+            claimed = await self.coordinator.claim(sender, takeover=request.takeover)
         [status, *others] = await self.committer.status(self._engine)
         return {
             "status": "claimed",

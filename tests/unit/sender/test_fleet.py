@@ -187,6 +187,34 @@ def test_engine_is_left_out_by_quorum(fleet: FleetRig, model: Model) -> None:
         assert len({*versions(fleet)}) == 1
 
 
+def test_prepared_engines_wait_for_a_slow_evict(fleet: FleetRig, model: Model) -> None:
+    def evict(url: str, error: SyncError) -> None:
+        time.sleep(1.5)  # as long as a router that drains
+
+    options: dict[str, Any] = {"quorum": 2, "evict": evict, "timeout": 0.3, "commit_window": 0.3}
+    with sender_of(fleet, model, **options) as sender:
+        refuse(fleet, 2)
+        train(model)
+        assert len(sender.sync(model.items())) == 2
+        assert states(sender) == ["committed", "committed", "left out"]
+
+
+def test_aborted_group_says_who_did_not_record(fleet: FleetRig, model: Model) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if b'"record"' in request.read() and str(request.url).startswith(fleet.urls[1]):
+            error = {"type": "Conflict", "message": "lost", "engine_state": "unchanged"}
+            return httpx.Response(409, json={"error": error})
+        return fleet.answer(request)
+
+    with sender_of(fleet, model, answer) as sender:
+        train(model)
+        with pytest.raises(GroupAborted) as raised:
+            sender.sync(model.items())
+        texts = [str(error) for error in raised.value.failures.values()]
+        assert len(texts) == 3
+        assert all("lost" in text for text in texts), texts
+
+
 def test_evict_that_fails_keeps_all_back(fleet: FleetRig, model: Model) -> None:
     def evict(url: str, error: SyncError) -> None:
         raise RuntimeError("the router does not answer")
@@ -226,6 +254,27 @@ def test_slow_engine_is_left_out(fleet: FleetRig, model: Model) -> None:
         assert time.monotonic() - start < 5  # the window is for those that commit
         assert states(sender) == ["committed", "committed", "left out"]
         ends.set()
+        assert all_follow(sender, fleet, model)
+
+
+def test_engine_that_prepares_too_late_is_left_out(fleet: FleetRig, model: Model) -> None:
+    slow, evicted, seconds = fleet.urls[2], list[str](), [0.8]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        answered = fleet.answer(request)
+        if b'"prepare"' in request.read() and str(request.url).startswith(slow) and seconds:
+            time.sleep(seconds.pop())
+        return answered
+
+    def evict(url: str, error: SyncError) -> None:
+        evicted.append(url)
+
+    options: dict[str, Any] = {"quorum": 2, "lag_limit": 0.3, "commit_window": 10.0}
+    with sender_of(fleet, model, answer, evict=evict, **options) as sender:
+        train(model)
+        assert [*sender.sync(model.items())] == fleet.urls[:2]
+        assert states(sender) == ["committed", "committed", "left out"]
+        assert evicted == [slow]
         assert all_follow(sender, fleet, model)
 
 

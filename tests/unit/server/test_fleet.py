@@ -379,6 +379,49 @@ def test_next_sender_does_not_wait_for_the_lease(fleet: FleetRig) -> None:
     assert claim(fleet, b).status_code == 200
 
 
+@pytest.mark.parametrize("recorded", [0, 2, 3])
+def test_refused_claim_leaves_the_group_alone(fleet: FleetRig, recorded: int) -> None:
+    """A second trainer that does not take over gets an error, and the first one can continue."""
+    for url in fleet.urls:
+        prepare(fleet, url)
+    for url in fleet.urls[:recorded]:
+        record(fleet, url)
+    for url in fleet.urls:
+        assert_error(claim(fleet, url, run="other", epoch=1), 409, "RunConflict")
+    assert (held(fleet), versions(fleet)) == ([True] * 3, [VERSION] * 3)
+    for url in fleet.urls:
+        record(fleet, url)
+    for url in fleet.urls:
+        fleet.rigs[url].assert_committed(fleet.step(url, "commit", GROUP), NEXT, VERSION + 1)
+
+
+def test_rollback_of_all_others_ends_the_group(fleet: FleetRig) -> None:
+    a, *others = fleet.urls
+    record_all(fleet)
+    fleet.rigs[a].engine.fails["pause"] = RuntimeError("no")
+    assert_error(fleet.step(a, "commit", GROUP), 500, "DeltaError", held=True)
+    for url in others:
+        assert fleet.step(url, "commit", GROUP).json()["status"] == "committed"
+        assert fleet.rigs[url].post("/delta_rollback").json()["status"] == "rolled_back"
+    assert fleet.settle(a)
+    assert (held(fleet), versions(fleet)) == ([False] * 3, [VERSION] * 3)
+    for url in others:
+        assert_error(fleet.step(url, "commit", GROUP), 409, "GroupAborted")
+
+
+def test_abort_is_known_after_many_other_groups(fleet: FleetRig) -> None:
+    a, b, c = fleet.urls
+    for url in fleet.urls:
+        prepare(fleet, url)
+    record(fleet, a)  # and it is cut off from the sender before the abort comes
+    for url in (b, c):
+        assert fleet.step(url, "abort", GROUP, **SYNC).json()["status"] == "aborted"
+        for later in range(70):
+            fleet.step(url, "ask", f"later-{later}")
+    assert fleet.settle(a)
+    assert versions(fleet) == [VERSION] * 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_engine_settles_when_the_lease_ends(

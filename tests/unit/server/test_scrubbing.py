@@ -8,11 +8,22 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from delta_server import metrics, scrubbing
 from delta_server.service import DeltaService
 from engine_ext.ranks.operations import ScrubState
-from tests.support.delta_bodies import OTHER_STEP, RESYNCED, delta_part, full_part, same
+from tests.support.delta_bodies import (
+    BASE,
+    OTHER_STEP,
+    RESYNCED,
+    after,
+    delta_part,
+    full_part,
+    same,
+)
 from tests.support.endpoint_rig import COMPLETIONS, Rig, assert_error
+from tests.support.in_process_engine import RANKS
 
 
 def state(**facts: Any) -> ScrubState:
@@ -110,6 +121,20 @@ def test_findings_are_counted_and_a_failure_ends_nothing(rig: Rig) -> None:
             process.cancel()
 
     rig.run(scenario())
+
+
+@pytest.mark.parametrize("knows", range(RANKS))
+def test_what_one_rank_knows_all_ranks_refuse(rig: Rig, knows: int) -> None:
+    """The full sync that is sent again heals then, although the others hold its version."""
+    weights = after(BASE, OTHER_STEP)
+    rig.assert_committed(rig.send(full_part(weights, 8)), weights, 8)
+    put(rig, *(scrubber(None, *["norm.weight"] * (rank == knows)) for rank in range(RANKS)))
+    assert rig.status().health.state == "mismatched"
+    put(rig, *(scrubber() for _ in range(RANKS)))
+    refused = rig.send(delta_part(OTHER_STEP, 9, base_version=8))
+    assert_error(refused, 409, "BaseMismatch")
+    rig.assert_committed(rig.send(full_part(weights, 8)), weights, 8)
+    assert rig.status().health.state == "certain"
 
 
 def test_a_part_that_is_kept_does_not_disturb_scrubbing(rig: Rig) -> None:

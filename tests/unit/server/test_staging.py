@@ -103,20 +103,22 @@ def test_a_rank_that_cannot_prepare_drops_the_sync(
     rig.assert_untouched()
 
 
-def test_all_ranks_forget_part_that_one_refuses_to_begin(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One replica can be in another state; the part that the others have begun would stay."""
-    receiver = rig.engine.receivers[1]
-    begin = receiver.begin
+def test_ranks_with_different_parts_drop_the_sync(rig: Rig) -> None:
+    """A replica that has slept lacks the part before: no rank waits for its vote."""
+    parts = [delta_part(part=number, num_parts=2, sync_id="s") for number in (0, 1)]
+    assert rig.send(parts[0]).json()["status"] == "staged"
+    rig.engine.receivers[1].weights_released()
+    rig.engine.receivers[1].set_asleep(False)
+    assert_error(rig.send(parts[1]), 409, "Conflict")
+    assert rig.status().staged is None
 
-    def refuse(request: Any) -> Any:
-        raise NotUpdatable("not here")
 
-    monkeypatch.setattr(receiver, "begin", refuse)
-    assert_error(rig.send(delta_part()), 422, "NotUpdatable")
-    assert rig.engine.receivers[0]._staging.get(0) is None
-    monkeypatch.setattr(receiver, "begin", begin)
+def test_all_ranks_forget_part_that_one_refuses_to_begin(rig: Rig) -> None:
+    """One replica can be asleep; the part that the others have begun would stay."""
+    rig.engine.receivers[1].weights_released()
+    assert_error(rig.send(delta_part()), 409, "WeightsAsleep")
+    assert rig.status().staged is None
+    rig.engine.receivers[1].set_asleep(False)
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)
 
 
@@ -268,16 +270,16 @@ def test_a_file_that_is_not_begun_and_the_others_are_forgotten(
     disk_rig: Rig, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(root)
-    receiver = disk_rig.engine.receivers[1]
-    begin = receiver.begin
+    receiver, call = disk_rig.engine.receivers[1], disk_rig.engine.call
 
-    def refuse(request: Any) -> Any:
-        if request.part.part == 2:
-            raise NotUpdatable("not here")
-        return begin(request)
+    async def asleep_from_the_last(request: Operation[Any]) -> Any:
+        if isinstance(request, BeginPart) and request.part.part == 2:
+            receiver.set_asleep(True)
+        return await call(request)
 
-    monkeypatch.setattr(receiver, "begin", refuse)
-    assert_error(disk_rig.disk(root), 422, "NotUpdatable")
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_rig.engine, "call", asleep_from_the_last)
+        assert_error(disk_rig.disk(root), 409, "WeightsAsleep")
     assert disk_rig.status().staged is None
-    monkeypatch.setattr(receiver, "begin", begin)
+    receiver.set_asleep(False)
     disk_rig.assert_committed(disk_rig.disk(root), after(fresh_weights(), *THREE), 8)

@@ -106,7 +106,7 @@ class FleetRound:
         self._lease = patience + 2 * self._window
         self._phase: _Phase = "prepare"
         self._changed = Condition()
-        self._unwritten: Exception | None = None  # why the delta log lacks the version
+        self._why_aborted: str | None = None  # an engine that aborts is not "failed" any more
         self.is_committed: bool | None = None
 
     # The sessions' threads -----------------------------------------------------------------------
@@ -165,13 +165,18 @@ class FleetRound:
                 abort.settle(destination)
                 note(None)
             raise SyncError(f"too late for its group: {self._why()}", 409, dict(ABORTED))
+        prepared = {**fields, "lease": self._lease}
         try:
-            destination.take_step("prepare", {**fields, "lease": self._lease})
+            destination.take_step("prepare", prepared)
         except SyncError as failed:
             if not failed.error.get("engine_state"):  # it might hold the sync
                 note(Unsettled("abort", fields))
             raise
-        if self._enter(member) == "record":
+        self._move(member, "prepared")
+        while not self._is_in("record", "commit", "abort", most=self._window):
+            with contextlib.suppress(SyncError):  # the next step finds out
+                destination.take_step("prepare", prepared)
+        if self._is_recorded_by(member):
             with self._changed:
                 peers = [d.name for d, url in self._urls.items() if self._members[url].takes_part]
             recorded = {**fields, "peers": peers, "lease": 2 * self._window}
@@ -181,10 +186,11 @@ class FleetRound:
                 self._move(member, "failed", failed)
             else:
                 self._move(member, "recorded")
-                while not self._is_decided(self._window):  # a write to the log can take long
-                    with contextlib.suppress(SyncError):  # the next step finds out
+                # A write to the log can take long.
+                while not self._is_in("commit", "abort", most=self._window):
+                    with contextlib.suppress(SyncError):
                         destination.take_step("record", recorded)
-        self._is_decided()
+        self._is_in("commit", "abort")
         with self._changed:
             commits = self._phase == "commit" and member.takes_part
         action: Literal["commit", "abort"] = "commit" if commits else "abort"
@@ -208,10 +214,15 @@ class FleetRound:
         self._move(member, "committed")
         return answer
 
-    def _is_decided(self, most: float | None = None) -> bool:
-        """Return whether it is decided if they commit; wait for it, at most some seconds."""
+    def _is_in(self, *phases: _Phase, most: float | None = None) -> bool:
+        """Return whether the round is in one of some phases; wait for it, at most some seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._phase in ("commit", "abort"), most)
+            return self._changed.wait_for(lambda: self._phase in phases, most)
+
+    def _is_recorded_by(self, member: _Member) -> bool:
+        """Return whether a destination that has prepared is to record what the group decides."""
+        with self._changed:
+            return self._phase == "record" and member.takes_part
 
     @staticmethod
     def _take_step(
@@ -225,17 +236,10 @@ class FleetRound:
                 raise
             return destination.take_step(action, fields)
 
-    def _enter(self, member: _Member) -> _Phase:
-        """Note that a destination has prepared; return what follows when the others have, too."""
-        with self._changed:
-            member.state, member.has_prepared = "prepared", True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._phase != "prepare")
-            return self._phase if member.takes_part else "abort"
-
     def _move(self, member: _Member, state: Any, error: SyncError | None = None) -> None:
         with self._changed:
             member.state, member.error = state, error
+            member.has_prepared |= state == "prepared"
             self._changed.notify_all()
 
     def _member(self, destination: Destination) -> _Member:
@@ -243,8 +247,8 @@ class FleetRound:
 
     def _why(self) -> str:
         """Return why the group does not commit, or not with a late engine."""
-        if self._unwritten is not None:
-            return str(self._unwritten)
+        if self._why_aborted is not None:
+            return self._why_aborted
         failed = [(url, m.error) for url, m in self._members.items() if m.state == "failed"]
         reasons = [f"{url}: {error}" for url, error in failed]
         if reasons:
@@ -284,7 +288,7 @@ class FleetRound:
             try:
                 write()
             except (SyncError, OSError) as error:
-                self._unwritten = error
+                self._why_aborted = str(error)
                 have_recorded = False
         return self.decide(commits=have_recorded)
 
@@ -293,6 +297,8 @@ class FleetRound:
         with self._changed:
             if self.is_committed is None:
                 self.is_committed = commits
+                if not commits:
+                    self._why_aborted = self._why()
                 self._phase = "commit" if commits else "abort"
                 self._changed.notify_all()
             return self.is_committed
@@ -303,14 +309,14 @@ class FleetRound:
             return {url: self._outcome(one) for url, one in self._members.items()}
 
     def _outcome(self, member: _Member) -> FleetOutcome:
+        error = member.error or SyncError(_LATE)
+        if self.is_committed and not member.takes_part and member.state != "committed":
+            return FleetOutcome("left out", error)
         if member.state in ("committed", "aborted"):
             return FleetOutcome(member.state, None)
-        error = member.error or SyncError(_LATE)
         if member.has_prepared:
             has_failed = bool(self.is_committed and error.error.get("engine_state"))
             return FleetOutcome("failed" if has_failed else "prepared", error)
-        if self.is_committed:
-            return FleetOutcome("left out", error)
         is_cut_short = error.error.get("type") == "GroupAborted"
         return FleetOutcome("aborted", None) if is_cut_short else FleetOutcome("refused", error)
 
