@@ -146,7 +146,7 @@ class SyncState:
 
     @property
     def doubts(self) -> tuple[bool, list[str]]:
-        """Facts that this rank might know alone: whether it is uncertain, and what is mismatched."""
+        """Facts that this rank might know alone: that it is uncertain, and what is mismatched."""
         return self.uncertain, sorted(self.mismatched)
 
     def share(self, doubts: Iterable[tuple[bool, list[str]]]) -> None:
