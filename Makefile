@@ -133,7 +133,7 @@ lint: setup ## ruff, import contracts, private attributes in tests, words, mypy
 	@echo "lint: import contracts"
 	@PYTHONPATH=.:server:trainer $(BIN)/lint-imports --no-logo
 	@echo "lint: private attributes in tests"
-	@$(BIN)/python -m scripts.count_road --check
+	@$(BIN)/python -m scripts.check_private_uses
 	@echo "lint: words"
 	@$(BIN)/python -m scripts.check_words
 	@echo "lint: mypy"

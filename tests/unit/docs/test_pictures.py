@@ -8,18 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts import draw_pictures
+from scripts import inline_pictures
 from scripts.doc_tables.__main__ import DOCS, README
 
 SVG = "{http://www.w3.org/2000/svg}"
-PICTURES = draw_pictures.PICTURES
-
-
-@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
-def test_the_file_is_current(picture: draw_pictures.Picture) -> None:
-    """Run ``python -m scripts.draw_pictures`` if this fails."""
-    file = DOCS / "pictures" / f"{picture.name}.svg"
-    assert file.read_text() == draw_pictures.svg(picture)
 
 
 @pytest.mark.parametrize("file", sorted((DOCS / "pictures").iterdir()), ids=lambda file: file.name)
@@ -35,42 +27,17 @@ def test_a_picture_has_text_and_both_schemes(file: Path) -> None:
     assert "url(" not in style
 
 
-@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
-def test_boxes_are_inside_and_do_not_overlap(picture: draw_pictures.Picture) -> None:
-    placed: list[draw_pictures.Box | draw_pictures.Grid] = [*picture.boxes, *picture.grids]
-    edges = [
-        (one.x - one.width // 2, one.y, one.x + one.width // 2, one.y + one.height)
-        for one in placed
-    ]
-    for left, top, right, bottom in edges:
-        assert left >= 0
-        assert top >= 0
-        assert right <= picture.width
-        assert bottom <= picture.height
-    for number, (left, top, right, bottom) in enumerate(edges):
-        for other in edges[:number]:
-            apart = left >= other[2] or right <= other[0] or top >= other[3] or bottom <= other[1]
-            assert apart, placed[number].name
-
-
 def test_the_tensor_has_each_changed_element_on_one_rank() -> None:
-    [tensor] = [one for one in PICTURES if one.name == "tensor"]
-    ranks = [grid for grid in tensor.grids if grid.name.startswith("rank")]
-    checkpoint = [grid for grid in tensor.grids if grid not in ranks]
-    changed = [
-        [(one.kind, *at) for one in side for at in one.changed] for side in (checkpoint, ranks)
-    ]
-    assert sorted(changed[0]) == sorted(changed[1])
-    assert len(changed[0]) == 3
-    assert sum(one.rows for one in checkpoint) == sum(one.rows for one in ranks)
+    """Three elements of the checkpoint, and the same three on the ranks."""
+    assert (DOCS / "pictures" / "tensor.svg").read_text().count('<rect class="m"') == 6
 
 
 def test_the_site_has_the_drawing_in_the_page() -> None:
     page = '<p><img alt="One sync" src="pictures/sync.svg" /></p>'
-    html = draw_pictures.on_page_content(page)
+    html = inline_pictures.on_page_content(page)
     assert "<img" not in html
     assert ">commit</text>" in html
-    assert draw_pictures.on_page_content('<img src="dashboard.png" />') == (
+    assert inline_pictures.on_page_content('<img src="dashboard.png" />') == (
         '<img src="dashboard.png" />'
     )
 

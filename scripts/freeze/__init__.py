@@ -1,1 +1,0 @@
-"""Record what a redesign must not change: staged writes and posted bodies."""
