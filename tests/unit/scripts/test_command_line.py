@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -63,22 +62,6 @@ def test_only_expected_failures_are_shown_in_one_line(
     with pytest.raises(ValueError, match="too small"):
         command_line.run(program, (KeyError,), "")
     assert command_line.run(lambda: 3, (), "") == 3
-
-
-def test_the_help_is_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = command_line.make_parser("scripts.demo", "First line.\n\ncolumns:\n  a  b\n", "Last.")
-    parser.add_argument("--steps", type=command_line.at_least(2))
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--help"])
-    shown = capsys.readouterr().out
-    assert shown.startswith("usage: python -m scripts.demo ")
-    assert "columns:\n  a  b\n" in shown
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--steps", "1"])
-    assert "must be at least 2" in capsys.readouterr().err
-    assert command_line.at_least(2)("2") == 2
-    with pytest.raises(argparse.ArgumentTypeError):
-        command_line.at_least(2)("1")
 
 
 def test_demo_keeps_nothing_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
-from scripts.fleet_soak import __main__ as fleet_soak
 from scripts.fleet_soak.answers import (
     Answer,
     Tokens,
@@ -21,10 +19,6 @@ from scripts.fleet_soak.answers import (
     unknown_versions,
 )
 from scripts.fleet_soak.coordinator import Kill, Killing
-from scripts.fleet_soak.plan import FAULTS, by_turns, schedule
-from scripts.fleet_soak.reference import weights
-from scripts.fleet_soak.router import config
-from scripts.live_engine.tiny_models import digest
 
 
 def answer(**facts: Any) -> Answer:
@@ -109,42 +103,3 @@ def test_kills_at_its_step(kill: dict[str, Any], last: str) -> None:
             if step == last:
                 break
     assert process.wait(timeout=10) == -signal.SIGKILL
-
-
-def test_steps_are_weights_of_their_number() -> None:
-    base = {
-        "lm_head.weight": torch.zeros(8, 4, dtype=torch.bfloat16),
-        "norm.weight": torch.ones(64, dtype=torch.bfloat16),
-    }
-    digests = [digest(weights(base, step)) for step in (0, 1, 2, 1)]
-    assert digests[1] == digests[3]
-    assert len({*digests}) == 3
-    assert digests[0] == digest(base)
-
-
-def test_every_engine_is_hit_in_turn() -> None:
-    due = schedule(200, 4)
-    assert [one.fault for one in due] == list(FAULTS)
-    hit = [one.victim for one in due if one.fault.hits_engine]
-    assert hit == [0, 1, 2, 3, 0, 1, 2]
-    assert [one.commits for one in due] == list(range(5, 55, 5))
-    assert {one.commits for one in schedule(10, 2)} == {0}
-
-
-def test_engines_of_each_kind_take_turns() -> None:
-    assert by_turns([("vllm", 2), ("sglang", 1)]) == [
-        ("vllm", "vllm 0"), ("sglang", "sglang 0"), ("vllm", "vllm 1"),
-    ]  # fmt: skip
-
-
-def test_router_without_engines_answers_503() -> None:
-    assert "return 503;" in config([], 80, "root")
-    routed = config([81, 82], 80, "root")
-    assert "server 127.0.0.1:81 max_fails=0; server 127.0.0.1:82 max_fails=0;" in routed
-    assert "return 503;" not in routed
-
-
-def test_a_fleet_has_two_engines(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        fleet_soak.parse_arguments(["--vllm", "1", "--sglang", "0"])
-    assert "a fleet has two engines or more" in capsys.readouterr().err

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.doc_tables import survey as doc_table
 from scripts.survey import __main__ as program
 from scripts.survey import results
 from scripts.survey.architectures import ARCHITECTURES
-from scripts.survey.planning import read
-from scripts.survey.processes import Ended
 from scripts.survey.results import Result
 
 LLAMA, MAMBA = "LlamaForCausalLM", "MambaForCausalLM"
-
-
-def test_a_process_without_a_result(tmp_path: Path) -> None:
-    assert read(Ended(LLAMA, tmp_path, None)).failure == "it takes too long"
-    assert read(Ended(LLAMA, tmp_path, -9)).failure == "its process ended with -9"
-    (tmp_path / "result.json").write_text(json.dumps({"name": LLAMA, "counts": {"exact": 3}}))
-    assert read(Ended(LLAMA, tmp_path, 0)) == Result(LLAMA, counts={"exact": 3})
 
 
 def row(name: str, status: str, reason: str = "") -> dict[str, Any]:
@@ -53,17 +41,6 @@ def test_a_tied_tensor_counts_once() -> None:
     assert results.from_plan(LLAMA, "", [*ROWS, tied]) == results.from_plan(LLAMA, "", ROWS)
 
 
-def accept(monkeypatch: pytest.MonkeyPatch, name: str, accepted: dict[str, str]) -> None:
-    one = dataclasses.replace(ARCHITECTURES[name], accepted=accepted)
-    monkeypatch.setitem(ARCHITECTURES, name, one)
-
-
-def test_a_reason_is_accepted_for_a_pattern_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = results.from_plan(LLAMA, "", [*ROWS, REFUSED, row("x", "uncertified", "other")])
-    accept(monkeypatch, LLAMA, {"layers.*.bias": "there is no way"})
-    assert found.unexplained == {"x": "other"}
-
-
 def test_a_cpu_decides_only_what_is_rebuilt() -> None:
     one = results.from_plan(LLAMA, "", ROWS)
     two = results.from_plan(LLAMA, "", [row("a", "rebuilt"), *ROWS[1:]])
@@ -71,36 +48,6 @@ def test_a_cpu_decides_only_what_is_rebuilt() -> None:
     assert one != two
     assert one.signature == two.signature != three.signature
     assert Result(LLAMA, failure="a").signature == Result(LLAMA, failure="b").signature
-
-
-def test_results_of_some_replace_only_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(results, "STORED", tmp_path / "results.json")
-    old = [Result(LLAMA, counts={"exact": 1}), Result(MAMBA, failure="no")]
-    results.store(reversed(old))
-    assert results.stored() == old
-    results.store([Result(MAMBA, "Mamba", {"rebuilt": 2})])
-    assert results.stored() == [old[0], Result(MAMBA, "Mamba", {"rebuilt": 2})]
-    fewer = {name: one for name, one in ARCHITECTURES.items() if name != MAMBA}
-    monkeypatch.setattr(results, "ARCHITECTURES", fewer)
-    results.store([])
-    assert results.stored() == old[:1]
-
-
-def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    accept(monkeypatch, LLAMA, {"layers.*.bias": "there is no way"})
-    found = [
-        results.from_plan(LLAMA, "Other", [*ROWS, REFUSED, row("x", "uncertified", "moved")]),
-        Result(MAMBA, failure="NotImplementedError: a | b"),
-    ]
-    assert doc_table.markdown(found).splitlines() == [
-        "| architecture | tensors | exact | cast | rebuilt | ignored | refused | remarks |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| `LlamaForCausalLM` (`Other`) | 6 | 1 | 1 | 1 | 1 | 2 | `layers.*.bias` is refused: "
-        "there is no way; `x` is refused: moved; vLLM's loader drops `d` |",
-        r"| `MambaForCausalLM` |  |  |  |  |  |  | not loaded: `NotImplementedError: a \| b` |",
-    ]
 
 
 def test_stored_results_cover_and_explain_all_architectures() -> None:
@@ -151,36 +98,3 @@ def test_a_refused_tensor_is_told_by_the_exit_status(
     assert shown.endswith(
         "2 of 2 architectures loaded: 9 tensors: 2 exact, 2 cast, 2 rebuilt, 2 ignored, 1 refused\n"
     )
-
-
-def test_json_is_alone_on_standard_output(
-    planned: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert program.main(["--json"]) == 1
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)
-    assert [result["name"] for result in found] == list(ARCHITECTURES)
-    assert "architectures loaded" in captured.err
-
-
-def test_store(planned: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "STORED", tmp_path / "results.json")
-    assert program.main(["--only", LLAMA, "--store"]) == 0
-    assert [result.name for result in results.stored()] == [LLAMA]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--only", "Unknown"], ["--jobs", "0"], ["--store", "--quantization", "fp8"]],
-)
-def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        program.main(arguments)
-    assert stopped.value.code == 2
-    assert "usage: python -m scripts.survey" in capsys.readouterr().err
-
-
-def test_a_folder_that_is_not_empty_is_not_kept(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit):
-        program.main(["--keep", str(tmp_path)])
