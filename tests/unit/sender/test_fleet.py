@@ -1,4 +1,4 @@
-"""`MultiSender` with ``commit="all_or_none"`` against the engines' own endpoints."""
+"""Senders with ``commit="all_or_none"`` against the engines' own endpoints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender import GroupAborted, MultiSender, PartialSyncError, SyncError
+from delta_sender import (
+    GroupAborted,
+    MultiSender,
+    PartialSyncError,
+    RankError,
+    ShardedSender,
+    SyncError,
+)
 from engine_ext.errors import NotUpdatable, SaltUnavailable
 from engine_ext.log import Draft, open_log
 from engine_ext.log.folder_store import FolderDraft
@@ -23,6 +31,7 @@ from tests.support.delta_bodies import SHAPES, VERSION, fresh_weights
 from tests.support.endpoint_rig import DELTA
 from tests.support.fake_engine import Model, bits, train
 from tests.support.fleet_rig import COMMIT, FleetRig, posts
+from tests.unit.sender.sharded.test_one_rank import whole
 
 pytestmark = pytest.mark.slow
 
@@ -55,17 +64,52 @@ def copied(model: Model) -> Model:
     return {name: tensor.clone() for name, tensor in model.items()}
 
 
+OPTIONS: dict[str, Any] = {"commit": "all_or_none", "commit_window": 5.0, "timeout": 5.0}
+
+
+def client_of(fleet: FleetRig, answer: Answer | None) -> httpx.Client:
+    return httpx.Client(transport=httpx.MockTransport(answer or fleet.answer))
+
+
 def sender_of(fleet: FleetRig, base: Model, answer: Answer | None = None, **options: Any) -> Any:
-    transport = httpx.MockTransport(answer or fleet.answer)
-    given = {"commit": "all_or_none", "commit_window": 5.0, "timeout": 5.0, **options}
-    return MultiSender(fleet.urls, base.items(), client=httpx.Client(transport=transport), **given)
+    given = {**OPTIONS, "client": client_of(fleet, answer), **options}
+    return MultiSender(fleet.urls, base.items(), **given)
+
+
+def one_rank(fleet: FleetRig, base: Model, answer: Answer | None = None, **options: Any) -> Any:
+    given = {**OPTIONS, "client": client_of(fleet, answer), **options}
+    return ShardedSender(fleet.urls, whole(base), **given)
+
+
+def sync_rank(sender: Any, model: Model) -> Any:
+    sender.sync(whole(model))
+    return sender.reports
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A sender to several engines: how it is opened, and syncs; it returns reports by url."""
+
+    opened: Callable[..., Any]
+    sync: Callable[[Any, Model], Any]
+
+
+KINDS = {
+    "MultiSender": Kind(sender_of, lambda sender, model: sender.sync(model.items())),
+    "ShardedSender": Kind(one_rank, sync_rank),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
 
 
 def versions(fleet: FleetRig) -> list[int]:
     return [fleet.status(url).version.number for url in fleet.urls]
 
 
-def states(sender: MultiSender) -> list[str]:
+def states(sender: Any) -> list[str]:
     return [one.state for one in sender.outcomes.values()]
 
 
@@ -83,34 +127,36 @@ def refuse(fleet: FleetRig, number: int, *, refuses: bool = True) -> None:
     shard.refuses = {name: NotUpdatable("no") for name in SHAPES} if refuses else {}
 
 
-def test_all_engines_commit(fleet: FleetRig, model: Model) -> None:
-    with sender_of(fleet, model) as sender:
+def test_all_engines_commit(kind: Kind, fleet: FleetRig, model: Model) -> None:
+    with kind.opened(fleet, model) as sender:
         for step in range(3):
             train(model, step)
-            reports = sender.sync(model.items())
+            reports = kind.sync(sender, model)
             assert [r.version for r in reports.values()] == [VERSION + step + 1] * 3
+            assert not any(r.full for r in reports.values())
             assert {r.status for r in reports.values()} == {"committed"}
             assert states(sender) == ["committed"] * 3
             assert hold(fleet, model) == [True] * 3
 
 
-def test_engine_that_refuses_keeps_all_back(fleet: FleetRig, model: Model) -> None:
+def test_engine_that_refuses_keeps_all_back(kind: Kind, fleet: FleetRig, model: Model) -> None:
     before = copied(model)
-    with sender_of(fleet, model) as sender:
+    with kind.opened(fleet, model) as sender:
         refuse(fleet, 1)
         train(model)
         with pytest.raises(GroupAborted) as raised:
-            sender.sync(model.items())
+            kind.sync(sender, model)
         assert raised.value.reports == {}
         assert {*raised.value.failures} == {*fleet.urls}
         assert states(sender) == ["aborted", "refused", "aborted"]
+        assert getattr(sender, "reports", {}) == {}
         assert versions(fleet) == [VERSION] * 3
         assert hold(fleet, before) == [True] * 3
         assert all(
             fleet.status(url).staged is None or not fleet.prepared(url) for url in fleet.urls
         )
         refuse(fleet, 1, refuses=False)
-        reports = sender.sync(model.items())
+        reports = kind.sync(sender, model)
         # The number of what was prepared names nothing else.
         assert {r.version for r in reports.values()} == {VERSION + 2}
         assert hold(fleet, model) == [True] * 3
@@ -166,25 +212,26 @@ def test_commit_that_failed_once_is_taken_again(fleet: FleetRig, model: Model) -
         assert hold(fleet, model) == [True] * 3
 
 
-def test_engine_is_left_out_by_quorum(fleet: FleetRig, model: Model) -> None:
+def test_engine_is_left_out_by_quorum(kind: Kind, fleet: FleetRig, model: Model) -> None:
     evicted: list[tuple[str, list[int]]] = []
 
     def evict(url: str, error: SyncError) -> None:
         assert "no" in str(error)
         evicted.append((url, versions(fleet)))
 
-    with sender_of(fleet, model, quorum=2, evict=evict) as sender:
-        refuse(fleet, 2)
+    with kind.opened(fleet, model, quorum=2, evict=evict) as sender:
+        refuse(fleet, 0)
         train(model)
-        reports = sender.sync(model.items())
-        assert [*reports] == fleet.urls[:2]
-        assert states(sender) == ["committed", "committed", "left out"]
-        assert evicted == [(fleet.urls[2], [VERSION] * 3)]  # before any has committed
-        refuse(fleet, 2, refuses=False)
+        reports = kind.sync(sender, model)
+        assert [*reports] == fleet.urls[1:]
+        assert states(sender) == ["left out", "committed", "committed"]
+        assert evicted == [(fleet.urls[0], [VERSION] * 3)]  # before any has committed
+        refuse(fleet, 0, refuses=False)
         train(model, 1)
-        assert len(sender.sync(model.items())) == 3
+        reports = kind.sync(sender, model)
+        assert [report.full for report in reports.values()] == [False] * 3
         assert hold(fleet, model) == [True] * 3
-        assert len({*versions(fleet)}) == 1
+        assert {*versions(fleet)} == {*sender.versions.values()} == {VERSION + 2}
 
 
 def test_prepared_engines_wait_for_a_slow_evict(fleet: FleetRig, model: Model) -> None:
@@ -215,19 +262,19 @@ def test_aborted_group_says_who_did_not_record(fleet: FleetRig, model: Model) ->
         assert all("lost" in text for text in texts), texts
 
 
-def test_evict_that_fails_keeps_all_back(fleet: FleetRig, model: Model) -> None:
+def test_evict_that_fails_keeps_all_back(kind: Kind, fleet: FleetRig, model: Model) -> None:
     def evict(url: str, error: SyncError) -> None:
         raise RuntimeError("the router does not answer")
 
-    with sender_of(fleet, model, quorum=2, evict=evict) as sender:
+    with kind.opened(fleet, model, quorum=2, evict=evict) as sender:
         refuse(fleet, 2)
         train(model)
-        with pytest.raises(RuntimeError, match="router"):
-            sender.sync(model.items())
+        with pytest.raises((RuntimeError, RankError), match="router"):
+            kind.sync(sender, model)
         assert versions(fleet) == [VERSION] * 3
         assert all(fleet.prepared(url) is None for url in fleet.urls)
         refuse(fleet, 2, refuses=False)
-        assert len(sender.sync(model.items())) == 3
+        assert len(kind.sync(sender, model)) == 3
         assert hold(fleet, model) == [True] * 3
 
 
@@ -299,7 +346,7 @@ def test_engines_that_are_all_late_are_no_success(fleet: FleetRig, model: Model)
         assert all_follow(sender, fleet, model)
 
 
-def test_engine_lost_after_the_decision(fleet: FleetRig, model: Model) -> None:
+def test_engine_lost_after_the_decision(kind: Kind, fleet: FleetRig, model: Model) -> None:
     """The others commit; it starts again below them, and the next sync brings it there."""
     lost, evicted = fleet.urls[1], list[str]()
 
@@ -309,18 +356,18 @@ def test_engine_lost_after_the_decision(fleet: FleetRig, model: Model) -> None:
             fleet.start(lost)
         return fleet.answer(request)
 
-    sender = sender_of(fleet, model, answer, evict=lambda url, error: evicted.append(url))
+    sender = kind.opened(fleet, model, answer, evict=lambda url, error: evicted.append(url))
     with sender:
         train(model)
         with pytest.raises(PartialSyncError) as raised:
-            sender.sync(model.items())
+            kind.sync(sender, model)
         assert not isinstance(raised.value, GroupAborted)
         assert {*raised.value.reports} == {fleet.urls[0], fleet.urls[2]}
         assert states(sender) == ["committed", "failed", "committed"]
         assert evicted == [lost]
         assert versions(fleet) == [VERSION + 1, VERSION, VERSION + 1]
         train(model, 1)
-        assert len(sender.sync(model.items())) == 3
+        assert len(kind.sync(sender, model)) == 3
         assert hold(fleet, model) == [True] * 3
 
 
@@ -331,7 +378,7 @@ class Dead(Exception):
 @pytest.mark.parametrize("is_delivered", [False, True])
 @pytest.mark.parametrize("number", range(9))
 def test_trainer_dies_at_any_step(
-    fleet: FleetRig, model: Model, number: int, is_delivered: bool
+    kind: Kind, fleet: FleetRig, model: Model, number: int, is_delivered: bool
 ) -> None:
     """All engines end alike, and the next trainer brings all to one version."""
     before, steps, lock, is_dead = copied(model), 0, threading.Lock(), threading.Event()
@@ -351,10 +398,10 @@ def test_trainer_dies_at_any_step(
                 raise Dead
         return fleet.answer(request)
 
-    dead = sender_of(fleet, model, answer, commit_window=0.2)
+    dead = kind.opened(fleet, model, answer, commit_window=0.2)
     train(model)
     with pytest.raises((SyncError, Dead)):
-        dead.sync(model.items())
+        kind.sync(dead, model)
     assert is_dead.is_set()
     assert all(fleet.settle(url) for url in fleet.urls)
     assert len({*versions(fleet)}) == 1
@@ -363,9 +410,9 @@ def test_trainer_dies_at_any_step(
     if number < 3 or number > 5:  # the records are on their way at once
         assert commits == (number > 5)
     held = model if commits else before
-    with sender_of(fleet, held, takeover=True) as sender:
+    with kind.opened(fleet, held, takeover=True) as sender:
         train(model, 1)
-        reports = sender.sync(model.items())
+        reports = kind.sync(sender, model)
         assert len(reports) == 3
         assert hold(fleet, model) == [True] * 3
 
@@ -497,7 +544,7 @@ def out_of_space(draft: Draft, key: str | None = None) -> Path:
 
 @pytest.mark.parametrize("number", range(9))
 def test_step_without_answer_is_taken_again(
-    fleet: FleetRig, model: Model, number: int, naps: list[float]
+    kind: Kind, fleet: FleetRig, model: Model, number: int, naps: list[float]
 ) -> None:
     steps, lock = 0, threading.Lock()
 
@@ -512,9 +559,9 @@ def test_step_without_answer_is_taken_again(
                 raise httpx.ReadTimeout("late", request=request)
         return given
 
-    with sender_of(fleet, model, answer) as sender:
+    with kind.opened(fleet, model, answer) as sender:
         train(model)
-        assert len(sender.sync(model.items())) == 3
+        assert len(kind.sync(sender, model)) == 3
         assert states(sender) == ["committed"] * 3
         assert hold(fleet, model) == [True] * 3
 

@@ -1,4 +1,4 @@
-"""Ranks that send their shards to engines which commit as one."""
+"""Ranks that send their shards to engines which commit as one; `test_fleet` has one rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,6 @@ import httpx
 import pytest
 
 from delta_sender import (
-    GroupAborted,
-    PartialSyncError,
     RankError,
     Shard,
     ShardedSender,
@@ -26,15 +24,15 @@ from delta_sender.publish.http_client import EngineClient
 from tests.support.delta_bodies import VERSION
 from tests.support.endpoint_rig import DELTA
 from tests.support.fake_engine import Model, train
-from tests.support.fleet_rig import COMMIT, FleetRig
+from tests.support.fleet_rig import FleetRig
 from tests.support.gloo_ranks import run_ranks
 from tests.support.sharded_trainers import served
 from tests.unit.sender.sharded.test_one_rank import whole
-from tests.unit.sender.test_fleet import Dead, copied, fresh_model, hold, refuse, versions
+from tests.unit.sender.test_fleet import fresh_model, hold, refuse, states, versions
+from tests.unit.sender.test_fleet import one_rank as sender_of
 
 pytestmark = pytest.mark.slow
 
-Answer = Callable[[httpx.Request], httpx.Response]
 RANKS = 2
 REFUSE = "/refuse"
 
@@ -49,107 +47,6 @@ def fleet(tmp_path: Path) -> Iterator[FleetRig]:
 @pytest.fixture
 def model() -> Model:
     return fresh_model()
-
-
-def sender_of(fleet: FleetRig, base: Model, answer: Answer | None = None, **options: Any) -> Any:
-    client = httpx.Client(transport=httpx.MockTransport(answer or fleet.answer))
-    given = {"commit": "all_or_none", "commit_window": 5.0, "timeout": 5.0, **options}
-    return ShardedSender(fleet.urls, whole(base), client=client, **given)
-
-
-def states(sender: ShardedSender) -> list[str]:
-    return [one.state for one in sender.outcomes.values()]
-
-
-def test_all_engines_commit_what_a_rank_sends(fleet: FleetRig, model: Model) -> None:
-    with sender_of(fleet, model) as sender:
-        for step in range(3):
-            train(model, step)
-            report = sender.sync(whole(model))
-            assert [*sender.reports] == fleet.urls
-            assert {r.version for r in sender.reports.values()} == {report.version}
-            assert not any(r.full for r in sender.reports.values())
-            assert report.version == VERSION + step + 1
-            assert states(sender) == ["committed"] * 3
-            assert hold(fleet, model) == [True] * 3
-
-
-def test_engine_that_refuses_a_rank_keeps_all_back(fleet: FleetRig, model: Model) -> None:
-    before = copied(model)
-    with sender_of(fleet, model) as sender:
-        refuse(fleet, 1)
-        train(model)
-        with pytest.raises(GroupAborted) as raised:
-            sender.sync(whole(model))
-        assert {*raised.value.failures} == {*fleet.urls}
-        assert states(sender) == ["aborted", "refused", "aborted"]
-        assert (versions(fleet), sender.reports) == ([VERSION] * 3, {})
-        assert hold(fleet, before) == [True] * 3
-        assert all(fleet.prepared(url) is None for url in fleet.urls)
-        refuse(fleet, 1, refuses=False)
-        assert sender.sync(whole(model)).version == VERSION + 2
-        assert hold(fleet, model) == [True] * 3
-
-
-def test_quorum_leaves_an_engine_of_ranks_out(fleet: FleetRig, model: Model) -> None:
-    """It gets what it missed in the next sync."""
-    evicted: list[tuple[str, list[int]]] = []
-
-    def evict(url: str, error: SyncError) -> None:
-        evicted.append((url, versions(fleet)))
-
-    with sender_of(fleet, model, quorum=2, evict=evict) as sender:
-        refuse(fleet, 0)
-        train(model)
-        assert sender.sync(whole(model)).version == VERSION + 1
-        assert [*sender.reports] == fleet.urls[1:]
-        assert states(sender) == ["left out", "committed", "committed"]
-        assert evicted == [(fleet.urls[0], [VERSION] * 3)]
-        refuse(fleet, 0, refuses=False)
-        train(model, 1)
-        sender.sync(whole(model))
-        assert {*versions(fleet)} == {*sender.versions.values()} == {VERSION + 2}
-        assert hold(fleet, model) == [True] * 3
-        assert not any(report.full for report in sender.reports.values())
-
-
-def test_evict_that_fails_keeps_engines_of_ranks_back(fleet: FleetRig, model: Model) -> None:
-    def evict(url: str, error: SyncError) -> None:
-        raise RuntimeError("the router does not answer")
-
-    with sender_of(fleet, model, quorum=2, evict=evict) as sender:
-        refuse(fleet, 2)
-        train(model)
-        with pytest.raises(RankError, match="router"):
-            sender.sync(whole(model))
-        assert versions(fleet) == [VERSION] * 3
-        assert all(fleet.prepared(url) is None for url in fleet.urls)
-        refuse(fleet, 2, refuses=False)
-        sender.sync(whole(model))
-        assert hold(fleet, model) == [True] * 3
-
-
-def test_engine_of_ranks_is_lost_after_the_decision(fleet: FleetRig, model: Model) -> None:
-    lost, evicted = fleet.urls[1], list[str]()
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        commits = b'"commit"' in request.read() and str(request.url).startswith(lost)
-        if commits and fleet.incarnations[lost] == 1:
-            fleet.start(lost)
-        return fleet.answer(request)
-
-    sender = sender_of(fleet, model, answer, evict=lambda url, error: evicted.append(url))
-    with sender:
-        train(model)
-        with pytest.raises(PartialSyncError) as raised:
-            sender.sync(whole(model))
-        assert {*raised.value.reports} == {fleet.urls[0], fleet.urls[2]}
-        assert states(sender) == ["committed", "failed", "committed"]
-        assert evicted == [lost]
-        train(model, 1)
-        sender.sync(whole(model))
-        assert hold(fleet, model) == [True] * 3
-        assert len({*versions(fleet)}) == 1
 
 
 def test_engine_that_hangs_delays_no_commit(fleet: FleetRig, model: Model) -> None:
@@ -176,61 +73,6 @@ def test_engine_that_hangs_delays_no_commit(fleet: FleetRig, model: Model) -> No
         assert (len(posted), versions(fleet)) == (1, [VERSION, VERSION + 1, VERSION + 1])
         assert states(sender) == ["left out", "committed", "committed"]
         train(model, 1)
-        sender.sync(whole(model))
-        assert states(sender) == ["committed"] * 3
-        assert hold(fleet, model) == [True] * 3
-
-
-@pytest.mark.parametrize("number", range(9))
-def test_leader_dies_at_any_step(fleet: FleetRig, model: Model, number: int) -> None:
-    """All engines end alike, and the next trainer brings all to one version."""
-    before, steps, lock, is_dead = copied(model), 0, threading.Lock(), threading.Event()
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        nonlocal steps
-        if request.url.path == COMMIT:
-            with lock:
-                steps += 1
-                if steps == number + 1:
-                    is_dead.set()
-        if is_dead.is_set():
-            raise Dead
-        return fleet.answer(request)
-
-    dead = sender_of(fleet, model, answer, commit_window=0.2)
-    train(model)
-    with contextlib.suppress(SyncError, Dead):
-        dead.sync(whole(model))
-    assert is_dead.is_set()
-    assert all(fleet.settle(url) for url in fleet.urls)
-    assert len({*versions(fleet)}) == 1
-    held = model if versions(fleet)[0] > VERSION else before
-    assert hold(fleet, held) == [True] * 3
-    with sender_of(fleet, held, takeover=True) as sender:
-        train(model, 1)
-        sender.sync(whole(model))
-        assert hold(fleet, model) == [True] * 3
-
-
-@pytest.mark.parametrize("number", range(9))
-def test_lost_answer_to_the_leader_is_asked_for(
-    fleet: FleetRig, model: Model, number: int, naps: list[float]
-) -> None:
-    steps, lock = 0, threading.Lock()
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        nonlocal steps
-        given = fleet.answer(request)
-        if request.url.path == COMMIT:
-            with lock:
-                steps += 1
-                is_lost = steps == number + 1
-            if is_lost:
-                raise httpx.ReadTimeout("late", request=request)
-        return given
-
-    with sender_of(fleet, model, answer) as sender:
-        train(model)
         sender.sync(whole(model))
         assert states(sender) == ["committed"] * 3
         assert hold(fleet, model) == [True] * 3
