@@ -88,6 +88,24 @@ def changes_of(parts: list[DecodedPart]) -> set[tuple[str, int, float]]:
 
 
 Handler = Callable[[httpx.Request], httpx.Response]
+Serve = Callable[..., list[httpx.Request]]
+
+
+class Command:
+    """``delta-send`` from the base to the target; `out` and `err` are what it printed last."""
+
+    def __init__(self, folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        self.folders, self._capsys, self.out, self.err = folders, capsys, "", ""
+
+    def __call__(self, *options: object) -> int:
+        status = cli.main([*self.folders, *map(str, options)])
+        self.out, self.err = self._capsys.readouterr()
+        return status
+
+
+@pytest.fixture
+def send(base: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(["--base", str(base), "--target", str(target)], capsys)
 
 
 def accept(request: httpx.Request) -> httpx.Response:
@@ -118,7 +136,7 @@ def digest_of(model: dict[str, torch.Tensor], ignored: str = "") -> str:
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[httpx.Request]]:
+def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Put a handler in the engine's place; returns the POST requests it gets."""
 
     def install(handler: Handler, status: dict[str, object] | None = None) -> list[httpx.Request]:
@@ -141,54 +159,40 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[httpx.Request]]
     return install
 
 
-def test_sends_the_difference(
-    base: Path,
-    target: Path,
-    serve: Callable[..., list[httpx.Request]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_sends_the_difference(send: Command, serve: Serve) -> None:
     requests = serve(accept)
-    arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--base-version", "11"]
-    assert cli.main(arguments) == 0
+    assert send("--url", URL, "--base-version", "11") == 0
     parts = [decoded(request.content) for request in requests]
     assert changes_of(parts) == CHANGES
     assert len(parts) == 2
     assert {p.manifest.current_version for p in parts} == {12}
-    out, err = capsys.readouterr()
-    assert out.startswith("version 11 -> 12: committed; 3 of 56 elements (5.357%)")
-    assert out.count("\n") == 1
-    assert "target" in err
+    assert send.out.startswith("version 11 -> 12: committed; 3 of 56 elements (5.357%)")
+    assert send.out.count("\n") == 1
+    assert "target" in send.err
     assert "Authorization" not in requests[0].headers
 
 
 def test_options_reach_the_engine(
-    base: Path,
-    target: Path,
-    serve: Callable[..., list[httpx.Request]],
-    monkeypatch: pytest.MonkeyPatch,
+    send: Command, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = serve(accept)
-    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
+    arguments = ["--url", URL]
     arguments += ["--encoding", "indices", "--pause-mode", "abort", "--no-flush-cache"]
-    assert cli.main([*arguments, "--api-key", "given"]) == 0
+    assert send(*arguments, "--api-key", "given") == 0
     assert requests[0].headers["Authorization"] == "Bearer given"
     assert dict(requests[0].url.params) == {"pause_mode": "abort", "flush_cache": "false"}
     assert decoded(requests[0].content).manifest.encoding == "indices"
     monkeypatch.setenv("DELTA_API_KEY", "from-env")
-    assert cli.main(arguments) == 0
+    assert send(*arguments) == 0
     assert requests[-1].headers["Authorization"] == "Bearer from-env"
     assert "X-Delta-Signature" not in requests[-1].headers
     monkeypatch.setenv("DELTA_HMAC_KEY", "key")
-    assert cli.main(arguments) == 0
+    assert send(*arguments) == 0
     assert requests[-1].headers["X-Delta-Signature"] == signature(requests[-1].content)
 
 
 def test_nonfinite_values_are_said_or_refused(
-    base: Path,
-    target: Path,
-    serve: Callable[..., list[httpx.Request]],
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    send: Command, target: Path, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tensors()
     model["b.weight"][3] = float("nan")
@@ -197,11 +201,11 @@ def test_nonfinite_values_are_said_or_refused(
         file.unlink()
     save_file(model, target / "model.safetensors")
     requests = serve(accept)
-    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
-    assert cli.main([*arguments, "--refuse-nonfinite"]) == 2
-    assert "b.weight: 1 values have become NaN or infinite" in capsys.readouterr().err
+    arguments = ["--url", URL]
+    assert send(*arguments, "--refuse-nonfinite") == 2
+    assert "b.weight: 1 values have become NaN or infinite" in send.err
     assert [r for r in requests if r.method == "POST" and r.content] == []
-    assert cli.main(arguments) == 0
+    assert send(*arguments) == 0
     assert "b.weight: the first NaN or infinite value" in caplog.text
 
 
@@ -210,35 +214,29 @@ def signature(part: bytes) -> str:
 
 
 def test_saved_parts_are_signed(
-    base: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    send: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELTA_HMAC_KEY", "key")
-    arguments = ["--base", str(base), "--target", str(target), "--log", str(tmp_path / "log")]
-    assert cli.main(arguments) == 0
+    assert send("--log", str(tmp_path / "log")) == 0
     parts = sorted((tmp_path / "log" / "weight_v000001").glob("*.safetensors"))
     assert parts
     for part in parts:
         assert part.with_name(part.name + ".sig").read_text() == signature(part.read_bytes())
 
 
-def test_auto_says_what_it_picked(
-    base: Path,
-    target: Path,
-    serve: Callable[..., list[httpx.Request]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_auto_says_what_it_picked(send: Command, serve: Serve) -> None:
     requests = serve(accept)
-    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
-    assert cli.main([*arguments, "--encoding", "auto"]) == 0
+    arguments = ["--url", URL]
+    assert send(*arguments, "--encoding", "auto") == 0
     parts = [decoded(request.content) for request in requests]
     sent = sorted(part.manifest.encoding for part in parts for _ in part.deltas)
     said = ", ".join(f"{sent.count(encoding)} {encoding}" for encoding in sorted(set(sent)))
-    assert f"{len(parts)} part(s) ({said}), encode" in capsys.readouterr().out
+    assert f"{len(parts)} part(s) ({said}), encode" in send.out
 
 
 def test_full_needs_no_base(
     target: Path,
-    serve: Callable[..., list[httpx.Request]],
+    serve: Serve,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     requests = serve(accept)
@@ -254,24 +252,22 @@ def test_full_needs_no_base(
     assert "committed (full; requested); 56 of 56 elements" in capsys.readouterr().out
 
 
-def test_save_writes_all_parts_at_once(
-    base: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_save_writes_all_parts_at_once(send: Command, tmp_path: Path) -> None:
     root = tmp_path / "updates"
     leftover = root / ".weight_v000012.partial"
     leftover.mkdir(parents=True)
     (leftover / "rank0_flush007.safetensors").write_bytes(b"from an interrupted run")
-    arguments = ["--base", str(base), "--target", str(target), "--base-version", "11"]
+    arguments = ["--base-version", "11"]
     arguments += ["--log", str(root)]
-    assert cli.main(arguments) == 0
+    assert send(*arguments) == 0
     assert [path.name for path in root.iterdir()] == ["weight_v000012"]
     [done, *files] = sorted((root / "weight_v000012").iterdir())
     assert done.name == "DONE"
     assert [f.name for f in files] == ["rank0_flush000.safetensors", "rank0_flush001.safetensors"]
     assert changes_of([decoded(file.read_bytes()) for file in files]) == CHANGES
-    assert "saved in" in capsys.readouterr().out
-    assert cli.main(arguments) == 2
-    assert "exists" in capsys.readouterr().err
+    assert "saved in" in send.out
+    assert send(*arguments) == 2
+    assert "exists" in send.err
 
 
 def test_a_log_that_has_other_versions_is_left_to_its_sender(
@@ -288,20 +284,17 @@ def test_a_log_that_has_other_versions_is_left_to_its_sender(
     assert cli.main([*back, "--log", str(tmp_path / "log")]) == 0
 
 
-def test_a_damaged_log_is_said_in_a_line(
-    base: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_log_is_said_in_a_line(send: Command, tmp_path: Path) -> None:
     (tmp_path / "log").write_text("no folder")
-    arguments = ["--base", str(base), "--target", str(target), "--log", str(tmp_path / "log")]
-    assert cli.main(arguments) == 2
-    assert "cannot read the delta log" in capsys.readouterr().err
+    assert send("--log", str(tmp_path / "log")) == 2
+    assert "cannot read the delta log" in send.err
 
 
 def test_the_state_and_the_log_go_on_with_the_next_run(
     base: Path,
     target: Path,
     tmp_path: Path,
-    serve: Callable[..., list[httpx.Request]],
+    serve: Serve,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The second run is given no version, and its base is what the first one sent."""
@@ -318,74 +311,47 @@ def test_the_state_and_the_log_go_on_with_the_next_run(
     assert [path.name for path in sorted(log.iterdir())] == ["weight_v000001", "weight_v000002"]
 
 
-def test_the_engine_refuses(
-    base: Path,
-    target: Path,
-    serve: Callable[..., list[httpx.Request]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_engine_refuses(send: Command, serve: Serve) -> None:
     error = {"type": "NotUpdatable", "message": "[a.weight] is odd", "engine_state": "unchanged"}
     serve(lambda request: httpx.Response(422, json={"error": error}))
-    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
-    assert cli.main(arguments) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "failed: HTTP 422: NotUpdatable: [a.weight] is odd" in err
+    assert send("--url", URL) == 1
+    assert send.out == ""
+    assert "failed: HTTP 422: NotUpdatable: [a.weight] is odd" in send.err
 
 
-def test_engine_with_other_names_is_said_in_a_line(
-    base: Path, target: Path, serve: Callable[..., object], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_engine_with_other_names_is_said_in_a_line(send: Command, serve: Serve) -> None:
     row = {"name": "other.weight", "status": "exact", "digested": True}
     serve(accept, msgspec.to_builtins(engine_status(plan=[[row]])))
-    code = cli.main(["--base", str(base), "--target", str(target), "--url", URL])
-    said = capsys.readouterr().err
-    assert (code, "Traceback" in said) == (1, False)
-    assert "failed: none of the tensors of the base has a name that the engine knows" in said
+    assert send("--url", URL) == 1
+    assert "Traceback" not in send.err
+    assert "failed: none of the tensors of the base has a name that the engine knows" in send.err
 
 
-def test_interrupted(
-    base: Path,
-    target: Path,
-    serve: Callable[..., list[httpx.Request]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_interrupted(send: Command, serve: Serve) -> None:
     def interrupt(request: httpx.Request) -> httpx.Response:
         raise KeyboardInterrupt
 
     serve(interrupt)
-    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
-    assert cli.main(arguments) == 130
-    assert "interrupted; what was staged" in capsys.readouterr().err
+    assert send("--url", URL) == 130
+    assert "interrupted; what was staged" in send.err
 
 
 OTHER = "http://other:8001"
 
 
-def test_several_engines(
-    base: Path,
-    target: Path,
-    serve: Callable[..., list[httpx.Request]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_several_engines(send: Command, serve: Serve) -> None:
     requests = serve(accept, plan())
-    arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--url", OTHER]
-    assert cli.main(arguments) == 0
+    assert send("--url", URL, "--url", OTHER) == 0
     bodies: dict[str, list[bytes]] = {}
     for request in requests:
         bodies.setdefault(request.url.host, []).append(request.content)
     assert bodies["engine"] == bodies["other"]
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = send.out.splitlines()
     assert first.startswith(f"{URL}: version 0 -> 1: committed; 3 of 56 elements")
     assert second.startswith(f"{OTHER}: version 0 -> 1: committed; 3 of 56 elements")
 
 
-def test_one_of_several_engines_refuses(
-    base: Path,
-    target: Path,
-    serve: Callable[..., list[httpx.Request]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_one_of_several_engines_refuses(send: Command, serve: Serve) -> None:
     error = {"type": "SpoolFull", "message": "no room", "engine_state": "unchanged"}
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -394,14 +360,13 @@ def test_one_of_several_engines_refuses(
         return accept(request)
 
     serve(answer)
-    arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--url", OTHER]
-    assert cli.main(arguments) == 1
-    out, err = capsys.readouterr()
-    assert out.startswith(f"{OTHER}: version 0 -> 1: committed")
-    assert out.count("\n") == 1
-    assert f"{URL}: failed: HTTP 507: SpoolFull: no room" in err
-    assert cli.main([*arguments, "--url", URL]) == 2
-    assert "each once" in capsys.readouterr().err
+    arguments = ["--url", URL, "--url", OTHER]
+    assert send(*arguments) == 1
+    assert send.out.startswith(f"{OTHER}: version 0 -> 1: committed")
+    assert send.out.count("\n") == 1
+    assert f"{URL}: failed: HTTP 507: SpoolFull: no room" in send.err
+    assert send(*arguments, "--url", URL) == 2
+    assert "each once" in send.err
 
 
 def commits(request: httpx.Request, digest: str | None = None) -> httpx.Response:
@@ -427,10 +392,8 @@ REFUSAL = {"type": "NotUpdatable", "message": "[a.weight] is odd", "engine_state
     ],
 )
 def test_one_of_several_engines_lags(
-    base: Path,
-    target: Path,
-    serve: Callable[..., list[httpx.Request]],
-    capsys: pytest.CaptureFixture[str],
+    send: Command,
+    serve: Serve,
     monkeypatch: pytest.MonkeyPatch,
     in_time: bool,
     first: str,
@@ -459,65 +422,50 @@ def test_one_of_several_engines_lags(
     monkeypatch.setattr(Publisher, "close", close)
     serve(answer, plan())
     limit = "1" if in_time else "0.02"
-    arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--url", OTHER]
-    found = cli.main([*arguments, "--lag-limit", limit])
+    arguments = ["--url", URL, "--url", OTHER]
+    found = send(*arguments, "--lag-limit", limit)
     go.set()
-    out, err = capsys.readouterr()
     assert found == status
-    assert said in err
+    assert said in send.err
     if first == "commits":
-        assert out.startswith(f"{URL}: version 0 -> 1: committed")
+        assert send.out.startswith(f"{URL}: version 0 -> 1: committed")
     else:
-        assert f"{URL}: failed: version 1 is committed, but the engine does not hold" in err
-        assert out == ""
+        assert f"{URL}: failed: version 1 is committed, but the engine does not hold" in send.err
+        assert send.out == ""
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_digests_and_ignored_tensors(
-    base: Path,
-    target: Path,
-    serve: Callable[..., list[httpx.Request]],
-    capsys: pytest.CaptureFixture[str],
-    full: bool,
-) -> None:
+def test_digests_and_ignored_tensors(send: Command, serve: Serve, full: bool) -> None:
     new = tensors()
     new["a.weight"].view(-1)[3] = 2.0
     before, after = digest_of(tensors(), "c.scale"), digest_of(new, "c.scale")
     requests = serve(accept, plan(ignored="c.scale"))
-    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
+    arguments = ["--url", URL]
     arguments += ["--full"] if full else []
-    assert cli.main(arguments) == 0
+    assert send(*arguments) == 0
     (manifest,) = [decoded(request.content).manifest for request in requests]
     assert {entry.name for entry in manifest.params} == (
         {"a.weight", "b.weight"} if full else {"a.weight"}
     )
     assert (manifest.digest_before, manifest.digest_after) == (None if full else before, after)
-    assert f"{40 if full else 1} of 40 elements" in capsys.readouterr().out
-    assert cli.main([*arguments, "--no-digest"]) == 0
+    assert f"{40 if full else 1} of 40 elements" in send.out
+    assert send(*arguments, "--no-digest") == 0
     assert decoded(requests[-1].content).manifest.digest_after is None
 
 
-def test_the_engine_commits_other_bytes(
-    base: Path,
-    target: Path,
-    serve: Callable[..., list[httpx.Request]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_engine_commits_other_bytes(send: Command, serve: Serve) -> None:
     def spoil(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json={**accept(request).json(), "digest": "0" * 32})
 
     serve(spoil, plan())
-    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
-    assert cli.main(arguments) == 1
-    assert "failed: version 1 is committed, but" in capsys.readouterr().err
+    assert send("--url", URL) == 1
+    assert "failed: version 1 is committed, but" in send.err
 
 
-def test_save_asks_an_engine_that_is_named(
-    base: Path, target: Path, tmp_path: Path, serve: Callable[..., list[httpx.Request]]
-) -> None:
+def test_save_asks_an_engine_that_is_named(send: Command, tmp_path: Path, serve: Serve) -> None:
     requests = serve(accept, plan(ignored="c.scale"))
-    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
-    assert cli.main([*arguments, "--save", str(tmp_path / "updates")]) == 0
+    arguments = ["--url", URL]
+    assert send(*arguments, "--save", str(tmp_path / "updates")) == 0
     (file,) = (tmp_path / "updates" / "weight_v000001").glob("*.safetensors")
     part = decoded(file.read_bytes())
     assert [delta.name for delta in part.deltas] == ["a.weight"]
@@ -527,13 +475,7 @@ def test_save_asks_an_engine_that_is_named(
 
 @pytest.mark.parametrize("given", ["--url", "--log", "--save"])
 def test_engines_that_follow_the_log_are_told(
-    base: Path,
-    target: Path,
-    tmp_path: Path,
-    serve: Callable[..., list[httpx.Request]],
-    capsys: pytest.CaptureFixture[str],
-    naps: list[float],
-    given: str,
+    send: Command, tmp_path: Path, serve: Serve, naps: list[float], given: str
 ) -> None:
     """One that is down stops nothing."""
 
@@ -544,31 +486,25 @@ def test_engines_that_follow_the_log_are_told(
 
     requests = serve(look, plan(ignored="c.scale"))
     log = tmp_path / "log"
-    arguments = ["--base", str(base), "--target", str(target), given, f"file://{log}"]
+    arguments = [given, f"file://{log}"]
     if given != "--url":
         arguments[-1] = str(log)
     told = ["--notify", URL, "--notify", "http://down:8000"]
-    assert cli.main([*arguments, *told]) == 0
+    assert send(*arguments, *told) == 0
     assert {request.url.path for request in requests} == {"/delta_catch_up"}
     (file,) = (log / "weight_v000001").glob("*.safetensors")
     part = decoded(file.read_bytes())
     assert [delta.name for delta in part.deltas] == ["a.weight"]
     assert part.manifest.digest_before == digest_of(tensors(), "c.scale")
-    printed = capsys.readouterr()
-    assert f"saved in {log}/weight_v000001" in printed.out
-    assert f"{URL}: at version 1" in printed.err
-    assert "http://down:8000: " in printed.err
-    assert "finds the version at its next look" in printed.err
+    assert f"saved in {log}/weight_v000001" in send.out
+    assert f"{URL}: at version 1" in send.err
+    assert "http://down:8000: " in send.err
+    assert "finds the version at its next look" in send.err
     assert naps
 
 
 def test_engines_are_told_though_nobody_reads(
-    base: Path,
-    target: Path,
-    tmp_path: Path,
-    serve: Callable[..., list[httpx.Request]],
-    naps: list[float],
-    monkeypatch: pytest.MonkeyPatch,
+    send: Command, tmp_path: Path, serve: Serve, naps: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unread(*words: object, **options: object) -> None:
         raise BrokenPipeError
@@ -576,18 +512,13 @@ def test_engines_are_told_though_nobody_reads(
     told = httpx.Response(200, json={"status": "caught_up", "version": 1})
     requests = serve(lambda request: told, plan())
     monkeypatch.setattr("builtins.print", unread)
-    arguments = ["--base", str(base), "--target", str(target), "--log", str(tmp_path / "log")]
-    assert cli.main([*arguments, "--notify", URL]) == 0
+    arguments = ["--log", str(tmp_path / "log")]
+    assert send(*arguments, "--notify", URL) == 0
     assert [request.url.path for request in requests] == ["/delta_catch_up"]
 
 
 def test_without_a_plan_the_failure_is_said(
-    base: Path,
-    target: Path,
-    tmp_path: Path,
-    serve: Callable[..., list[httpx.Request]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    send: Command, tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody is asked to look at the log, which has nothing new."""
 
@@ -596,16 +527,15 @@ def test_without_a_plan_the_failure_is_said(
 
     monkeypatch.setattr(EngineClient, "plan", fails)
     requests = serve(accept)
-    arguments = ["--base", str(base), "--target", str(target), "--log", str(tmp_path / "log")]
-    assert cli.main([*arguments, "--notify", URL]) == 1
-    printed = capsys.readouterr()
-    assert "failed: the engine is down" in printed.err
-    assert (printed.out, requests) == ("", [])
+    arguments = ["--log", str(tmp_path / "log")]
+    assert send(*arguments, "--notify", URL) == 1
+    assert "failed: the engine is down" in send.err
+    assert (send.out, requests) == ("", [])
 
 
 @pytest.mark.slow
 def test_interrupted_while_the_log_is_written(
-    base: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    send: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No draft is deleted under the thread that writes it."""
     close, done = LogDestination.close, list[str]()
@@ -616,8 +546,7 @@ def test_interrupted_while_the_log_is_written(
 
     monkeypatch.setattr(LogDestination, "close", closed)
     interrupt_while_writing(monkeypatch, done)
-    arguments = ["--base", str(base), "--target", str(target), "--log", str(tmp_path / "log")]
-    assert cli.main(arguments) == 130
+    assert send("--log", str(tmp_path / "log")) == 130
     assert done == ["added", "closed"]
 
 
@@ -685,7 +614,7 @@ def test_runs_as_a_program_and_imports_nothing_unasked(base: Path, target: Path)
 
 
 def test_a_server_that_is_no_engine_is_named(
-    base: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    send: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its page is not printed, and nothing is tried again."""
     asked = []
@@ -697,8 +626,8 @@ def test_a_server_that_is_no_engine_is_named(
 
     client = functools.partial(httpx.Client, transport=httpx.MockTransport(answer))
     monkeypatch.setattr(httpx, "Client", client)
-    assert cli.main(["--base", str(base), "--target", str(target), "--url", URL]) == 1
-    [failed] = [line for line in capsys.readouterr().err.splitlines() if "failed" in line]
+    assert send("--url", URL) == 1
+    [failed] = [line for line in send.err.splitlines() if "failed" in line]
     assert failed.startswith(f"failed: HTTP 501: no delta endpoint at {URL}/delta_run: the server")
     assert "the server there (SimpleHTTP/0.6) is no engine with" in failed
     assert "--enable-delta-updates" in failed
@@ -708,11 +637,7 @@ def test_a_server_that_is_no_engine_is_named(
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", ["30", "0.1"])
 def test_wait_says_what_it_waits_for(
-    base: Path,
-    target: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    seconds: str,
+    send: Command, monkeypatch: pytest.MonkeyPatch, seconds: str
 ) -> None:
     asked = 0
 
@@ -727,22 +652,18 @@ def test_wait_says_what_it_waits_for(
 
     client = functools.partial(httpx.Client, transport=httpx.MockTransport(start))
     monkeypatch.setattr(httpx, "Client", client)
-    arguments = ["--base", str(base), "--target", str(target), "--url", URL, "--wait", seconds]
     waits = seconds == "30"
-    assert cli.main(arguments) == (0 if waits else 1)
-    printed = capsys.readouterr()
+    assert send("--url", URL, "--wait", seconds) == (0 if waits else 1)
     waiting = f"{URL}: nothing listens there (connection refused); waiting for {seconds[:2]} s at"
     if waits:
-        assert printed.err.count(waiting) == 1
-        assert printed.out.startswith("version 0 -> 1: committed")
+        assert send.err.count(waiting) == 1
+        assert send.out.startswith("version 0 -> 1: committed")
     else:
-        assert "failed: http://engine:8000/delta_status: no answer in 0 s" in printed.err
+        assert "failed: http://engine:8000/delta_status: no answer in 0 s" in send.err
 
 
 @pytest.mark.slow
-def test_a_bar_names_what_is_waited_for(
-    base: Path, target: Path, serve: Callable[..., list[httpx.Request]]
-) -> None:
+def test_a_bar_names_what_is_waited_for(send: Command, serve: Serve) -> None:
     """On a terminal, while another sync is in the way."""
     busy = {"type": "SyncInProgress", "message": "busy", "engine_state": "unchanged"}
     answers = iter([httpx.Response(409, json={"error": busy}, headers={"Retry-After": "1"})])
@@ -753,7 +674,7 @@ def test_a_bar_names_what_is_waited_for(
         patched.setattr(sys, "stderr", shown)
         patched.setenv("TERM", "xterm")
         patched.setenv("COLUMNS", "120")
-        assert cli.main(["--base", str(base), "--target", str(target), "--url", URL]) == 0
+        assert send("--url", URL) == 0
     shown.close()
     os.close(end)
     printed = b""
