@@ -338,18 +338,6 @@ def test_views_and_parameters() -> None:
     assert sum(delta.nnz for delta in engine.parts[0].deltas) == 2
 
 
-def test_dtypes_travel_in_parts_of_one_sync() -> None:
-    base = {dtype: tensor_of(dtype, 1, 2, 3) for dtype in DTYPES}
-    engine = FakeEngine(base)
-    sender = script.Sender(engine.client, base)
-    new = {name: changed(base, name, 2)[name] for name in base}
-    assert sender.sync(new) == 1
-    assert engine.holds(new)
-    manifests = [part.manifest for part in engine.parts]
-    assert [m.part for m in manifests] == list(range(len(DTYPES)))
-    assert {m.num_parts for m in manifests} == {len(DTYPES)}
-
-
 def test_large_syncs_are_cut_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "PART_BYTES", 10)
     base = model()
@@ -393,21 +381,6 @@ def test_restarted_engine_is_sent_everything() -> None:
     assert engine.parts[-1].manifest.base_version is None
     assert sender.sync(changed(new, "b", 1)) == 4
     assert engine.log == [False, True, False]
-
-
-def test_another_version_is_left_as_it_is() -> None:
-    """A script that is run again: its version is named, and numbers do not go back."""
-    base, new = model(), changed(model(), "a", 3)
-    engine = FakeEngine(base)
-    first = script.Sender(engine.client, base)
-    assert [first.sync(new), first.sync(base), first.sync(new)] == [1, 2, 3]
-    first.close()
-    with pytest.raises(script.BaseError, match="the engine is at 3, the base at 0"):
-        script.Sender(engine.client, base).sync(new)
-    assert (engine.version, engine.log) == (3, [False] * 3)
-    again = script.Sender(engine.client, new, version=3)
-    assert again.sync(base) == 4
-    assert engine.log == [False] * 4
 
 
 def test_engine_of_another_run_is_left_alone() -> None:

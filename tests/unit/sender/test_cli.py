@@ -580,6 +580,7 @@ def test_unlike_or_unreadable_checkpoints(
         (["--target", "t", "--full", "--url", "file://host/log"], "no folder of this host"),
         (["--target", "t", "--full", "--url", URL, "--notify", "u"], "--notify is for engines"),
         (["--target", "t", "--full", "--url", "s3://b/log", "--state", "s"], "--state"),
+        (["--target", "t", "--full", "--save", "s", "--delta-log", "l"], "cannot be combined with"),
     ],
 )
 def test_usage(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

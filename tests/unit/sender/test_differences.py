@@ -82,24 +82,6 @@ def test_differences_without_digests_carry_their_own_proof(has_plan: bool) -> No
     assert engine.log[0].manifest.digest_before is None
 
 
-def test_differences_that_do_not_fit_are_healed_by_overwriting() -> None:
-    model = model_of()
-    engine = Engine.of(model)
-    sender = sender_of(engine, model, digest=False)
-    met(sender, engine, model)
-    train(model)
-    for values in engine.weights.values():
-        values ^= 4
-    report = sender.sync(model.items())
-    assert report.full
-    assert engine.holds(model)
-    assert encodings(engine) == ["gap8_ulp", "gap8_exp"]
-    train(model, 1)
-    assert not sender.sync(model.items()).full
-    assert encodings(engine)[-1] == "gap8_ulp"
-    assert engine.holds(model)
-
-
 def spoil(model: Model, engine: Engine) -> None:
     """Train; the engine holds others of the elements that change."""
     held = {name: tensor.clone() for name, tensor in model.items()}
@@ -132,19 +114,6 @@ def test_new_values_go_where_only_what_changes_was_other(encoding: str, bucket_b
     assert not sender.sync(model.items()).full
     assert encodings(engine)[-1] == "gap8_ulp"
     assert engine.holds(model)
-
-
-def test_all_of_it_goes_where_other_elements_were_other_too() -> None:
-    model = model_of()
-    engine = Engine.of(model)
-    sender = sender_of(engine, model)
-    met(sender, engine, model)
-    spoil(model, engine)
-    engine.weights[ONE][:] ^= 8
-    assert sender.sync(model.items()).full
-    assert engine.holds(model)
-    assert encodings(engine) == ["gap8_ulp", "gap8_exp", "gap8_exp"]
-    assert [part.manifest.full for part in engine.log] == [False, False, True]
 
 
 @pytest.mark.parametrize("state", ["digest off", "a tensor that no digest covers"])
@@ -184,22 +153,6 @@ def test_a_full_sync_and_an_empty_one_are_of_values(encoding: str) -> None:
     sender.sync(model.items())
     sender.sync_full(model.items())
     assert encodings(engine) == ["gap8_exp", "gap8_exp"]
-
-
-def test_an_engine_that_refuses_differences_is_sent_values() -> None:
-    model = model_of()
-    engine = Engine.of(model, cast={ONE})
-    sender = sender_of(engine, model, bucket_bytes=200)
-    for step in range(2):
-        train(model, step)
-        assert not sender.sync(model.items()).full
-        assert engine.holds(model)
-    sent = encodings(engine)
-    refused = sent.count("gap8_ulp")
-    assert sent == ["gap8_ulp"] * refused + ["gap8_exp"] * (len(sent) - refused)
-    # The sync that follows has no parts that were staged before the refusal.
-    ids = sync_ids(engine)
-    assert not set(ids[:refused]) & set(ids[refused:])
 
 
 @pytest.mark.parametrize("full", [False, True])

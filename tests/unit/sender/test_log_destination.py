@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from delta_sender import DeltaSender, MultiSender, PartialSyncError, SyncError, cli
+from delta_sender import DeltaSender, PartialSyncError, SyncError
 from engine_ext.log import open_log
 from engine_ext.log.catalog import DONE, REFUSED, route
 from engine_ext.log.folder_store import FolderDraft, FolderStore
@@ -28,7 +28,7 @@ from tests.support.fake_engine import (
     sends,
     train,
 )
-from tests.unit.sender.test_multi_sender import A, B, client_of, sender_of, two
+from tests.unit.sender.test_multi_sender import A, B, sender_of, two
 
 Fault = Callable[[Handler, httpx.Request], httpx.Response]
 
@@ -356,36 +356,9 @@ def test_another_sender_goes_on_in_the_same_log(tmp_path: Path) -> None:
     assert replayed(tmp_path, first).holds(model)
 
 
-@pytest.mark.parametrize("form", ["{}", "file://{}"])
-def test_the_log_is_given_as_to_other_senders(tmp_path: Path, form: str) -> None:
-    model = model_of(tensors=1)
-    base = copied(model)
-    a, b = two(model)
-    with sender_of(a, b, model, delta_log=form.format(tmp_path)) as sender:
-        train(model)
-        sender.sync(model.items())
-    assert replayed(tmp_path, base).holds(model)
-
-
 def test_what_is_no_log_is_refused_before_the_base_is_read() -> None:
     def base() -> Iterator[tuple[str, torch.Tensor]]:
         yield pytest.fail("the base is read")
 
     with pytest.raises(ValueError, match="'http://engine' is no delta log"):
         DeltaSender(A, base(), delta_log="http://engine")
-
-
-def test_one_sender_at_a_time(tmp_path: Path) -> None:
-    model = model_of(tensors=1)
-    a, b = two(model)
-    with sender_of(a, b, model, delta_log=tmp_path):
-        with pytest.raises(BlockingIOError):
-            MultiSender([A, B], model.items(), client=client_of(a, b), delta_log=tmp_path)
-
-
-def test_the_program_takes_one_or_the_other(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--base", "b", "--target", "t", "--url", A]
-    with pytest.raises(SystemExit) as exit:
-        cli.main([*arguments, "--save", "s", "--delta-log", "l"])
-    assert exit.value.code == 2
-    assert "cannot be combined with" in capsys.readouterr().err

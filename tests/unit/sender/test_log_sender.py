@@ -55,38 +55,6 @@ def sender_of(log: Path, model: Model, **options: Any) -> LogSender:
     return LogSender(log, model.items(), **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_ulp", "auto"])
-def test_who_follows_the_log_holds_the_trainers_bytes(tmp_path: Path, encoding: str) -> None:
-    model = model_of(torch.bfloat16, torch.float32)
-    base = {name: tensor.clone() for name, tensor in model.items()}
-    followers = Followers(tmp_path, base)
-    with sender_of(
-        tmp_path,
-        model,
-        encoding=encoding,
-        bucket_bytes=500,
-        notify=NOTIFY,
-        client=followers.client(),
-    ) as sender:
-        for version, density in enumerate((0.05, 1.0, 0.0), 1):
-            train(model, version, density)
-            report = sender.sync(model.items())
-            assert (report.version, report.base_version, report.full) == (
-                version,
-                version - 1,
-                False,
-            )
-            assert sender.version == version
-            engine = replayed(tmp_path, base)
-            assert engine.holds(model)
-            assert report.digest == engine.digest().hex()
-            assert sender.wait(10) == dict.fromkeys(NOTIFY, version)
-        assert sender.sync_full(model.items()).full
-    assert replayed(tmp_path, base).holds(model)
-    assert chain(tmp_path) == [(0, 1), (1, 2), (2, 3), (None, 4)]
-
-
 def test_without_engines_to_ask(tmp_path: Path) -> None:
     """There is no plan, and no digest of the model."""
     model = model_of()

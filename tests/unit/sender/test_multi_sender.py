@@ -23,7 +23,6 @@ from tests.support.fake_engine import (
     Model,
     digest_of,
     error,
-    loses,
     model_of,
     sends,
     train,
@@ -171,24 +170,6 @@ def test_a_snapshot_interrupted_while_one_engine_is_behind(
     assert b.holds(model)
     train(model, 1)
     assert not any(report.full for report in sender.sync(model.items()).values())
-
-
-def test_one_whose_answer_was_lost_is_set_right(naps: list[float]) -> None:
-    model = model_of(tensors=2)
-    a, b = two(model)
-    sender = sender_of(a, b, model)
-    a.faults = dict.fromkeys(range(8), loses)
-    train(model)
-    with pytest.raises(PartialSyncError) as caught:
-        sender.sync(model.items())
-    assert list(caught.value.failures) == [A]
-    assert (a.version, sender.versions) == (1, {A: 0, B: 1})
-    train(model, 1)
-    reports = sender.sync(model.items())
-    assert (reports[A].full, reports[B].full) == (False, False)
-    assert sender.versions == {A: 2, B: 2}
-    assert a.holds(model)
-    assert b.holds(model)
 
 
 @pytest.mark.parametrize("missed", [False, True])

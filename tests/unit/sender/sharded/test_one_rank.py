@@ -19,7 +19,6 @@ from delta_sender import (
     ShardedSender,
     SyncError,
 )
-from delta_sender.encode import part_builder
 from delta_sender.encode.part_builder import EncodedPart
 from delta_sender.publish.post_queue import PostQueue
 from tests.support.fake_engine import (
@@ -99,20 +98,6 @@ def test_syncs_of_sparse_dense_and_no_changes(encoding: str) -> None:
             assert engine.holds(model)
             assert snapshot_is(sender, engine)
             assert report.parts == 1 or density
-
-
-def test_the_first_parts_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_builder, "_FIRST", 100)
-    model = model_of(tensors=70, numel=9)
-    engine = Engine.of(model)
-    options = {"bucket_bytes": 350, "encoding": "deltas", "posts_in_flight": 1}
-    with sender_of(engine, model, **options) as sender:
-        train(model, density=1.0)
-        sender.sync(whole(model))
-        assert engine.holds(model)
-    each = model["layers.0.weight"].nbytes
-    sizes = [len(part.deltas) for part in engine.log]
-    assert sizes[:4] == [100 // each, 200 // each, 350 // each, 350 // each]
 
 
 def test_slices_and_plain_tuples_are_shards() -> None:
