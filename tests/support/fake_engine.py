@@ -93,7 +93,8 @@ class Engine:
         return cls({n: bits(t) for n, t in model.items() if n not in ignored}, **state)
 
     def client(self) -> httpx.Client:
-        return httpx.Client(transport=httpx.MockTransport(self.answer))
+        transport = httpx.MockTransport(self.answer)
+        return httpx.Client(transport=transport, base_url="http://engine")
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
@@ -157,10 +158,11 @@ class Engine:
             if is_owner:
                 self.owner, self.staging, self.staged = None, None, {}
             return httpx.Response(200, json={"released": is_owner})
-        if refusal := self.enter(run, takeover=bool(body["takeover"])):
+        if refusal := self.enter(run, takeover=bool(body.get("takeover"))):
             return refusal
         highest = self.highest.get(str(run["run"]))
-        return httpx.Response(200, json={"owner": self.owner, "run": self.run, "highest": highest})
+        held = {"run": self.run, "version": self.version, "highest": highest}
+        return httpx.Response(200, json={"owner": self.owner, **held})
 
     def enter(self, run: dict[str, Any], *, takeover: bool = False) -> httpx.Response | None:
         """Make a run the owner, or refuse it."""

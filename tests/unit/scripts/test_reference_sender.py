@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from engine_ext.dtypes import bits_dtype
-from engine_ext.format import decode_part
+from engine_ext.format import DecodedPart, decode_part
+from tests.support.fake_engine import Engine
 from tests.support.independent_encoder import PROPERTY
-from tests.support.statuses import engine_status
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "reference_sender.py"
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8")
@@ -52,88 +52,36 @@ def patterns_of(tensor: torch.Tensor) -> list[int]:
     return raw.view(bits_dtype(dtype)).tolist()
 
 
-class FakeEngine:
-    """Commits what it is sent, as a real engine with one rank.
+@dataclass
+class FakeEngine(Engine):
+    """Keeps what it commits.
 
     Attributes:
         answers: Given to the next posts, in this order, in place of what they would be answered;
             a function is called with what it is to replace.
-        log: For each post that was taken, whether it was of a full sync.
+        parts: What it has committed.
+        syncs: For each commit, whether it was of a full sync.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], *ignored: str) -> None:
-        self.weights = {n: patterns_of(t) for n, t in tensors.items() if n not in ignored}
-        self.ignored = ignored
-        self.version = 0
-        self.run: str | None = None
-        self.owner: str | None = None
-        self.loaded = True
-        self.staged: list[Any] = []
-        self.parts: list[Any] = []
-        self.log: list[bool] = []
-        self.answers: list[Callable[[Callable[[], httpx.Response]], httpx.Response]] = []
+    answers: list[Callable[[Callable[[], httpx.Response]], httpx.Response]] = field(
+        default_factory=list
+    )
+    parts: list[DecodedPart] = field(default_factory=list)
+    syncs: list[bool] = field(default_factory=list)
 
-    @property
-    def client(self) -> httpx.Client:
-        return httpx.Client(transport=httpx.MockTransport(self.answer), base_url="http://engine")
-
-    def answer(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/delta_run":
-            return self.own(json.loads(request.content))
-        if request.method == "GET":
-            assert request.url.path == "/delta_status"
-            rows = [{"name": name, "status": "exact"} for name in self.weights]
-            rows += [{"name": name, "status": "ignored"} for name in self.ignored]
-            version = {"run": self.run, "loaded": self.loaded, "number": self.version}
-            status = engine_status(version=version, plan=[rows])
-            return httpx.Response(200, content=msgspec.json.encode(status))
+    def take(self, request: httpx.Request) -> httpx.Response:
         assert str(request.url) == "http://engine/update_weights_delta"
         assert request.headers["Content-Type"] == "application/octet-stream"
-
-        def take() -> httpx.Response:
-            return self.take(zstandard.decompress(request.content))
-
+        take = partial(super().take, request)
         return self.answers.pop(0)(take) if self.answers else take()
 
-    def own(self, body: dict[str, Any]) -> httpx.Response:
-        if self.owner not in (None, body["run"]):
-            return refusal(409, "RunConflict", message=f"owned by {self.owner}")
-        self.owner = body["run"] if body["action"] == "claim" else None
-        return httpx.Response(200, json={"version": self.version, "run": self.run})
-
-    def take(self, container: bytes) -> httpx.Response:
-        part = decode_part(container)
-        manifest = part.manifest
-        assert manifest.manifest_checksum is not None
-        assert manifest.num_parts is not None
-        assert manifest.current_version is not None
-        if manifest.run != self.owner:
-            return refusal(409, "RunConflict", message=f"owned by {self.owner}")
-        if not manifest.full and manifest.base_version != self.version:
-            return refusal(409, "VersionConflict")
-        assert manifest.part == len(self.staged)
-        self.parts.append(part)
-        self.staged.append(part)
-        assert len({each.manifest.sync_id for each in self.staged}) == 1
-        if len(self.staged) < manifest.num_parts:
-            return httpx.Response(200, json={"status": "staged"})
-        self.log.append(manifest.full)
-        sent = [delta for each in self.staged for delta in each.deltas]
-        if manifest.full:
-            assert {delta.name for delta in sent} == self.weights.keys()
-        for delta in sent:
-            numel = len(self.weights[delta.name])
-            indices = range(numel) if delta.indices is None else delta.indices.tolist()
-            for index, value in zip(indices, delta.values.tolist(), strict=True):
-                self.weights[delta.name][index] = value
-        assert manifest.current_version > self.version
-        self.version, self.staged = manifest.current_version, []
-        self.run, self.loaded = manifest.run, False
-        return httpx.Response(200, json={"status": "committed", "version": self.version})
-
-    def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
-        kept = {n: patterns_of(t) for n, t in tensors.items() if n not in self.ignored}
-        return self.weights == kept
+    def commit(self, full: bool) -> httpx.Response | None:
+        sent = [part for _, (part, _) in sorted(self.staged.items())]
+        refused = super().commit(full)
+        if refused is None:
+            self.parts += sent
+            self.syncs.append(full)
+        return refused
 
 
 def refusal(
@@ -259,8 +207,8 @@ def test_decoder_finds_exactly_the_changed_elements(
     step: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
 ) -> None:
     base, new = step
-    engine = FakeEngine(base)
-    assert script.Sender(engine.client, base).sync(new) == 1
+    engine = FakeEngine.of(base)
+    assert script.Sender(engine.client(), base).sync(new) == 1
     found = {}
     for part in engine.parts:
         assert len({delta.dtype for delta in part.deltas}) <= 1
@@ -281,7 +229,7 @@ def test_decoder_finds_exactly_the_changed_elements(
         for name in new
     }
     assert found == {name: elements for name, elements in expected.items() if elements}
-    assert engine.log == [False]
+    assert engine.syncs == [False]
 
 
 @pytest.mark.parametrize(("index", "width"), [(65535, 2), (65536, 4)])
@@ -298,8 +246,8 @@ def test_gap_that_has_no_form() -> None:
 
 def test_sparse_syncs_in_one_part() -> None:
     base = model()
-    engine = FakeEngine(base)
-    sender = script.Sender(engine.client, base)
+    engine = FakeEngine.of(base)
+    sender = script.Sender(engine.client(), base)
     first = changed(base, "a", 1, 5)
     second = changed(changed(first, "b", 0), "a", 1)
     for version, tensors in enumerate((first, second, second), 1):
@@ -315,8 +263,8 @@ def test_sparse_syncs_in_one_part() -> None:
 def test_base_is_a_copy() -> None:
     """A trainer changes its tensors in place."""
     weights = model()
-    engine = FakeEngine(weights)
-    sender = script.Sender(engine.client, weights)
+    engine = FakeEngine.of(weights)
+    sender = script.Sender(engine.client(), weights)
     for step in range(3):
         weights["b"].view(torch.int16)[step] ^= 1
         sender.sync(weights)
@@ -330,10 +278,10 @@ def test_views_and_parameters() -> None:
         "parameter": torch.nn.Parameter(torch.zeros(2)),
         "nothing": torch.from_numpy(np.empty(0, np.float32)),
     }
-    engine = FakeEngine(base)
+    engine = FakeEngine.of(base)
     new = {**base, "view": base["view"].clone(), "parameter": torch.tensor([0.0, -0.0])}
     new["view"][2, 0] = float("nan")
-    script.Sender(engine.client, base).sync(new)
+    script.Sender(engine.client(), base).sync(new)
     assert engine.holds(new)
     assert sum(delta.nnz for delta in engine.parts[0].deltas) == 2
 
@@ -341,65 +289,59 @@ def test_views_and_parameters() -> None:
 def test_large_syncs_are_cut_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "PART_BYTES", 10)
     base = model()
-    engine = FakeEngine(base)
-    sender = script.Sender(engine.client, base)
+    engine = FakeEngine.of(base)
+    sender = script.Sender(engine.client(), base)
     assert sender.sync(base) == 1
-    engine.version, engine.parts, engine.log = 3, [], []
+    engine.version, engine.parts, engine.syncs = 3, [], []
     assert sender.sync(base) == 4
     assert [[delta.name for delta in part.deltas] for part in engine.parts] == [["a", "b"], ["c"]]
-    assert engine.log == [True]
+    assert engine.syncs == [True]
 
 
 def test_tensors_that_the_engine_ignores_are_left_out() -> None:
     base = model()
-    engine = FakeEngine(base, "b")
-    sender = script.Sender(engine.client, base)
+    engine = FakeEngine.of(base, ignored={"b"})
+    sender = script.Sender(engine.client(), base)
     new = changed(changed(base, "a", 0), "b", 1)
     sender.sync(new)
     engine.version = 9
     newer = changed(new, "a", 2)
     sender.sync(newer)
     assert engine.holds(newer)
-    assert engine.log == [False, True]
-
-
-def restart(engine: FakeEngine, tensors: dict[str, torch.Tensor]) -> None:
-    engine.weights = FakeEngine(tensors).weights
-    engine.version, engine.run, engine.owner, engine.loaded = 0, None, None, True
+    assert engine.syncs == [False, True]
 
 
 def test_restarted_engine_is_sent_everything() -> None:
     base, new = model(), changed(model(), "a", 3)
-    engine = FakeEngine(base)
-    sender = script.Sender(engine.client, base)
+    engine = FakeEngine.of(base)
+    sender = script.Sender(engine.client(), base)
     sender.sync(new)
-    restart(engine, changed(base, "c", 0))
-    engine.owner = sender.run  # its parts claim it
+    engine.restart(changed(base, "c", 0))  # its parts claim it
     assert sender.sync(new) == sender.version == engine.version == 3
     assert engine.holds(new)
-    assert engine.log == [False, True]
+    assert engine.syncs == [False, True]
     assert engine.parts[-1].manifest.base_version is None
     assert sender.sync(changed(new, "b", 1)) == 4
-    assert engine.log == [False, True, False]
+    assert engine.syncs == [False, True, False]
 
 
 def test_engine_of_another_run_is_left_alone() -> None:
     base, new = model(), changed(model(), "a", 3)
-    engine = FakeEngine(base)
-    zombie = script.Sender(engine.client, base)
+    engine = FakeEngine.of(base)
+    zombie = script.Sender(engine.client(), base)
     zombie.sync(new)
     with pytest.raises(script.SyncError, match="RunConflict"):
-        script.Sender(engine.client, new, version=1).sync(base)
-    engine.owner = "another"  # it has taken over
+        script.Sender(engine.client(), new, version=1).sync(base)
+    engine.owner = {"run": "another", "epoch": 1, "host": "h", "pid": 1}  # it has taken over
     with pytest.raises(script.SyncError, match="RunConflict"):
         zombie.sync(base)
-    assert (engine.version, engine.log) == (1, [False])
+    assert (engine.version, engine.syncs) == (1, [False])
 
 
 def test_half_written_engine_is_sent_everything() -> None:
     base, new = model(), changed(model(), "a", 3)
-    engine = FakeEngine(base)
-    sender = script.Sender(engine.client, base)
+    engine = FakeEngine.of(base)
+    sender = script.Sender(engine.client(), base)
 
     def fails(take: Callable[[], httpx.Response]) -> httpx.Response:
         engine.run, engine.loaded = sender.run, False
@@ -407,18 +349,18 @@ def test_half_written_engine_is_sent_everything() -> None:
 
     engine.answers = [fails]
     assert sender.sync(new) == 2
-    assert engine.log == [True]
+    assert engine.syncs == [True]
 
 
 def test_part_of_another_sync_is_no_success() -> None:
     """The engine might hold more of that sync than this part."""
     base, new = model(), changed(model(), "a", 3)
-    engine = FakeEngine(base)
-    sender = script.Sender(engine.client, base)
+    engine = FakeEngine.of(base)
+    sender = script.Sender(engine.client(), base)
     sender.sync(base)
     engine.answers = [lambda _: httpx.Response(200, json={"status": "already_applied"})]
     assert sender.sync(new) == 3
-    assert engine.log == [False, True]
+    assert engine.syncs == [False, True]
     assert engine.holds(new)
 
 
@@ -434,8 +376,8 @@ def test_refusal_leaves_the_base_where_it_was(
     answer: Callable[[Callable[[], httpx.Response]], httpx.Response],
 ) -> None:
     base, first = model(), changed(model(), "a", 3)
-    engine = FakeEngine(base)
-    sender = script.Sender(engine.client, base)
+    engine = FakeEngine.of(base)
+    sender = script.Sender(engine.client(), base)
     engine.answers = [answer]
     with pytest.raises(script.SyncError, match=r"HTTP \d{3}: .*a: this engine"):
         sender.sync(first)
@@ -444,22 +386,22 @@ def test_refusal_leaves_the_base_where_it_was(
     second = changed(first, "b", 0)
     assert sender.sync(second) == sender.version == engine.version == 2
     assert engine.holds(second)
-    assert engine.log == [False]
+    assert engine.syncs == [False]
 
 
 def test_refused_full_sync_leaves_the_base_where_it_was() -> None:
     base, new = model(), changed(model(), "a", 3)
-    engine = FakeEngine(base)
-    sender = script.Sender(engine.client, base)
+    engine = FakeEngine.of(base)
+    sender = script.Sender(engine.client(), base)
     sender.sync(base)
     conflict = refusal(409, "VersionConflict")
     asleep = refusal(409, "WeightsAsleep", message="wake it up first")
     engine.answers = [lambda _: conflict, lambda _: asleep]
     with pytest.raises(script.SyncError, match="wake it up first"):
         sender.sync(new)
-    assert engine.log == [False]
+    assert engine.syncs == [False]
     assert sender.sync(new) == 4
-    assert engine.log == [False, False]
+    assert engine.syncs == [False, False]
     assert engine.holds(new)
 
 
@@ -473,9 +415,9 @@ def test_lost_answer(arrived: bool) -> None:
         raise httpx.ReadTimeout("nothing came back")
 
     base, first = model(), changed(model(), "a", 3)
-    engine = FakeEngine(base)
+    engine = FakeEngine.of(base)
     engine.answers = [lose]
-    sender = script.Sender(engine.client, base)
+    sender = script.Sender(engine.client(), base)
     with pytest.raises(httpx.ReadTimeout):
         sender.sync(first)
     assert (sender.version, engine.version) == (0, int(arrived))
@@ -483,7 +425,7 @@ def test_lost_answer(arrived: bool) -> None:
     sender.sync(second)
     assert engine.holds(second)
     assert sender.version == engine.version > 1
-    assert engine.log[-1] is arrived
+    assert engine.syncs[-1] is arrived
 
 
 @pytest.mark.parametrize(
@@ -493,9 +435,9 @@ def test_lost_answer(arrived: bool) -> None:
 )
 def test_other_model_than_the_base(other: dict[str, torch.Tensor]) -> None:
     base = {"w": torch.zeros(2)}
-    engine = FakeEngine(base)
+    engine = FakeEngine.of(base)
     with pytest.raises(ValueError, match="not the names, dtypes and shapes of the base"):
-        script.Sender(engine.client, base).sync(other)
+        script.Sender(engine.client(), base).sync(other)
     assert engine.parts == []
 
 
