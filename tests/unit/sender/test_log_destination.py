@@ -37,18 +37,19 @@ def copied(model: Model) -> Model:
     return {name: tensor.clone() for name, tensor in model.items()}
 
 
-def replayed(log: Path, base: Model, version: int = 0) -> Engine:
+def replayed(where: str | Path, base: Model, version: int = 0) -> Engine:
     """An engine that was started with the base and the log."""
-    engine = Engine.of(base, version=version)
-    for entry in route(open_log(log).listing().entries, version):
-        for path in entry.paths:
-            request = httpx.Request("POST", "http://engine/", content=path.read_bytes())
-            assert engine.take(request).status_code == 200
+    engine, log = Engine.of(base, version=version), open_log(where)
+    for entry in route(log.listing().entries, version):
+        with log.fetched(entry):
+            for path in entry.paths:
+                request = httpx.Request("POST", "http://engine/", content=path.read_bytes())
+                assert engine.take(request).status_code == 200
         assert engine.version == entry.version
     return engine
 
 
-def chain(log: Path) -> list[tuple[int | None, int]]:
+def chain(log: str | Path) -> list[tuple[int | None, int]]:
     return [(entry.base_version, entry.version) for entry in open_log(log).listing().entries]
 
 

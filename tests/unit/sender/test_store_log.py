@@ -8,43 +8,11 @@ import pytest
 import torch
 
 from delta_sender import LogSender
-from engine_ext.log import Objects, open_log, route
-from tests.support.fake_engine import Engine, Model, model_of, train
-from tests.unit.sender.test_log_destination import copied
-from tests.unit.sender.test_multi_sender import sender_of, two
+from engine_ext.log import Objects
+from tests.support.fake_engine import model_of, train
+from tests.unit.sender.test_log_destination import chain, copied, replayed
 
 pytestmark = pytest.mark.slow
-
-
-def replayed(url: str, base: Model, version: int = 0) -> Engine:
-    """An engine that was started with the base and the log."""
-    engine, log = Engine.of(base, version=version), open_log(url)
-    for entry in route(log.listing().entries, version):
-        with log.fetched(entry), engine.client() as client:
-            for path in entry.paths:
-                answer = client.post("http://engine/", content=path.read_bytes())
-                assert answer.status_code == 200
-    return engine
-
-
-def chain(url: str) -> list[tuple[int | None, int]]:
-    return [(entry.base_version, entry.version) for entry in open_log(url).listing().entries]
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-def test_engines_and_the_store_get_the_same(store_url: str, bucket_bytes: int) -> None:
-    model = model_of(torch.bfloat16, torch.float32, tensors=4)
-    base = copied(model)
-    a, b = two(model)
-    with sender_of(a, b, model, delta_log=store_url, bucket_bytes=bucket_bytes) as sender:
-        for step in range(3):
-            train(model, step)
-            (sender.sync_full if step == 1 else sender.sync)(model.items())
-    late = replayed(store_url, base)
-    assert late.holds(model)
-    assert a.holds(model)
-    assert b.holds(model)
-    assert chain(store_url) == [(0, 1), (None, 2), (2, 3)]
 
 
 def test_a_second_sender_takes_over(store_url: str) -> None:

@@ -83,28 +83,6 @@ def test_a_version_is_staged_then_committed(rig: Rig, store: Objects, tmp_path: 
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_range_with_steps_without_changes(
-    rig: Rig, store: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for version in (8, 10, 12):
-        publish_nothing(store, tmp_path / "drafts", version)
-    publish(store, 9, delta_part())
-    publish(store, 11, delta_part(OTHER_STEP))
-    assert pull(rig, store.url, 12).status_code == 200
-    assert present(rig.status().staged).version == 9
-    rig.assert_committed(load(rig, 12), LATER, 12)
-    history = rig.get("/delta_status?history=true").json()["history"]
-    assert [one["version"] for one in history if one["outcome"] == "committed"] == [9, 11, 12]
-
-
-def test_what_was_staged_may_be_gone(rig: Rig, store: Objects) -> None:
-    publish(store, 8, delta_part())
-    pull(rig, store.url, 8)
-    for receiver in rig.engine.receivers:
-        receiver._drop_staged()
-    rig.assert_committed(load(rig, 8), NEXT, 8)
-
-
 def test_an_object_rewritten_after_the_pull_is_refused(rig: Rig, store: Objects) -> None:
     publish(store, 8, delta_part())
     assert pull(rig, store.url, 8).status_code == 200
