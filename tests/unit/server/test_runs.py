@@ -180,23 +180,6 @@ def test_a_takeover_fences_for_good(rig: Rig) -> None:
     assert_error(rig.send(whole(99, A)), 409, "RunFenced")
 
 
-def test_a_repeat_of_a_fenced_run_is_refused(rig: Rig) -> None:
-    """Though the engine still holds what it has sent."""
-    body = a_step()
-    rig.send(body)
-    ask(rig, "claim", B, takeover=True)
-    assert_error(rig.send(body), 409, "RunFenced")
-
-
-def test_a_restarted_trainer_replaces_itself(rig: Rig) -> None:
-    rig.send(a_step())
-    assert rig.send(a_step(2, part=0, num_parts=2)).json()["status"] == "staged"
-    assert ask(rig, "claim", A_AGAIN).json()["owner"]["pid"] == 12
-    assert rig.status().staged is None
-    assert_error(rig.send(a_step(2, part=1, num_parts=2)), 409, "RunFenced")
-    assert rig.send(a_step(2, A_AGAIN)).json()["status"] == "committed"
-
-
 def test_a_release(rig: Rig) -> None:
     rig.send(a_step())
     rig.send(a_step(2, part=0, num_parts=2))
@@ -258,15 +241,6 @@ def test_every_adapter_has_its_own_owner(rig: Rig) -> None:
 
 
 # Numbers -------------------------------------------------------------------------------------
-
-
-def test_a_full_sync_does_not_go_back(rig: Rig) -> None:
-    rig.send(a_step())
-    rig.send(a_step(2))
-    conflict: dict[str, Any] = {"actual": VERSION + 2, "highest": VERSION + 2}
-    for version in (1, VERSION + 1, VERSION + 2):
-        assert_error(rig.send(whole(version, A)), 409, "VersionConflict", **conflict)
-    assert rig.send(whole(VERSION + 3, A)).json()["status"] == "committed"
 
 
 def test_a_trainer_that_starts_over_shows(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,6 @@ from tests.support.delta_bodies import (
     STEP,
     after,
     delta_part,
-    forged,
     fresh_weights,
     full_part,
     same,
@@ -97,14 +96,6 @@ def test_parts_at_once(rig: Rig) -> None:
     assert sorted(statuses(responses)) == ["committed", "staged", "staged"]
     assert same(rig.engine.weights, NEXT)
     assert rig.engine.writes == [1, 1]
-
-
-def test_the_number_of_parts_may_come_with_the_last(rig: Rig) -> None:
-    parts = split_parts()
-    unknown = [forged(part, num_parts=None) for part in parts[:2]]
-    responses = [rig.send(part) for part in (*unknown, parts[2])]
-    assert statuses(responses) == ["staged", "staged", "committed"]
-    rig.assert_committed(responses[-1], NEXT, 8)
 
 
 def test_a_full_sync_in_parts_to_any_version(rig: Rig) -> None:

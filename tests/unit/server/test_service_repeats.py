@@ -19,7 +19,6 @@ from tests.support.delta_bodies import (
     same,
 )
 from tests.support.endpoint_rig import Rig, assert_error
-from tests.support.present import present
 from tests.unit.server.service_parts import assert_already_applied, split_parts, statuses, together
 
 
@@ -32,19 +31,6 @@ def test_a_repeat_of_a_committed_part(rig: Rig, number: int) -> None:
     assert_already_applied(rig, rig.send(parts[number]))
     assert rig.engine.writes == [1, 1]
     assert same(rig.engine.weights, NEXT)
-
-
-def test_a_repeat_under_another_sync_id(rig: Rig) -> None:
-    rig.send(delta_part(sync_id="one"))
-    rig.engine.events.clear()
-    assert_already_applied(rig, rig.send(delta_part(sync_id="two", encoding="indices")))
-
-
-def test_a_repeat_of_a_full_sync(rig: Rig) -> None:
-    rig.send(full_part(RESYNCED, 8))
-    rig.engine.events.clear()
-    assert_already_applied(rig, rig.send(full_part(RESYNCED, 8)))
-    assert rig.engine.writes == [1, 1]
 
 
 @pytest.mark.parametrize("behind", range(2))
@@ -72,14 +58,6 @@ def test_a_repeat_while_asleep(rig: Rig) -> None:
     assert_already_applied(rig, rig.send(delta_part()))
 
 
-def test_a_repeat_while_another_sync_is_staged(rig: Rig) -> None:
-    rig.send(delta_part())
-    rig.send(delta_part({}, version=9, part=0, num_parts=2))
-    rig.engine.events.clear()
-    assert_already_applied(rig, rig.send(delta_part()))
-    assert present(rig.status().staged).parts == [0]
-
-
 def test_a_repeat_while_another_sync_is_complete(rig: Rig) -> None:
     rig.send(delta_part())
     rig.engine.fails["pause"] = RuntimeError("not now")
@@ -88,19 +66,6 @@ def test_a_repeat_while_another_sync_is_complete(rig: Rig) -> None:
     assert_already_applied(rig, rig.send(delta_part()))
     final = rig.send(delta_part(OTHER_STEP, version=9))
     rig.assert_committed(final, after(NEXT, OTHER_STEP), 9)
-
-
-def test_the_sync_before_is_no_repeat(rig: Rig) -> None:
-    rig.send(delta_part())
-    rig.send(delta_part({}, version=9))
-    assert_error(rig.send(delta_part()), 409, "VersionConflict", expected=7, actual=9)
-
-
-def test_a_repeat_of_a_staged_part(rig: Rig) -> None:
-    first, second, third = split_parts()
-    responses = [rig.send(body) for body in (first, first, second, first, third)]
-    assert statuses(responses) == ["staged"] * 4 + ["committed"]
-    assert same(rig.engine.weights, NEXT)
 
 
 @pytest.mark.parametrize("copies", [2, 3])
