@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from delta_sender import DeltaSender, FullSyncRefused, MultiSender, RunConflict, RunFenced
-from delta_sender.publish.state_file import StateFile
 from delta_sender.results import PartialSyncError, SyncError
 from tests.support.fake_engine import (
     Engine,
@@ -276,17 +275,6 @@ def test_base_is_found_under_any_number(model: Model, base_version: int) -> None
     assert engine.holds(target)
 
 
-def test_second_sender_sends_what_changed(model: Model) -> None:
-    engine, base = Engine.of(model), copied(model)
-    for step in range(3):
-        target = touched(base, 10 + step)
-        with sender_of(engine, base) as sender:
-            report = sender.sync(target.items())
-        assert (report.full, report.nnz, report.version) == (False, 10 + step, step + 1)
-        base = target
-    assert engine.holds(base)
-
-
 @pytest.mark.parametrize("encoding", ["deltas_zstd", "gap8_ulp"])
 def test_same_command_again_sends_nothing(model: Model, encoding: str) -> None:
     """The engine holds what the sync leads to; the base is not there any more."""
@@ -328,21 +316,6 @@ def test_engines_of_several_numbers_meet(model: Model) -> None:
     ]
 
 
-def test_numbers_of_a_run_are_used_once(model: Model, file: Path) -> None:
-    """After a rollback, the next number is one that the run has not used."""
-    base, engine = copied(model), Engine.of(model)
-    with sender_of(engine, model, state=file) as sender:
-        for step in range(3):
-            train(model, step)
-            sender.sync(model.items())
-        engine.restart(base)
-        engine.version, engine.run, engine.loaded = 1, sender.run, False  # as if rolled back
-        engine.highest[sender.run] = 5
-        report = sender.sync(model.items())
-    assert (report.full, report.version) == (True, 6)
-    assert (report.reason or "").startswith("behind: ")
-
-
 def test_next_sender_of_a_process_opens_its_run(model: Model, tmp_path: Path) -> None:
     base, engine = copied(model), Engine.of(model)
     with sender_of(engine, model) as sender:
@@ -374,27 +347,6 @@ def test_second_trainer_is_refused_with_the_owner(model: Model) -> None:
     assert engine.holds(model)
 
 
-def test_takeover_fences_the_zombie(model: Model) -> None:
-    engine, theirs = Engine.of(model), copied(model)
-    with (
-        sender_of(engine, model) as zombie,
-        sender_of(engine, theirs, takeover=True) as sender,
-    ):
-        zombie.sync(model.items())
-        train(theirs)
-        assert not sender.sync(theirs.items()).full
-        posted = len(engine.requests)
-        for sync in (zombie.sync, zombie.sync_full):
-            train(model, 1)
-            with pytest.raises(RunFenced) as caught:
-                sync(model.items())
-            assert caught.value.error["owner"]["run"] == sender.run
-        assert {r.url.params.get("reason") for r in engine.requests[posted:]} <= {None, "requested"}
-        train(theirs, 2)
-        assert not sender.sync(theirs.items()).full
-    assert engine.holds(theirs)
-
-
 def test_takeover_is_claimed_once(model: Model) -> None:
     """One that is taken over after its own takeover does not take the engine back."""
     engine = Engine.of(model)
@@ -404,26 +356,6 @@ def test_takeover_is_claimed_once(model: Model) -> None:
             second.sync(model.items())
             with pytest.raises(RunFenced):
                 first.sync(model.items())
-
-
-def test_restart_with_its_state_continues(model: Model, file: Path) -> None:
-    """The old process was killed, and its run still owns the engine."""
-    engine = Engine.of(model)
-    killed = sender_of(engine, model, state=file)
-    train(model)
-    killed.sync(model.items())
-    StateFile(file)  # readable meanwhile
-    held = killed._publisher._tracker.file
-    assert held is not None
-    held.close()  # as the end of its process
-    with sender_of(engine, model, state=file) as sender:
-        assert (sender.run, sender.epoch) == (killed.run, killed.epoch + 1)
-        target = touched(model)
-        report = sender.sync(target.items())
-        assert (report.full, report.nnz, report.version) == (False, 10, 2)
-        with pytest.raises(RunFenced):
-            killed.sync(model.items())
-    assert engine.holds(target)
 
 
 def test_restart_with_its_state_heals_its_own(model: Model, file: Path) -> None:
