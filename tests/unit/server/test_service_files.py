@@ -17,9 +17,7 @@ from tests.support.delta_bodies import (
     bare,
     delta_part,
     full_part,
-    part_of,
     same,
-    sparse,
 )
 from tests.support.endpoint_rig import COMPLETIONS, DELTA, FROM_DISK, Rig, assert_error
 from tests.unit.server.service_parts import (
@@ -94,17 +92,6 @@ def test_one_version_in_several_requests(disk_rig: Rig, root: Path, write: Write
     assert same(disk_rig.engine.weights, NEXT)
 
 
-def test_a_continuation_skips_what_it_has_seen(disk_rig: Rig, root: Path, write: Write) -> None:
-    write(**{f"f{n}": bare(delta_part(changes)) for n, changes in enumerate(SPLIT)})
-    disk_rig.disk(root, "f1.safetensors", weight_version="8")
-    response = disk_rig.disk(root, weight_version="8")
-    disk_rig.assert_committed(response, NEXT, 8)
-    assert response.json()["nnz"] == 2
-    disk_rig.engine.events.clear()
-    assert_already_applied(disk_rig, disk_rig.disk(root, weight_version="8"))
-    assert disk_rig.engine.writes == [2, 2]
-
-
 def test_the_same_file_twice_under_two_names(disk_rig: Rig, root: Path, write: Write) -> None:
     write(a=delta_part(), b=delta_part())
     disk_rig.assert_committed(disk_rig.disk(root), NEXT, 8)
@@ -137,14 +124,6 @@ def test_a_body_that_names_its_base_is_no_rest(rig: Rig) -> None:
     assert_error(response, 409, "VersionConflict", expected=7, actual=8)
 
 
-def test_a_transaction_is_all_or_nothing(disk_rig: Rig, root: Path, write: Write) -> None:
-    good, bad = bare(delta_part(SPLIT[0])), bare(delta_part(SPLIT[1]))
-    write(a=good, b=bad[:-1] + b"\xff")
-    assert_error(disk_rig.disk(root, weight_version="8"), 400, "ChecksumMismatch")
-    assert disk_rig.status().staged is None
-    disk_rig.assert_untouched()
-
-
 def test_a_failed_transaction_leaves_another_sync_alone(
     disk_rig: Rig, root: Path, write: Write
 ) -> None:
@@ -155,31 +134,12 @@ def test_a_failed_transaction_leaves_another_sync_alone(
     assert statuses([disk_rig.send(body) for body in others]) == ["staged", "committed"]
 
 
-def test_files_of_several_versions(disk_rig: Rig, root: Path, write: Write) -> None:
-    write(step8=delta_part(), step9=delta_part(OTHER_STEP, version=9))
-    assert_error(disk_rig.disk(root), 400, "MalformedPart")
-    disk_rig.assert_untouched()
-
-
 def test_a_full_sync_from_disk(disk_rig: Rig, root: Path, write: Write) -> None:
     disk_rig.fail_commit()
     names = list(RESYNCED)
     write(a=full_part(RESYNCED, 30, names[:1]), b=full_part(RESYNCED, 30, names[1:]))
     disk_rig.assert_committed(disk_rig.disk(root), RESYNCED, 30)
     assert disk_rig.post(COMPLETIONS).status_code == 200
-
-
-def test_a_full_sync_from_disk_that_lacks_a_tensor(disk_rig: Rig, root: Path, write: Write) -> None:
-    write(a=full_part(RESYNCED, 30, ["norm.weight"]), b=full_part(RESYNCED, 30, ["embed.weight"]))
-    error = assert_error(disk_rig.disk(root), 422, "NotUpdatable")
-    assert error["tensors"] == ["layer.weight"]
-    disk_rig.assert_untouched()
-
-
-def test_a_tensor_that_is_unknown_in_one_file(disk_rig: Rig, root: Path, write: Write) -> None:
-    write(a=delta_part(), b=part_of(sparse("absent", {0: 1})))
-    assert_error(disk_rig.disk(root), 422, "NotUpdatable", tensor="absent")
-    disk_rig.assert_untouched()
 
 
 def test_a_lost_answer_in_a_transaction(disk_rig: Rig, root: Path, write: Write) -> None:
