@@ -56,20 +56,6 @@ def test_current_environment_is_kept(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("line-length = 100", "line-length = 99"),
-        ("timeout = 300", "timeout = 200"),
-        ('"sync",\n    "startup"', '"startup",\n    "sync"'),
-    ],
-    ids=["ruff", "pytest", "import-linter"],
-)
-def test_setting_of_check_keeps_environment(folder: Path, old: str, new: str) -> None:
-    edit(folder / "pyproject.toml", old, new)
-    assert not makes_anew(folder)
-
-
-@pytest.mark.parametrize(
     ("path", "old", "new"),
     [
         ("pyproject.toml", '"hatchling>=1.27"]', '"hatchling>=1.28"]'),
@@ -103,13 +89,3 @@ def test_environment_half_deleted_is_made_anew(folder: Path) -> None:
     lock.write_text(before)
     (folder / "rm").unlink()
     assert makes_anew(folder)
-
-
-@pytest.mark.slow
-def test_docs_need_no_engine_environment(folder: Path) -> None:
-    shutil.rmtree(folder / ".venv")
-    assert makes_anew(folder, "docs")
-    assert not (folder / ".venv").exists()
-    assert not makes_anew(folder, "docs")
-    edit(folder / "pyproject.toml", "mkdocs>=1.6", "mkdocs>=1.6.1")
-    assert makes_anew(folder, "docs")
