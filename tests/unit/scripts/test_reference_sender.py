@@ -24,6 +24,7 @@ from engine_ext.dtypes import bits_dtype
 from engine_ext.format import DecodedPart, decode_part
 from tests.support.fake_engine import Engine
 from tests.support.independent_encoder import PROPERTY
+from tests.support.present import present
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "reference_sender.py"
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8")
@@ -216,7 +217,7 @@ def test_decoder_finds_exactly_the_changed_elements(
             assert delta.dtype == str(new[delta.name].dtype).removeprefix("torch.")
             assert delta.shape == tuple(new[delta.name].shape)
             found[delta.name] = dict(
-                zip(delta.indices.tolist(), delta.values.tolist(), strict=True)
+                zip(present(delta.indices).tolist(), delta.values.tolist(), strict=True)
             )
     expected = {
         name: {
