@@ -204,7 +204,7 @@ def test_interrupted_first_digest_is_computed_again(
     assert sender.sync(model.items()).digest == engine.digest().hex()
 
 
-def test_no_digests_where_the_base_lacks_a_tensor(caplog: pytest.LogCaptureFixture) -> None:
+def test_changes_alone_are_proven_if_base_lacks_tensors(caplog: pytest.LogCaptureFixture) -> None:
     model = model_of(tensors=3)
     engine = Engine.of(model)
     del model["layers.1.weight"]
@@ -214,5 +214,19 @@ def test_no_digests_where_the_base_lacks_a_tensor(caplog: pytest.LogCaptureFixtu
         report = sender.sync(model.items())
         assert (report.full, report.digest) == (False, None)
     assert np.array_equal(engine.weights["layers.0.weight"], bits(model["layers.0.weight"]))
-    assert caplog.text.count("no digests") == 1
+    assert [part.manifest.digest_before for part in engine.log] == [None] * 2
+    assert all(part.manifest.digest_part for part in engine.log)
+    assert caplog.text.count("prove the changed values alone") == 1
     assert "layers.1.weight" in caplog.text
+
+
+def test_part_of_another_base_is_refused() -> None:
+    model, held = model_of(tensors=3), model_of(tensors=3)
+    train(held, 9)
+    engine = Engine.of(held)
+    del model["layers.1.weight"]
+    sender = sender_of(engine, model)
+    train(model)
+    with pytest.raises(FullSyncRefused):
+        sender.sync(model.items())
+    assert engine.holds(held)

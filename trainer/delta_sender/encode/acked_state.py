@@ -161,6 +161,7 @@ class AckedState:
         self.plan = EnginePlan()  # as it was last read
         self.plan_is_current = False  # it can be used without reading it again
         self.digest: Digest | None = None  # of what is held; None if no digest is kept
+        self.proves_parts = False  # a part's digest can prove what it changes, also without that
         self.posted: PostedSync | None = None  # the destination might be committing it
         self.snapshot = snapshot
         self._names: TensorNames = snapshot if names is None else names
@@ -191,15 +192,16 @@ class AckedState:
         first_time = not self.plan.names
         self.plan_is_current, self.digest = False, None
         self.plan = plan = EnginePlan.read(answer, self._names, self._ignored)
-        if plan.is_known and keep_digest and not plan.missing:
+        self.proves_parts = plan.is_known and keep_digest
+        if self.proves_parts and not plan.missing:
             self.digest = Digest.ZERO if full else self._held_digest()
         self.plan_is_current = plan.is_known  # unless it was interrupted
         if first_time and plan.ignored:
             logger.warning("left out, as the engine ignores them: %s", some_of(plan.ignored))
         if first_time and plan.missing:
             logger.warning(
-                "no digests are sent: the engine's digest covers %d tensors that are not in the "
-                "base: %s",
+                "digests prove the changed values alone: the engine's digest covers %d tensors "
+                "that are not in the base: %s",
                 len(plan.missing),
                 some_of(plan.missing),
             )

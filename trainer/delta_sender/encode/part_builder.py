@@ -309,7 +309,8 @@ class ChangedTensors:
         self._nnz += sum(param.sent.nnz for param in params)
         self._choices.update(param.choice for param in params)
         if self.digest is None:
-            if encoding == DIFFERENCES:  # they are refused without
+            proves = self._state.proves_parts and not self._attempt.full
+            if proves or encoding == DIFFERENCES:  # they are refused without
                 return {"digest_part": self._digest_of(params).hex()}
             return {}
         digests: dict[str, str] = {}

@@ -96,8 +96,8 @@ class OwnedChanges:
         self._ranks, self._owned, self._snapshot = ranks, owned, state.snapshot
         self._policy, self._full, self._speed = attempt.policy, attempt.full, speed
         self._plan, self._read, self._held = state.plan, sync_round.changes, state.missed
-        declares = state.digest is not None and not (attempt.full or attempt.policy.any_base)
-        self.digest_before = state.digest.hex() if declares and state.digest else None
+        self._proves = state.proves_parts and not (attempt.full or attempt.policy.any_base)
+        self.digest_before = state.digest.hex() if self._proves and state.digest else None
         self.names = state.plan.names
         self.sent = Sent()
         self._lock = threading.Lock()
@@ -160,7 +160,7 @@ class OwnedChanges:
             self.sent.digest += digest
             self.sent.nnz += sum(delta.nnz for delta in deltas)
             self.sent.picked.update(str(param.choice) for param in params)
-        declares = "digest_before" in metadata or encoding == DIFFERENCES
+        declares = self._proves or encoding == DIFFERENCES
         digest_part = digest.hex() if declares else None
         return encode_part(deltas, encoding=encoding, digest_part=digest_part, **metadata)
 
