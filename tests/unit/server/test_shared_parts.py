@@ -60,6 +60,25 @@ def test_nothing_else_is_served(make_rig: Callable[..., Rig], log: Path, name: s
     assert rig.get(f"{PARTS}/{name}").status_code == 404
 
 
+@pytest.mark.parametrize("linked", ["folder", "file"])
+def test_link_in_the_log_is_not_served(
+    make_rig: Callable[..., Rig], log: Path, tmp_path: Path, linked: str
+) -> None:
+    """Who can write into the log cannot read the engine's other files by it."""
+    rig = make_rig(log=str(log))
+    [folder, *_] = write_steps(log)
+    content, data = content_of(folder)
+    assert rig.get(f"{PARTS}/{content}").status_code == 200
+    [part] = folder.glob("*.safetensors")
+    secret = tmp_path / "secret" / part.name
+    secret.parent.mkdir()
+    secret.write_bytes(bytes(len(data)))
+    moved, target = (folder, secret.parent) if linked == "folder" else (part, secret)
+    moved.rename(tmp_path / "gone")
+    moved.symlink_to(target)
+    assert rig.get(f"{PARTS}/{content}").status_code in (404, 409)
+
+
 def test_engine_without_log_serves_none(rig: Rig) -> None:
     assert_error(rig.get(f"{PARTS}/{'0' * 32}"), 409, "Conflict")
 
