@@ -26,6 +26,7 @@ from engine_ext.log import (
     open_log,
     route,
 )
+from engine_ext.remote_parts import PartCache
 from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
 from tests.support.endpoint_rig import Rig, assert_error
@@ -305,6 +306,22 @@ def test_other_peers_have_what_one_sends_wrong(fleet: Fleet, log: Path) -> None:
     rig = fleet.join(peers=(bad, fleet.url))
     assert rig.status().version.number == VERSION + 3
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
+
+
+def test_offered_signature_overwrites_no_part(fleet: Fleet, log: Path, tmp_path: Path) -> None:
+    """A signature's file could be a link to a part that other engines of the host use."""
+    offer = fleet.offer()
+    [first, *_], (content, data) = offer["versions"], content_of(max(log.glob("weight_v*")))
+    [name] = first["done"]["files"]
+    part = {name + SIGNATURE_SUFFIX: {"bytes": len(data), "xxh3_128": content}}
+    first["done"]["files"] = part | first["done"]["files"]
+    first["signatures"] = {name: "other bytes"}
+    fleet.answers[PARTS] = msgspec.json.encode(offer)
+    cache = PartCache(str(tmp_path / "cache"), 1 << 30)
+    kept = cache.get(content, len(data), lambda file: file.write(data))
+    rig = fleet.join()
+    assert same(rig.engine.weights, fresh_weights())
+    assert kept.read_bytes() == data
 
 
 def test_uncertain_engine_offers_nothing(fleet: Fleet) -> None:
