@@ -251,7 +251,9 @@ def done_of_file(name: str, size: int, content: str) -> str:
             "../x.safetensors", "..", ".", "", "\0.safetensors", "/x.safetensors", "x",
             "x.safetensors.sig",
         )),
-        *(done_of_file("x.safetensors", 1, bad) for bad in ("", "../x", HASH.upper(), HASH + "\n", HASH + "0")),
+        *(done_of_file("x.safetensors", 1, bad) for bad in (
+            "", "../x", HASH.upper(), HASH + "\n", HASH + "0",
+        )),
         done_of_file("x.safetensors", -1, HASH),
     ],
     ids=lambda done: done[:30],
