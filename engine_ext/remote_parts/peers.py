@@ -109,20 +109,23 @@ class Peers:
         import httpx
 
         failure = "there are no peers"
+        # What is compressed could grow by any factor.
+        headers = {"Accept-Encoding": "identity"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        timeout = httpx.Timeout(60.0, connect=5.0)
         for url in self.urls:
+            where = f"{url}{ROUTE}"
             try:
-                answer = httpx.get(
-                    f"{url}{ROUTE}",
-                    headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
-                    timeout=httpx.Timeout(60.0, connect=5.0),
-                    trust_env=False,
-                )
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                with (
+                    httpx.Client(timeout=timeout, trust_env=False) as client,
+                    client.stream("GET", where, headers=headers) as answer,
+                ):
+                    if answer.status_code == httpx.codes.OK:
+                        return _read(answer.iter_raw(), most)
+                    failure = f"{url}: HTTP status {answer.status_code}"
+            except (httpx.HTTPError, httpx.InvalidURL, _TooLong) as error:
                 failure = f"{url}: {str(error) or type(error).__name__}"
-                continue
-            if answer.status_code == httpx.codes.OK and len(answer.content) <= most:
-                return answer.content
-            failure = f"{url}: HTTP status {answer.status_code}"
         raise OSError(errno.EIO, failure)
 
     def _source(self, url: str, content: str, size: int, query: str = "") -> PartSource:
@@ -170,6 +173,19 @@ class Peers:
         with self._lock:
             self.received += size
         return True
+
+
+class _TooLong(Exception):
+    """An answer has more bytes than it can have."""
+
+
+def _read(pieces: Iterable[bytes], most: int) -> bytes:
+    body = bytearray()
+    for piece in pieces:
+        body += piece
+        if len(body) > most:
+            raise _TooLong(f"it sends more than {most} bytes")
+    return bytes(body)
 
 
 def ordered(content: str, group: Iterable[str]) -> list[str]:

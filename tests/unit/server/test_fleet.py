@@ -579,6 +579,7 @@ class Peer(BaseHTTPRequestHandler):
     [
         (200, PEER_ANSWER, None),
         (200, b"<html>", ValueError),
+        (200, PEER_ANSWER + b" " * (1 << 20), ValueError),
         (409, b"{}", ValueError),
         (None, b"", OSError),
     ],
