@@ -183,7 +183,10 @@ def test_sync_that_ranks_refuse_is_not_prepared(fleet: FleetRig) -> None:
     assert fleet.status(url).staged is None
 
 
-@pytest.mark.parametrize("wrong", [{"action": "decide"}, {"group": ""}, {"peers": ["file:///x"]}])
+@pytest.mark.parametrize("wrong", [
+    {"action": "decide"}, {"group": ""}, {"group": "g\n"}, {"peers": ["file:///x"]},
+    {"peers": ["http://host\n"]},
+])  # fmt: skip
 def test_malformed_steps_are_refused(fleet: FleetRig, wrong: dict[str, Any]) -> None:
     body = {"action": "prepare", "group": GROUP, **SYNC, **wrong}
     rig = fleet.rigs[fleet.urls[0]]
