@@ -5,8 +5,8 @@ costs, too. Ranks hold a shared lock on a part's file while they map it, see
 `engine_ext.sync.background_staging`; a file is written again only if it can be locked exclusively,
 and in a file system without locks never.
 
-What others have mapped there and not touched yet, as engines do, is memory only once it is touched,
-and SIGBUS if there is none then. So parts leave some of it free.
+Engines map shared memory sparsely, and get SIGBUS if there is none left when they first touch a
+page. So parts leave some of it free.
 
 A file's name is used for one part only, so that the path of a removed part leads nowhere. Files
 without a part keep their memory, so there are few of them, and not for long.
