@@ -54,14 +54,14 @@ def find_change(
         if encoding == "xor":
             content = inflate(frame, nbytes, nbytes, f"{name}, whose tensor has {nbytes} bytes")
             new = np.require(content.view(bits), requirements="A")
-            _check_size(name, np.count_nonzero(new), bits, limits)
+            _check_size(name, int(np.count_nonzero(new)), bits, limits)
             indices, flipped = _differing(new)
             cleared = np.zeros_like(flipped)
         else:
             most = min(_COUNT + nbytes * (_COUNT + 1), limits.max_part_bytes)
             positions, values = _positions(inflate(frame, _COUNT, most, name), nbytes)
             begins = _begins(positions // bits.itemsize)
-            _check_size(name, np.count_nonzero(begins), bits, limits)
+            _check_size(name, int(np.count_nonzero(begins)), bits, limits)
             indices, flipped, cleared = _overwritten(positions, values, begins, bits)
     except MalformedPart as error:
         error.operands["tensor"] = name
