@@ -164,7 +164,7 @@ async def ask_peer(root: str, group: str, adapter: str | None = None) -> PeerAns
     """
     body, query = {"action": "ask", "group": group}, {"adapter": adapter} if adapter else {}
     url = f"{root.rstrip('/')}/delta_commit"
-    # What is compressed could grow by any factor.
+    # Compressed bytes could grow by any factor.
     headers, text = {"Accept-Encoding": "identity", **bearer_headers()}, bytearray()
     asking = _client().stream("POST", url, json=body, params=query, headers=headers)
     try:
