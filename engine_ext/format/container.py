@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.answers import in_one_line
 from engine_ext.dtypes import NAME_OF_CODE, SAFETENSORS_CODE, itemsize
 from engine_ext.errors import MalformedPart, TooLarge
 from engine_ext.format.gap_streams import index_dtype
@@ -95,7 +96,8 @@ def parse_header(raw: bytes, limits: Limits) -> Header:
     try:
         header = msgspec.json.decode(raw[_LENGTH:], type=_HeaderJson)
     except (ValueError, RecursionError) as error:
-        raise MalformedPart(f"safetensors header: {error}{_other_file(raw)}") from None
+        why = in_one_line(str(error))  # it can quote a key of any length
+        raise MalformedPart(f"safetensors header: {why}{_other_file(raw)}") from None
 
     positions = _span("__positions__", header.positions, header_end)
     values = _span("__values__", header.values, header_end)

@@ -17,6 +17,7 @@ from typing import BinaryIO, Final
 
 import xxhash
 
+from engine_ext.answers import in_one_line
 from engine_ext.errors import ChecksumMismatch, DeltaError, PartUnavailable, SpoolFull
 from engine_ext.ranks.operations import PartSource
 from engine_ext.remote_parts.cache import PartCache
@@ -109,7 +110,7 @@ class Peers:
         import httpx
 
         failure = "there are no peers"
-        # What is compressed could grow by any factor.
+        # Compressed bytes could grow by any factor.
         headers = {"Accept-Encoding": "identity"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -166,7 +167,8 @@ class Peers:
             raise
         except DeltaError as error:
             what = "sent other bytes" if isinstance(error, ChecksumMismatch) else "failed"
-            logger.warning("delta updates: peer %s %s: %s", url, what, error.message)
+            why = in_one_line(error.message)
+            logger.warning("delta updates: peer %s %s: %s", in_one_line(url), what, why)
             with self._lock:
                 self._resting[url] = time.monotonic() + _REST_S
             return False

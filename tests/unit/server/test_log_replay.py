@@ -251,6 +251,19 @@ def test_signed_versions(
     assert "signature" in str(problem(rig)["damaged"])
 
 
+def test_sender_forges_no_line_of_the_log(
+    log: Path, started: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = started()
+    write(
+        log, delta_part({"w\nERROR forged" + "x" * 1000: {0: 1}}, VERSION + 1), number=VERSION + 1
+    )
+    assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
+    lines = [one.getMessage() for one in caplog.records if "forged" in one.getMessage()]
+    assert lines
+    assert all("\n" not in line and len(line) < 600 for line in lines)
+
+
 @pytest.mark.parametrize("version", [VERSION, VERSION + 1])
 def test_unsigned_version_shows_no_other_history(
     log: Path, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, version: int
