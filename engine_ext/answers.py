@@ -1,4 +1,4 @@
-"""Words for messages: a server's answer, why there is none, some of many names.
+"""Words for messages: a server's answer, why there is none, some of many names, others' texts.
 
 Imports nothing of `engine_ext`.
 """
@@ -66,6 +66,16 @@ def json_object(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def in_one_line(text: str, most: int = _SHOWN) -> str:
+    """Return the first characters of a text that others have chosen, with what ends a line escaped.
+
+    Args:
+        most: characters of the text.
+    """
+    shown = (c if c.isprintable() else ascii(c)[1:-1] for c in text[:most])
+    return "".join(shown) + ("..." if len(text) > most else "")
 
 
 def some_of(names: Iterable[str]) -> str:

@@ -208,15 +208,19 @@ def _parse_group(text: str) -> str:
     return text
 
 
-def _parse_peer(text: str) -> str:
+def is_engine_root(text: str) -> bool:
+    """Return whether a text is the root of an engine's server: a host, no credentials, no path."""
     try:
         found = urlsplit(text)
-        is_root = not (found.path.strip("/") or found.query or found.fragment or found.username)
-        good = found.scheme in ("http", "https") and found.hostname and is_root
-        good = good and found.port != 0
+        is_root = not (found.path.strip("/") or found.query or found.fragment)
+        good = found.scheme in ("http", "https") and found.hostname and found.port != 0
     except ValueError:
-        good = False
-    if not good:
+        return False
+    return bool(good) and is_root and "@" not in found.netloc and text.isprintable()
+
+
+def _parse_peer(text: str) -> str:
+    if not is_engine_root(text):
         raise argparse.ArgumentTypeError(f"not the root of an engine's server: {text!r}")
     return text.rstrip("/")
 

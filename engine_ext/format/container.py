@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_ext.answers import in_one_line
 from engine_ext.dtypes import NAME_OF_CODE, SAFETENSORS_CODE, itemsize
 from engine_ext.errors import MalformedPart, TooLarge
 from engine_ext.format.gap_streams import index_dtype
@@ -95,7 +96,8 @@ def parse_header(raw: bytes, limits: Limits) -> Header:
     try:
         header = msgspec.json.decode(raw[_LENGTH:], type=_HeaderJson)
     except (ValueError, RecursionError) as error:
-        raise MalformedPart(f"safetensors header: {error}{_other_file(raw)}") from None
+        why = in_one_line(str(error))  # it can quote a key of any length
+        raise MalformedPart(f"safetensors header: {why}{_other_file(raw)}") from None
 
     positions = _span("__positions__", header.positions, header_end)
     values = _span("__values__", header.values, header_end)
@@ -109,16 +111,17 @@ def parse_header(raw: bytes, limits: Limits) -> Header:
     last = manifest.params[-1] if manifest.params else None
     covered = [last.pos_end, last.val_end] if last else [0, 0]
     actual = [positions.shape[0], values.shape[0]]
+    # Gaps shrink by any factor, so the indices that they expand to count as well.
+    unpacked = sum(
+        entry.nnz * (itemsize(entry.dtype) + _index_bytes(entry)) for entry in manifest.params
+    )
     if manifest.encoding in PACKED_ENCODINGS:
         if values.dtype != "uint8":
             raise MalformedPart(f"__values__ of {manifest.encoding} is {values.dtype}, not uint8")
-        # A gap stream shrinks by any factor, so what it expands to counts as well.
-        unpacked = covered[0] + sum(
-            entry.nnz * (itemsize(entry.dtype) + _index_bytes(entry)) for entry in manifest.params
-        )
-        _check_size(unpacked, "bytes, unpacked", limits)
+        unpacked += covered[0]
     elif covered != actual:
         raise MalformedPart("params does not cover the tensors", expected=covered, actual=actual)
+    _check_size(unpacked, "bytes, unpacked", limits)
     return Header(manifest, header.metadata, positions, values, total_bytes=second.end)
 
 

@@ -101,6 +101,11 @@ def decompress_planes(
         )
     except zstandard.ZstdError as error:
         raise MalformedPart(f"the zstd frame of {what}: {error}") from None
+    if len(content) != parameters.content_size:
+        raise MalformedPart(
+            f"the zstd frame of {what} declares {parameters.content_size} bytes and holds "
+            f"{len(content)}"
+        )
     return np.frombuffer(content, np.uint8)
 
 

@@ -41,7 +41,7 @@ from engine_ext.log.catalog import (
     why_not_newer,
 )
 from engine_ext.log.delta_log import DeltaLog, open_log
-from engine_ext.log.folder_store import FolderStore
+from engine_ext.log.folder_store import FolderStore, open_part
 from engine_ext.log.groups import (
     HOLDER_PREFIX,
     GroupMarks,
@@ -138,6 +138,7 @@ __all__ = [
     "live_heartbeats",
     "next_target",
     "open_log",
+    "open_part",
     "parse_done",
     "read_digests",
     "read_heartbeats",

@@ -171,6 +171,8 @@ class DeltaLog:
             raise LogDamaged(f"its {DONE} declares that it leads from {base} to {done.version}")
         if any(one in ("", "..") or "\0" in one or Path(one).name != one for one in done.files):
             raise LogDamaged(f"its {DONE} names a file outside the folder")
+        if not all(one.endswith(PART_SUFFIX) for one in done.files):
+            raise LogDamaged(f"its {DONE} names a file that is no {PART_SUFFIX}")
         nbytes = sum(one.bytes for one in done.files.values())
         facts = {**done.files}
         said = done.publication

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
-import xxhash
 
-from engine_ext.errors import ChecksumMismatch, DeltaError
+from engine_ext.errors import DeltaError
 from engine_ext.format import (
-    SIGNATURE_SUFFIX,
     DecodedPart,
     FrameReader,
     Limits,
     Manifest,
     ParamDelta,
-    Verifier,
     decode_part,
     encode_part,
     sign,
@@ -28,7 +24,7 @@ from engine_ext.format import (
 from engine_ext.log.catalog import CannotFold, Entry, folder_name
 from engine_ext.log.delta_log import DeltaLog
 from engine_ext.log.folder_store import open_regular
-from engine_ext.log.records import Digests, declared_digests, read_header
+from engine_ext.log.records import Digests, declared_digests, read_header, read_part
 from engine_ext.log.spilled import SpilledDeltas
 from engine_ext.log.values import ModelValues
 from engine_ext.version_folders import (
@@ -42,7 +38,6 @@ from engine_ext.version_folders import (
 _Read = TypeVar("_Read")
 
 _ENCODING = "deltas_zstd"  # of a folded part; it sends values
-_MOST_SIGNATURE = 1 << 12  # bytes
 BUCKET_BYTES = 64 << 20  # of a folded part, before compression
 
 
@@ -223,32 +218,12 @@ def _read_parts(entry: Entry, decode: Callable[[bytes], _Read]) -> Iterator[_Rea
     entry.require_files()
     for path in entry.paths:
         try:
-            part = decode(_read_part(entry, path))
+            part = decode(read_part(entry, path))
         except OSError as error:
             raise entry.damaged(f"{path.name}: {error.strerror}", file=path.name) from error
         except DeltaError as error:
             raise entry.damaged(f"{path.name}: {error.message}", file=path.name) from error
         yield part
-
-
-def _read_part(entry: Entry, path: Path) -> bytes:
-    with open_regular(path) as file:
-        data = file.read()
-    key = signing_key()
-    if key is not None:
-        verifier = Verifier(key, _signature(path.with_name(path.name + SIGNATURE_SUFFIX)))
-        verifier.feed(data)
-        verifier.finish()
-    facts = entry.files[path.name]
-    if facts is not None and xxhash.xxh3_128_hexdigest(data) != facts.xxh3_128:
-        raise ChecksumMismatch("its bytes differ from those that were written")
-    return data
-
-
-def _signature(path: Path) -> str | None:
-    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
-        return file.read(_MOST_SIGNATURE).decode("ascii", "replace")
-    return None
 
 
 def _decoded(data: bytes) -> DecodedPart:

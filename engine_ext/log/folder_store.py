@@ -261,11 +261,31 @@ def _lock_of(partial: Path) -> FileLock:
     return FileLock(partial, os.O_RDONLY | os.O_DIRECTORY, conflict)
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file of a log, unbuffered; LogDamaged if it is another thing."""
+def open_part(path: Path) -> BinaryIO:
+    """Open a part that others are sent, unbuffered; LogDamaged if it or its folder is a link.
+
+    Raises:
+        FileNotFoundError: it is gone.
+        LogDamaged: it is a link or another thing, or cannot be read.
+    """
+    with _damages(f"{path.parent.name}/{path.name} cannot be read"):
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        folder = os.open(path.parent, flags)
+        try:
+            return open_regular(path, folder)
+        finally:
+            os.close(folder)
+
+
+def open_regular(path: Path, folder: int | None = None) -> BinaryIO:
+    """Open a regular file of a log, unbuffered; LogDamaged if it is another thing.
+
+    Args:
+        folder: descriptor of the folder that it is in; None opens it by its path.
+    """
     # A FIFO that nobody writes to must not block the reader; links are not followed.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path if folder is None else path.name, flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise LogDamaged(f"its {path.name} is not a regular file")

@@ -110,7 +110,9 @@ class PeerStore:
                     assert facts is not None
                     os.link(self._fetch(facts), entry.folder / name)
                     if name in signatures:
-                        (entry.folder / f"{name}{SIGNATURE_SUFFIX}").write_text(signatures[name])
+                        # Not into a link to the cache.
+                        with open(entry.folder / f"{name}{SIGNATURE_SUFFIX}", "x") as file:
+                            file.write(signatures[name])
             except OSError as error:
                 why = f"{entry.folder.name} cannot be kept on this host: {error.strerror}"
                 raise PartUnavailable(why) from error

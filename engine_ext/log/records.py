@@ -2,19 +2,33 @@
 
 A record is a hash of the contents of all files, whatever these are called. So a number that was
 used twice, by two runs, has two records.
+
+With a key, a part's signature is verified before anything of it is parsed.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
 
 import msgspec
 import xxhash
 
-from engine_ext.errors import DeltaError
-from engine_ext.format import FrameReader, Header, Limits, Manifest, PartGate, part_identity
+from engine_ext.errors import ChecksumMismatch, DeltaError
+from engine_ext.format import (
+    SIGNATURE_SUFFIX,
+    FrameReader,
+    Header,
+    Limits,
+    Manifest,
+    PartGate,
+    Verifier,
+    part_identity,
+    signing_key,
+)
 from engine_ext.log.catalog import Entry, FileFacts
 from engine_ext.log.folder_store import open_regular
 from engine_ext.version_folders import INDEX
@@ -26,6 +40,7 @@ _Read = TypeVar("_Read")
 
 _CHUNK: Final = 1 << 16
 _READ_BYTES: Final = 4 << 20
+_MOST_SIGNATURE: Final = 1 << 12  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +86,7 @@ def read_digests(entry: Entry) -> Digests:
     A folder with an index declares none.
 
     Raises:
-        LogDamaged: a file is missing, or begins with no valid manifest.
+        LogDamaged: a file is missing, is not signed, or begins with no valid manifest.
     """
     parts = [] if entry.foreign else _read_parts(entry, read_header)
     return declared_digests(part.manifest for part in parts)
@@ -89,7 +104,7 @@ def read_identities(entry: Entry) -> list[str]:
     """Return the identities of a version's parts, as ranks know them; none of a foreign one.
 
     Raises:
-        LogDamaged: a file is missing, or is no part.
+        LogDamaged: a file is missing, is not signed, or is no part.
     """
     return [] if entry.foreign else _read_parts(entry, _read_identity)
 
@@ -117,10 +132,41 @@ def _read_identity(pieces: Iterable[Buffer]) -> str:
     return part_identity(read_header([container]), container)
 
 
+def read_part(entry: Entry, path: Path) -> bytes:
+    """Return a part's bytes as they were sent, once signature and hash are verified.
+
+    Raises:
+        Unauthorized: a key is set, and the part is not signed with it.
+        ChecksumMismatch: ``DONE`` has another hash.
+        LogDamaged: it is no regular file.
+        OSError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        data = file.read()
+    key = signing_key()
+    if key is not None:
+        verifier = Verifier(key, _signature(path.with_name(path.name + SIGNATURE_SUFFIX)))
+        verifier.feed(data)
+        verifier.finish()
+    facts = entry.files[path.name]
+    if facts is not None and xxhash.xxh3_128_hexdigest(data) != facts.xxh3_128:
+        raise ChecksumMismatch("its bytes differ from those that were written")
+    return data
+
+
+def _signature(path: Path) -> str | None:
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        return file.read(_MOST_SIGNATURE).decode("ascii", "replace")
+    return None
+
+
 def _read_parts(entry: Entry, read: Callable[[Iterable[Buffer]], _Read]) -> list[_Read]:
-    found = []
+    found, is_signed = [], signing_key() is not None
     for path in entry.paths:
         try:
+            if is_signed:
+                found.append(read([read_part(entry, path)]))
+                continue
             with open_regular(path) as file:
                 found.append(read(_pieces(file, _CHUNK)))
         except OSError as error:

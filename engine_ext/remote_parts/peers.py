@@ -17,6 +17,7 @@ from typing import BinaryIO, Final
 
 import xxhash
 
+from engine_ext.answers import in_one_line
 from engine_ext.errors import ChecksumMismatch, DeltaError, PartUnavailable, SpoolFull
 from engine_ext.ranks.operations import PartSource
 from engine_ext.remote_parts.cache import PartCache
@@ -109,20 +110,23 @@ class Peers:
         import httpx
 
         failure = "there are no peers"
+        # Compressed bytes could grow by any factor.
+        headers = {"Accept-Encoding": "identity"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        timeout = httpx.Timeout(60.0, connect=5.0)
         for url in self.urls:
+            where = f"{url}{ROUTE}"
             try:
-                answer = httpx.get(
-                    f"{url}{ROUTE}",
-                    headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
-                    timeout=httpx.Timeout(60.0, connect=5.0),
-                    trust_env=False,
-                )
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                with (
+                    httpx.Client(timeout=timeout, trust_env=False) as client,
+                    client.stream("GET", where, headers=headers) as answer,
+                ):
+                    if answer.status_code == httpx.codes.OK:
+                        return _read(answer.iter_raw(), most)
+                    failure = f"{url}: HTTP status {answer.status_code}"
+            except (httpx.HTTPError, httpx.InvalidURL, _TooLong) as error:
                 failure = f"{url}: {str(error) or type(error).__name__}"
-                continue
-            if answer.status_code == httpx.codes.OK and len(answer.content) <= most:
-                return answer.content
-            failure = f"{url}: HTTP status {answer.status_code}"
         raise OSError(errno.EIO, failure)
 
     def _source(self, url: str, content: str, size: int, query: str = "") -> PartSource:
@@ -163,13 +167,27 @@ class Peers:
             raise
         except DeltaError as error:
             what = "sent other bytes" if isinstance(error, ChecksumMismatch) else "failed"
-            logger.warning("delta updates: peer %s %s: %s", url, what, error.message)
+            why = in_one_line(error.message)
+            logger.warning("delta updates: peer %s %s: %s", in_one_line(url), what, why)
             with self._lock:
                 self._resting[url] = time.monotonic() + _REST_S
             return False
         with self._lock:
             self.received += size
         return True
+
+
+class _TooLong(Exception):
+    """An answer has more bytes than it can have."""
+
+
+def _read(pieces: Iterable[bytes], most: int) -> bytes:
+    body = bytearray()
+    for piece in pieces:
+        body += piece
+        if len(body) > most:
+            raise _TooLong(f"it sends more than {most} bytes")
+    return bytes(body)
 
 
 def ordered(content: str, group: Iterable[str]) -> list[str]:

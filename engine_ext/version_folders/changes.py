@@ -21,6 +21,7 @@ from engine_ext.errors import MalformedPart, NotUpdatable, TooLarge
 from engine_ext.format import Limits, ParamDelta, inflate
 
 _COUNT: Final = 4  # bytes of a count, and of a position
+_INDEX: Final = 4  # of an index in a part, at least
 _XOR_SPAN: Final = 1 << 20  # elements searched at a time
 
 
@@ -43,7 +44,7 @@ def find_change(
     Raises:
         MalformedPart: the frame is corrupt, or its content is not such a change.
         NotUpdatable: a position is out of range, or they do not ascend.
-        TooLarge: the tensor exceeds `limits`.
+        TooLarge: the tensor, or its change with indices of 4 bytes, exceeds `limits`.
     """
     bits = bits_dtype(dtype)
     nbytes = math.prod(shape) * bits.itemsize
@@ -52,12 +53,16 @@ def find_change(
     try:
         if encoding == "xor":
             content = inflate(frame, nbytes, nbytes, f"{name}, whose tensor has {nbytes} bytes")
-            indices, flipped = _differing(np.require(content.view(bits), requirements="A"))
+            new = np.require(content.view(bits), requirements="A")
+            _check_size(name, int(np.count_nonzero(new)), bits, limits)
+            indices, flipped = _differing(new)
             cleared = np.zeros_like(flipped)
         else:
-            most = _COUNT + nbytes * (_COUNT + 1)
-            content = inflate(frame, _COUNT, most, name)
-            indices, flipped, cleared = _overwritten(content, nbytes, bits)
+            most = min(_COUNT + nbytes * (_COUNT + 1), limits.max_part_bytes)
+            positions, values = _positions(inflate(frame, _COUNT, most, name), nbytes)
+            begins = _begins(positions // bits.itemsize)
+            _check_size(name, int(np.count_nonzero(begins)), bits, limits)
+            indices, flipped, cleared = _overwritten(positions, values, begins, bits)
     except MalformedPart as error:
         error.operands["tensor"] = name
         raise
@@ -90,16 +95,25 @@ def _differing(bits: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[Any]]:
     return indices, bits[indices]
 
 
+def _begins(element: NDArray[np.uint32]) -> NDArray[np.bool_]:
+    """Return which bytes are the first ones of their elements, given each byte's: [bytes]."""
+    begins = np.ones(element.size, np.bool_)
+    np.not_equal(element[1:], element[:-1], out=begins[1:])
+    return begins
+
+
 def _overwritten(
-    content: NDArray[np.uint8], nbytes: int, bits: np.dtype[Any]
+    positions: NDArray[np.uint32],
+    values: NDArray[np.uint8],
+    begins: NDArray[np.bool_],
+    bits: np.dtype[Any],
 ) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:
     """Return the elements that are written to, their new bits, and which bits these are."""
-    positions, values = _positions(content, nbytes)
     width = bits.itemsize
-    indices, element = np.unique(positions // width, return_inverse=True)
+    indices = (positions[begins] // width).astype(np.int64)
     new: NDArray[np.uint8] = np.zeros((indices.size, width), np.uint8)
     written: NDArray[np.uint8] = np.zeros((indices.size, width), np.uint8)
-    place = positions % width
+    element, place = np.cumsum(begins) - 1, positions % width
     new[element, place] = values
     written[element, place] = 0xFF
     return indices, new.view(bits).reshape(-1), written.view(bits).reshape(-1)
@@ -107,13 +121,21 @@ def _overwritten(
 
 def _positions(
     content: NDArray[np.uint8], nbytes: int
-) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
     """Return the positions of the bytes that are written, and the bytes."""
     count = int.from_bytes(content[:_COUNT].tobytes(), "little")
     if content.size != _COUNT + count * (_COUNT + 1):
         raise MalformedPart(f"{content.size} bytes are not {count} positions and bytes")
     ends = _COUNT + count * _COUNT
-    positions = content[_COUNT:ends].view("<u4").astype(np.int64)
-    if count and (positions[-1] >= nbytes or (np.diff(positions) <= 0).any()):
+    positions = content[_COUNT:ends].view("<u4")
+    if count and (int(positions[-1]) >= nbytes or (positions[1:] <= positions[:-1]).any()):
         raise NotUpdatable(f"byte positions do not ascend, or are not below {nbytes}")
     return positions, content[ends:]
+
+
+def _check_size(name: str, nnz: int, bits: np.dtype[Any], limits: Limits) -> None:
+    nbytes = nnz * (bits.itemsize + _INDEX)
+    if nbytes > limits.max_part_bytes:
+        raise TooLarge(
+            f"{name} has a change of {nbytes} bytes", tensor=name, limit=limits.max_part_bytes
+        )

@@ -32,7 +32,7 @@ _ENCODINGS: Final = ("xor", "overwrite")
 _KEYS: Final = ("version", "base_version", "delta_encoding", "compression_format",
                 "checksum_format")  # fmt: skip
 _VERSION: Final = re.compile(r"[0-9]{1,19}")
-_NUMBERED: Final = re.compile(r"model-[0-9]+-of-([0-9]+)\.safetensors")
+_NUMBERED: Final = re.compile(r"model-[0-9]+-of-([0-9]{1,19})\.safetensors")
 
 
 class _IndexJson(msgspec.Struct):

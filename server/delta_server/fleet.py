@@ -79,6 +79,7 @@ from engine_ext.structs import prepare
 logger = logging.getLogger(__name__)
 
 _MOST_RECORDS: Final = 64
+_MOST_ANSWER: Final = 1 << 20  # bytes
 _MOST_ABORTED: Final = 1024  # one that is forgotten does not keep a group from committing any more
 _ASK_S: Final = 5.0
 _AGAIN_S: Final = 1.0  # until peers that did not answer are asked again; then twice as long, ...
@@ -163,14 +164,21 @@ async def ask_peer(root: str, group: str, adapter: str | None = None) -> PeerAns
     """
     body, query = {"action": "ask", "group": group}, {"adapter": adapter} if adapter else {}
     url = f"{root.rstrip('/')}/delta_commit"
+    # Compressed bytes could grow by any factor.
+    headers, text = {"Accept-Encoding": "identity", **bearer_headers()}, bytearray()
+    asking = _client().stream("POST", url, json=body, params=query, headers=headers)
     try:
-        answer = await _client().post(url, json=body, params=query, headers=bearer_headers())
+        async with asking as answer:
+            if answer.status_code != 200:
+                raise ValueError(f"{url} answered {answer.status_code}")
+            async for piece in answer.aiter_raw():
+                text += piece
+                if len(text) > _MOST_ANSWER:
+                    raise ValueError(f"{url} answered with more than {_MOST_ANSWER} bytes")
     except httpx.TransportError as error:
         raise OSError(f"{url}: {failure_in_words(error)}") from error
-    if answer.status_code != 200:
-        raise ValueError(f"{url} answered {answer.status_code}")
     try:
-        return msgspec.json.decode(answer.content, type=PeerAnswer)
+        return msgspec.json.decode(text, type=PeerAnswer)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{url} gave no answer of an engine: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from delta_server.auth import check_access
 from engine_ext.errors import DeltaError, TooLarge
 
 MAX_JSON_BYTES: Final = 1 << 20
+_MOST_BODY_S: Final = 60.0
 _APPLY_FROM_DISK: Final = "apply_delta_from_disk"
 
 
@@ -68,7 +70,8 @@ class TransferGuard:
 class ApplyFromDisk:
     """ASGI app: passes calls of `apply_delta_from_disk` to one app, and others to the engine's own.
 
-    The body is read to its end first, as the engine's own app does.
+    The body is read to its end first, as the engine's own app does. Without that app, who has no
+    access is refused before; one that is too slow to be read here goes to ours, which refuses it.
     """
 
     def __init__(self, ours: Any, theirs: Sequence[Any]) -> None:
@@ -76,9 +79,18 @@ class ApplyFromDisk:
         self._theirs = theirs[0].app if theirs else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        messages, body, more = [], bytearray(), True
+        if self._theirs is None and not _has_access(scope):
+            await self._ours(scope, receive, send)
+            return
+        messages, body, more, in_time = [], bytearray(), True, True
+        now = asyncio.get_running_loop().time
+        deadline = now() + _MOST_BODY_S
         while more and len(body) <= MAX_JSON_BYTES:
-            message = await receive()
+            try:
+                message = await asyncio.wait_for(receive(), deadline - now())
+            except asyncio.TimeoutError:
+                in_time = False
+                break
             messages.append(message)
             more = message["type"] == "http.request" and message.get("more_body", False)
             body += message.get("body", b"")
@@ -87,11 +99,21 @@ class ApplyFromDisk:
             return messages.pop(0) if messages else await receive()
 
         app = self._theirs
-        if not more and len(body) <= MAX_JSON_BYTES and _method(body) == _APPLY_FROM_DISK:
+        whole = not more and len(body) <= MAX_JSON_BYTES
+        if not in_time or (whole and _method(body) == _APPLY_FROM_DISK):
             app = self._ours
         if app is None:
             app = JSONResponse({"detail": "Not Found"}, 404)
         await app(scope, replay, send)
+
+
+def _has_access(scope: Scope) -> bool:
+    request = Request(scope)
+    try:
+        check_access(request, request.app.state.delta_service.settings.allow_from)
+    except DeltaError:
+        return False
+    return True
 
 
 def _method(body: bytearray) -> Any:

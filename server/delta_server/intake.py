@@ -82,6 +82,14 @@ class Intake:
         """The spool's folder."""
         return self._spool.directory
 
+    def require_room(self, size: int) -> None:
+        """Check that what is no part yet has room in the spool's folder; see `SpoolFiles`.
+
+        Raises:
+            SpoolFull: it has none.
+        """
+        self._files.require_room(size)
+
     def close(self) -> None:
         """Remove the spool and everything in it."""
         self._spool.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
-from engine_ext.log import SharedParts
+from engine_ext.log import SharedParts, open_part
 
 _LONGEST_WAIT_S: Final = 10.0  # who asks gives up an engine that is silent for longer
 
@@ -22,13 +23,19 @@ class PartReads:
         self._parts = parts
         self._reading: dict[str, asyncio.Task[Path | None]] = {}
 
-    async def path(self, content: str, *, reads: bool) -> Path | None:
-        """Return a file of this host that has a part, as `SharedParts.path` does.
+    async def open(self, content: str, *, reads: bool) -> BinaryIO | None:
+        """Return an open file that has a part; see `SharedParts.path`, and `open_part`.
 
         Raises:
             StillReading: the store has not sent it yet; it is read on.
             DeltaError, OSError: see `SharedParts.path`.
         """
+        path = await self._path(content, reads=reads)
+        with contextlib.suppress(FileNotFoundError):
+            return None if path is None else await asyncio.to_thread(open_part, path)
+        return None
+
+    async def _path(self, content: str, *, reads: bool) -> Path | None:
         if not reads:
             return await asyncio.to_thread(self._parts.path, content, reads=False)
         task = self._reading.get(content)

@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import uvicorn
 import xxhash
@@ -23,6 +23,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from engine_ext.ranks.operations import PartSource
 
@@ -93,13 +94,28 @@ class PartServer:
         expected = f"Bearer {self._token}".encode()
         if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
             return Response(status_code=401)
-        path = self._offers.get(request.path_params["name"])
-        if path is None or not path.exists():
+        try:
+            path = self._offers[request.path_params["name"]]
+            return PartResponse(open(path, "rb", buffering=0))
+        except (KeyError, FileNotFoundError):
             return Response(status_code=404)
-        return PartResponse(path)
 
 
 class PartResponse(FileResponse):
-    """The bytes of a part, or a range of them."""
+    """The bytes of a part, or a range of them.
+
+    Args:
+        file: that has it; closed once they are sent.
+    """
 
     chunk_size = _READ_BYTES
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        number = file.fileno()
+        super().__init__(f"/proc/self/fd/{number}", stat_result=os.fstat(number))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        with self._file:
+            await super().__call__(scope, receive, send)

@@ -18,7 +18,8 @@ from engine_ext.format import (
 from engine_ext.structs import prepare
 
 _T = TypeVar("_T")
-_PEER = Annotated[str, msgspec.Meta(pattern=r"^https?://[\x21-\x7e]{1,500}$")]
+# In Python, a dollar alone would let a newline follow; the published schema has these, too.
+_PEER = Annotated[str, msgspec.Meta(pattern=r"^https?://[\x21-\x7e]{1,500}$(?!\n)")]
 PAUSE_MODES = ("keep", "wait", "abort")
 Flush = bool | Literal["salt"]
 _FLUSHES: Final[dict[str, Flush]] = {"true": True, "false": False, "salt": "salt"}
@@ -168,7 +169,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     action: Literal["claim", "release"]
     run: str
     epoch: Annotated[int, msgspec.Meta(ge=1, le=MAX_VERSION)] = 1
-    host: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,255}$")] | None = None
+    host: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,255}$(?!\n)")] | None = None
     pid: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)] | None = None
     takeover: bool = False  # of a claim: also from another run, which is fenced
 
@@ -182,7 +183,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON body of ``POST /delta_commit``; unknown keys are ignored."""
 
     action: Literal["prepare", "record", "commit", "abort", "ask"]
-    group: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,64}$")]
+    group: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,64}$(?!\n)")]
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)] | None = None
     sync_id: str | None = None
     lease: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0  # seconds

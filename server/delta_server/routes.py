@@ -309,12 +309,12 @@ async def delta_parts(request: Request) -> Response:
         content, reads = request.path_params["content"], not _flag(request, "cached")
         if service.part_reads is None:
             raise no_log()
-        path = await service.part_reads.path(content, reads=reads)
+        file = await service.part_reads.open(content, reads=reads)
     except StillReading:
         return Response(status_code=202)
     except Exception as error:
         return error_response(as_delta_error(error))
-    return Response(status_code=404) if path is None else PartResponse(path)
+    return Response(status_code=404) if file is None else PartResponse(file)
 
 
 def _flag(request: Request, name: str) -> bool:

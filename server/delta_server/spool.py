@@ -14,14 +14,14 @@ import tempfile
 import weakref
 from pathlib import Path
 
-from delta_server.spool_files import SpoolFiles
+from delta_server.spool_files import SpoolFiles, room_in_memory
 from engine_ext.files import FileLock
 
 logger = logging.getLogger(__name__)
 
 # Not that of the first versions, whose living servers had no lock.
 _PREFIX = "delta-updates-spool-"
-_SHARED_MEMORY = "/dev/shm"
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 class Spool:
@@ -80,6 +80,6 @@ def _remove_dead(parent: str) -> None:
 
 def _default_parent(needed: int) -> str:
     with contextlib.suppress(OSError):
-        if shutil.disk_usage(_SHARED_MEMORY).free >= needed:
-            return _SHARED_MEMORY
+        if room_in_memory(_SHARED_MEMORY) >= needed:
+            return str(_SHARED_MEMORY)
     return tempfile.gettempdir()

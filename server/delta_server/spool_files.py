@@ -5,6 +5,9 @@ costs, too. Ranks hold a shared lock on a part's file while they map it, see
 `engine_ext.sync.background_staging`; a file is written again only if it can be locked exclusively,
 and in a file system without locks never.
 
+Engines map shared memory sparsely, and get SIGBUS if there is none left when they first touch a
+page. So parts leave some of it free.
+
 A file's name is used for one part only, so that the path of a removed part leads nowhere. Files
 without a part keep their memory, so there are few of them, and not for long.
 """
@@ -19,6 +22,7 @@ import itertools
 import mmap
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +46,8 @@ _LARGE = 1 << 20  # bytes from which a file is worth keeping, and a thread to fr
 _MOST_FILES = 16
 _MOST_BYTES = 1 << 30
 _UNMAPPED_SHARE = 8  # of a file, one part in so many can be written without a mapping
+_KEPT_BYTES = 1 << 30  # of shared memory, that parts leave free; less of a small one
+_KEPT_SHARE = 8  # then one part in so many
 _ROOM_SHARE = 4  # of the file system's free room, unused files take one in so many at most
 _UNUSED_FOR_S = 30.0
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -93,6 +99,7 @@ class SpoolFile:
         self._files = files
         self._file: _Unused | None = file  # None once it was given up or has another part
         self._room = file.size  # bytes that it has from its last part
+        self._has_room = file.size  # bytes that it has, or that were free
         mapping = file.mapping
         self._mapped = 0 if mapping is None else min(len(mapping), file.size)
         self._writing = threading.Lock()
@@ -105,7 +112,8 @@ class SpoolFile:
         """Write some pieces behind what was written; does nothing once the file was given up.
 
         Raises:
-            SpoolFull: the file system is full, even without unused files.
+            SpoolFull: the file system is full, even without unused files; of shared memory, some
+                stays free.
             OSError: it has failed.
         """
         views = [view for piece in pieces if (view := memoryview(piece))]
@@ -116,6 +124,9 @@ class SpoolFile:
                     file.mapping[self.size : end] = views.pop(0)
                     self.size = end
                     continue
+                if (end := self.size + sum(map(len, views))) > self._has_room:
+                    self._has_room = end + _LARGE  # the next small pieces ask again after that
+                    self._files.require_room(self._has_room - self.size)
                 try:
                     written = os.pwritev(file.descriptor, views, self.size)
                 except OSError as error:
@@ -224,6 +235,16 @@ class SpoolFiles:
         made.lock()
         return SpoolFile(self, made)
 
+    def require_room(self, size: int) -> None:
+        """Check that shared memory has room for so many bytes; a disk shows that when it is full.
+
+        Raises:
+            SpoolFull: it has not, even without unused files.
+        """
+        while self.in_memory and room_in_memory(self._folder) < size:
+            if not self.delete_unused():
+                raise _full(self._folder)
+
     def release(self, file: _Unused) -> None:
         """Keep a file for another part if that is worth it; else delete it."""
         with self._lock:
@@ -304,14 +325,24 @@ def _map(file: _Unused, size: int, unmapped: int = 0) -> None:
         file.mapping = mmap.mmap(file.descriptor, size, flags)
 
 
+def room_in_memory(folder: Path) -> int:
+    """Return the bytes of a folder's shared memory that parts can take."""
+    found = shutil.disk_usage(folder)
+    if not found.total:  # it has no limit
+        return sys.maxsize
+    return found.free - min(_KEPT_BYTES, found.total // _KEPT_SHARE)
+
+
 def spool_error(error: OSError, folder: Path) -> Exception:
     """Return what to raise for an error of the file system that the spool's folder is on."""
-    if is_full(error):
-        return SpoolFull(
-            f"the spool folder {folder} is full; set --delta-tuning spool-dir=DIR to one with more "
-            "room, or let the sender send smaller parts (bucket_bytes=, delta-send --bucket-bytes)"
-        )
-    return error
+    return _full(folder) if is_full(error) else error
+
+
+def _full(folder: Path) -> SpoolFull:
+    return SpoolFull(
+        f"the spool folder {folder} is full; set --delta-tuning spool-dir=DIR to one with more "
+        "room, or let the sender send smaller parts (bucket_bytes=, delta-send --bucket-bytes)"
+    )
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -83,7 +83,9 @@ async def spool_request(inlet: Inlet, files: ResolvedFiles) -> list[VerifiedPart
     specs = {} if version.index.full else await inlet.coordinator.checkpoint()
     if specs is None:
         raise BaseMismatch("the engine was started without weights; its first version must be full")
-    return await _convert(intake, _Source(folder, roots, version, specs), at_once)
+    limits = Limits(max_part_bytes=inlet.settings.max_body_bytes)
+    source = _Source(folder, roots, version, specs, limits)
+    return await _convert(intake, source, at_once)
 
 
 def version_folder(paths: Sequence[Path], roots: Sequence[str]) -> Path | None:
@@ -130,6 +132,7 @@ class _Source:
     roots: Sequence[str]
     version: Version
     specs: Mapping[str, _Spec]
+    limits: Limits
 
 
 async def _convert(intake: Intake, source: _Source, concurrency: int) -> list[VerifiedPart]:
@@ -148,7 +151,7 @@ async def _convert(intake: Intake, source: _Source, concurrency: int) -> list[Ve
 
 def _bodies(source: _Source, name: str) -> Iterator[bytes]:
     """Yield the parts that one file is converted to, each of one dtype."""
-    limits, version = Limits(), source.version
+    limits, version = source.limits, source.version
     buckets: dict[str, list[ParamDelta]] = {}
     sizes: dict[str, int] = {}
     with open_file(_path(source.folder, name), source.roots) as file:

@@ -36,6 +36,7 @@ from delta_server.sources.log_history import Comparison, LogHistory
 from delta_server.sources.store_files import ResolvedFiles
 from delta_server.staging import NumberedPart
 from delta_server.waiting import held_by_thread
+from engine_ext.answers import in_one_line
 from engine_ext.errors import (
     AuditUnavailable,
     BaseMismatch,
@@ -75,6 +76,7 @@ logger = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 2.0
 _POLL_S = 0.2
 _WAITS_S = (1.0, 2.0, 4.0)  # before a store is read again at start-up
+_MOST_SHOWN = 500  # characters of an error, in the log
 _MOST_FOLDED_BYTES = 256 << 20  # of several versions that are folded; ten times that is decoded
 # Errors that another version, or another route to this one, would not avoid.
 ENGINE_ERRORS = (
@@ -237,7 +239,7 @@ class LogReplay:
                 await self._run_again(options)
         except DeltaError as error:
             self.problem = self.problem or error.to_wire()
-            why = f"{type(error).__name__}: {error.message}"
+            why = _shown(f"{type(error).__name__}: {error.message}")
             message = "delta log: replay failed, the engine serves the version that it has: %s"
             if not self._was_read:
                 message = "delta log: the engine waits for its log and serves what it has loaded: "
@@ -256,7 +258,7 @@ class LogReplay:
                 wait = next(waits, None)
                 if wait is None:
                     raise
-                logger.warning("delta log: read again in %.0f s: %s", wait, error.message)
+                logger.warning("delta log: read again in %.0f s: %s", wait, _shown(error.message))
                 await asyncio.sleep(wait)
 
     async def run(self, options: Options, *, fold: bool = False) -> dict[str, Any]:
@@ -309,7 +311,7 @@ class LogReplay:
                 continue
             if other is not None:
                 message = "delta log: version %d, a full one, is taken instead of version %d: %s"
-                logger.warning(message, entries[0].version, version, other.message)
+                logger.warning(message, entries[0].version, version, _shown(other.message))
             if compared.is_gone:  # the first one is to show that it starts from here
                 await self._follow(entries[:1], options, applied, unusable, proves=True)
                 continue
@@ -440,7 +442,8 @@ class LogReplay:
                 raise
             except DeltaError as error:
                 unusable[entry.folder.name] = error
-                logger.error("delta log: %s cannot be used: %s", entry.folder.name, error.message)
+                why = _shown(error.message)
+                logger.error("delta log: %s cannot be used: %s", entry.folder.name, why)
                 return
             applied.append(entry.version)
             if time.monotonic() - logged_at > _PROGRESS_EVERY_S:
@@ -480,7 +483,7 @@ class LogReplay:
         except (CannotFold, DeltaError, OSError) as error:
             why = error.message if isinstance(error, DeltaError) else str(error)
             versions = f"{entries[0].version} to {entries[-1].version}"
-            logger.info("delta log: versions %s are applied one by one: %s", versions, why)
+            logger.info("delta log: versions %s are applied one by one: %s", versions, _shown(why))
             return False
         applied.extend(entry.version for entry in entries)
         return True
@@ -498,7 +501,7 @@ class LogReplay:
         if other is not None:
             self.problem = other.to_wire()
             if before is None or before["message"] != other.message:
-                logger.error("delta log: %s", other.message)
+                logger.error("delta log: %s", _shown(other.message))
             raise other
         why = why_not_newer(listing, version, unusable)
         if why is None:
@@ -579,6 +582,11 @@ class LogReplay:
             except Exception:
                 # This process can acquire it again, and others can if this one is dead.
                 logger.exception("the lease of the delta log could not be released")
+
+
+def _shown(why: str) -> str:
+    """Return why a version is not taken, for the log: a sender might have chosen some of it."""
+    return in_one_line(why, _MOST_SHOWN)
 
 
 def _resolved(entry: Entry) -> ResolvedFiles:

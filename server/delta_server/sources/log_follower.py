@@ -25,6 +25,7 @@ from delta_server.request_options import Options
 from delta_server.sources.log import LogReplay
 from delta_server.sources.log_group import FollowGroup
 from delta_server.waiting import wait_for_event
+from engine_ext.answers import in_one_line
 from engine_ext.errors import DeltaError, LogDiverged, VersionConflict, WeightsAsleep
 from engine_ext.log import (
     FollowerState,
@@ -35,6 +36,7 @@ from engine_ext.log import (
 )
 from engine_ext.ranks.status import FollowStatus
 from engine_ext.remote_parts import Peers
+from engine_ext.settings import is_engine_root
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ _BEATS_TO_EXPIRE: Final = 10
 _BEATS_OF_A_LOOK: Final = 4  # per expiry, while a look takes long
 _SHORTEST_EXPIRY_S: Final = 120.0
 _MARKS_READ_EVERY_S: Final = 1.0  # while a version is prepared for the group
+_MOST_SHOWN: Final = 500  # characters of an error, in the log
 _LONGEST_GOODBYE_S: Final = 5.0  # to remove the heartbeat, which expires anyway
 
 
@@ -176,7 +179,8 @@ class LogFollower:
             known = error if isinstance(error, DeltaError) else None
             message = f"{type(error).__name__}: {known.message if known else error}"
             if self._in_a_row == 1:  # the same again is in the status
-                logger.error("delta log: not followed for now: %s", message, exc_info=not known)
+                shown = in_one_line(message, _MOST_SHOWN)
+                logger.error("delta log: not followed for now: %s", shown, exc_info=not known)
 
     async def catch_up(self, options: Options) -> dict[str, Any]:
         """Look at once; see `LogReplay.run` for what it returns and raises."""
@@ -201,7 +205,8 @@ class LogFollower:
             return
         with contextlib.suppress(DeltaError, OSError):  # the look finds out
             beats = await asyncio.to_thread(live_heartbeats, self._replay.log)
-            self._peers.found = frozenset(beat.url for beat in beats if beat.url is not None)
+            urls = (beat.url for beat in beats if beat.url is not None)
+            self._peers.found = frozenset(url for url in urls if is_engine_root(url))
 
     async def pin(self, version: int | None) -> dict[str, Any]:
         """Hold the engine at a version, or let it continue; return the result as JSON.

@@ -181,6 +181,7 @@ class WeightTransfer:
         limit = self._inlet.settings.max_body_bytes
         if size > limit:
             raise TooLarge.of_part(f"the part has {size} bytes", limit)
+        self._inlet.intake.require_room(size)
         make = partial(tempfile.TemporaryDirectory, dir=self._inlet.intake.directory)
         async with held_by_thread(make) as folder:
             path = Path(folder) / "broadcast"

@@ -238,6 +238,13 @@ def test_broken_file(body: bytes, error: type[DeltaError], message: str) -> None
         read_container(body, LIMITS)
 
 
+def test_message_quotes_little_of_a_header() -> None:
+    body = with_header(changed(**{"x\n" + "y" * 2000: HEADER["__values__"]}), DATA)
+    with pytest.raises(MalformedPart, match=r"unknown field `x\\ny+\.\.\.") as caught:
+        read_container(body, LIMITS)
+    assert len(caught.value.message) < 300
+
+
 def test_header_alone() -> None:
     end = len(GOOD) - len(DATA)
     assert parse_header(GOOD[:end], LIMITS) == read_container(GOOD, LIMITS)[0]

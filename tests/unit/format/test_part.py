@@ -254,6 +254,17 @@ def test_limits_are_the_callers() -> None:
     decode_part(body, Limits(max_part_bytes=len(body), max_params=2))
 
 
+def test_gaps_count_as_indices() -> None:
+    """A part of gaps of two bytes is shorter than the indices that they expand to."""
+    count = 10_000
+    delta = ParamDelta("w", "int8", (count,), np.arange(count), np.zeros(count, np.uint8))
+    body = encode_part([delta], encoding="deltas", current_version=1)
+    assert len(body) < 4 * count
+    with pytest.raises(TooLarge, match=f"{5 * count} bytes, unpacked"):
+        decode_part(body, Limits(max_part_bytes=5 * count - 1))
+    decode_part(body, Limits(max_part_bytes=5 * count))
+
+
 @pytest.mark.parametrize(
     ("deltas", "message"),
     [

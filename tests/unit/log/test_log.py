@@ -247,9 +247,14 @@ def done_of_file(name: str, size: int, content: str) -> str:
         '{"version": 2, "base_version": 0, "files": {}}',
         '{"version": 1, "base_version": 0, "files": {"\udcff": null}}',  # no UTF-8
         '{"version": 1, "base_version": 1, "files": {}}',
-        *(done_of_file(name, 1, HASH) for name in ("../x", "..", ".", "", "a\0", "/x")),
-        *(done_of_file("x", 1, bad) for bad in ("", "../x", HASH.upper(), HASH + "\n", HASH + "0")),
-        done_of_file("x", -1, HASH),
+        *(done_of_file(name, 1, HASH) for name in (
+            "../x.safetensors", "..", ".", "", "\0.safetensors", "/x.safetensors", "x",
+            "x.safetensors.sig",
+        )),
+        *(done_of_file("x.safetensors", 1, bad) for bad in (
+            "", "../x", HASH.upper(), HASH + "\n", HASH + "0",
+        )),
+        done_of_file("x.safetensors", -1, HASH),
     ],
     ids=lambda done: done[:30],
 )  # fmt: skip

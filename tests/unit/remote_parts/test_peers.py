@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import re
 import threading
@@ -25,6 +26,7 @@ from engine_ext.remote_parts.peers import ordered
 pytestmark = pytest.mark.slow
 
 DATA = os.urandom(1 << 20)
+OFFER = gzip.compress(bytes(1 << 24))
 CONTENT, SIZE = xxhash.xxh3_128_hexdigest(DATA), len(DATA)
 
 
@@ -63,6 +65,13 @@ class Peer:
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         url = urlsplit(request.path)
+        if url.path == ROUTE:
+            request.send_response(200)
+            request.send_header("Content-Encoding", "gzip")
+            request.send_header("Content-Length", str(len(OFFER)))
+            request.end_headers()
+            request.wfile.write(OFFER)
+            return
         assert url.path.startswith(f"{ROUTE}/")
         self.asked[url.query] += 1
         self.tokens.add(request.headers["Authorization"])
@@ -202,6 +211,13 @@ def test_peer_of_no_url_is_left_out(text: str, group: list[Peer], cache: PartCac
     assert cache.get(CONTENT, SIZE, never).read_bytes() == DATA
     with pytest.raises(OSError, match=re.escape(f"{text}: ")):
         Peers([text], None, None).read_offer(1)
+
+
+def test_offer_over_the_limit_is_not_read(group: list[Peer]) -> None:
+    """It is not decompressed either: that could take any memory."""
+    assert len(peers_of(group).read_offer(len(OFFER))) == len(OFFER)
+    with pytest.raises(OSError, match="sends more than 1000 bytes"):
+        peers_of(group).read_offer(1000)
 
 
 def test_without_peers_nobody_waits(cache: PartCache) -> None:

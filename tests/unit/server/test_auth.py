@@ -134,7 +134,7 @@ async def unread() -> AsyncIterator[bytes]:
     yield pytest.fail("the body was read")
 
 
-@pytest.mark.parametrize("path", [DELTA, FROM_DISK])
+@pytest.mark.parametrize("path", [DELTA, FROM_DISK, "/collective_rpc"])
 @pytest.mark.parametrize("content_type", ["application/octet-stream", "application/json"])
 @pytest.mark.parametrize("token", [None, SECRET])
 def test_nothing_is_read_of_who_may_not(

@@ -183,7 +183,10 @@ def test_sync_that_ranks_refuse_is_not_prepared(fleet: FleetRig) -> None:
     assert fleet.status(url).staged is None
 
 
-@pytest.mark.parametrize("wrong", [{"action": "decide"}, {"group": ""}, {"peers": ["file:///x"]}])
+@pytest.mark.parametrize("wrong", [
+    {"action": "decide"}, {"group": ""}, {"group": "g\n"}, {"peers": ["file:///x"]},
+    {"peers": ["http://host\n"]},
+])  # fmt: skip
 def test_malformed_steps_are_refused(fleet: FleetRig, wrong: dict[str, Any]) -> None:
     body = {"action": "prepare", "group": GROUP, **SYNC, **wrong}
     rig = fleet.rigs[fleet.urls[0]]
@@ -579,6 +582,7 @@ class Peer(BaseHTTPRequestHandler):
     [
         (200, PEER_ANSWER, None),
         (200, b"<html>", ValueError),
+        (200, PEER_ANSWER + b" " * (1 << 20), ValueError),
         (409, b"{}", ValueError),
         (None, b"", OSError),
     ],

@@ -132,6 +132,7 @@ BROKEN: dict[str, tuple[Callable[[Forge], Any], int]] = {
     "a version that is a list": (of_index(version=[8]), 400),
     "another version than the folder's": (of_index(version="000009"), 400),
     "another base than the engine's": (of_index(base_version="000006"), 409),
+    "a file of very many": (mapping({NORM: f"model-1-of-{'9' * 5000}.safetensors"}), 400),
     "a file outside the folder": (mapping({NORM: "../" + FILE}), 400),
     "a file that is no safetensors": (mapping({NORM: "DONE"}), 400),
     "a file that is not there": (setting(files=set()), 400),

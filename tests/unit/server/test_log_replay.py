@@ -251,6 +251,36 @@ def test_signed_versions(
     assert "signature" in str(problem(rig)["damaged"])
 
 
+def test_sender_forges_no_line_of_the_log(
+    log: Path, started: Callable[..., Rig], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = started()
+    write(
+        log, delta_part({"w\nERROR forged" + "x" * 1000: {0: 1}}, VERSION + 1), number=VERSION + 1
+    )
+    assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
+    lines = [one.getMessage() for one in caplog.records if "forged" in one.getMessage()]
+    assert lines
+    assert all("\n" not in line and len(line) < 600 for line in lines)
+
+
+@pytest.mark.parametrize("version", [VERSION, VERSION + 1])
+def test_unsigned_version_shows_no_other_history(
+    log: Path, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """Nothing that it declares counts, whether it leads to the engine's version or from there."""
+    monkeypatch.setenv("DELTA_HMAC_KEY", "key")
+    rig, digests = started(), {"digest_before": "0" * 32, "digest_after": "1" * 32}
+    body = delta_part(STEPS[0], version, base_version=version - 1, **digests)
+    write(log, body, number=version)
+    found = rig.post(CATCH_UP)
+    if version == VERSION:
+        assert found.json()["version"] == VERSION
+    else:
+        assert_error(found, 409, "LogDamaged")
+        assert "signed parts only" in str(problem(rig)["damaged"])
+
+
 def test_without_room_to_fold_versions_come_one_by_one(
     log: Path, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from delta_server import guards
 from delta_server.routes import attach
 from engine_ext.ranks.operations import Operation
 from tests.support.delta_bodies import (
@@ -340,7 +342,12 @@ def test_a_commit_is_answered_by_silent_ranks(rig: Rig, root: Path) -> None:
     assert [one["status"] for one in answer.json()["results"]] == ["committed"] * 2
 
 
-def test_other_methods_are_the_engines(rig: Rig) -> None:
+async def slowly() -> AsyncIterator[bytes]:
+    yield b"{"
+    await asyncio.sleep(60)
+
+
+def test_other_methods_are_the_engines(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rig.post("/collective_rpc", json={"method": "other"}).status_code == 404
     app = FastAPI()
 
@@ -354,3 +361,7 @@ def test_other_methods_are_the_engines(rig: Rig) -> None:
     app.state.delta_service = rig.service
     body = {"method": "other", "kwargs": {"a": 1}}
     assert rig.run(rig.request("POST", "/collective_rpc", app=app, json=body)).json() == body
+    # Who is too slow does not keep the engine waiting, and gets no method past the checks.
+    monkeypatch.setattr(guards, "_MOST_BODY_S", 0.05)
+    slow = rig.request("POST", "/collective_rpc", app=app, content=slowly(), peer=("192.0.2.7", 1))
+    assert_error(rig.run(slow), 403, "AccessDenied")

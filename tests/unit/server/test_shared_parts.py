@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import pytest
@@ -21,11 +21,14 @@ from engine_ext.format import SIGNATURE_SUFFIX, sign
 from engine_ext.log import (
     DeltaLog,
     FolderStore,
+    Heartbeat,
     SharedParts,
     fold_versions,
     open_log,
     route,
+    write_heartbeat,
 )
+from engine_ext.remote_parts import PartCache
 from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT
 from tests.support.delta_bodies import VERSION, after, delta_part, fresh_weights, same
 from tests.support.endpoint_rig import Rig, assert_error
@@ -58,6 +61,25 @@ def test_nothing_else_is_served(make_rig: Callable[..., Rig], log: Path, name: s
     rig = make_rig(log=str(log))
     write_steps(log)
     assert rig.get(f"{PARTS}/{name}").status_code == 404
+
+
+@pytest.mark.parametrize("linked", ["folder", "file"])
+def test_link_in_the_log_is_not_served(
+    make_rig: Callable[..., Rig], log: Path, tmp_path: Path, linked: str
+) -> None:
+    """Who can write into the log cannot read the engine's other files by it."""
+    rig = make_rig(log=str(log))
+    [folder, *_] = write_steps(log)
+    content, data = content_of(folder)
+    assert rig.get(f"{PARTS}/{content}").status_code == 200
+    [part] = folder.glob("*.safetensors")
+    secret = tmp_path / "secret" / part.name
+    secret.parent.mkdir()
+    secret.write_bytes(bytes(len(data)))
+    moved, target = (folder, secret.parent) if linked == "folder" else (part, secret)
+    moved.rename(tmp_path / "gone")
+    moved.symlink_to(target)
+    assert rig.get(f"{PARTS}/{content}").status_code in (404, 409)
 
 
 def test_engine_without_log_serves_none(rig: Rig) -> None:
@@ -288,6 +310,43 @@ def test_other_peers_have_what_one_sends_wrong(fleet: Fleet, log: Path) -> None:
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 
 
+@pytest.mark.parametrize("key", ["key", "another key"])
+def test_part_of_a_peer_needs_the_signature(
+    fleet: Fleet, log: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """Its hash is what the peer's own log says."""
+    for folder in log.glob("weight_v*"):
+        [part] = folder.glob("*.safetensors")
+        part.with_name(part.name + SIGNATURE_SUFFIX).write_text(sign(key, part.read_bytes()))
+    monkeypatch.setenv(HMAC_KEY_ENVIRONMENT, "key")
+    fleet.offer()
+    rig = fleet.join()
+    weights = after(fresh_weights(), *STEPS) if key == "key" else fresh_weights()
+    assert same(rig.engine.weights, weights)
+    if key != "key":
+        assert "signature" in str(present(present(rig.status().log).problem)["damaged"])
+
+
+def test_offered_signature_overwrites_no_part(fleet: Fleet, log: Path, tmp_path: Path) -> None:
+    """A signature's file could be a link to a part that other engines of the host use."""
+    offer = fleet.offer()
+    [first, *_], (content, data) = offer["versions"], content_of(max(log.glob("weight_v*")))
+    [name] = first["done"]["files"]
+    part = {name + SIGNATURE_SUFFIX: {"bytes": len(data), "xxh3_128": content}}
+    first["done"]["files"] = part | first["done"]["files"]
+    first["signatures"] = {name: "other bytes"}
+    fleet.answers[PARTS] = msgspec.json.encode(offer)
+    cache = PartCache(str(tmp_path / "cache"), 1 << 30)
+
+    def fetch(file: BinaryIO) -> None:
+        file.write(data)
+
+    kept = cache.get(content, len(data), fetch)
+    rig = fleet.join()
+    assert same(rig.engine.weights, fresh_weights())
+    assert kept.read_bytes() == data
+
+
 def test_uncertain_engine_offers_nothing(fleet: Fleet) -> None:
     fleet.first.fail_commit(VERSION + 4)
     assert_error(fleet.first.get(PARTS), 409, "Conflict")
@@ -436,6 +495,33 @@ def test_peers_that_are_down_leave_the_store(
     proxy.requests.clear()
     assert rig.post("/delta_catch_up").json()["version"] == VERSION + 3
     assert reads_of_parts(proxy) == [1, 1, 1]
+
+
+def test_heartbeat_names_an_engines_root_or_no_peer(group: Group, store: DeltaLog) -> None:
+    """Who can write heartbeats does not choose what else an engine asks."""
+    address = "{}:{}".format(*group.listening[2].getsockname())
+    urls = [f"http://user{k}:key@{address}" for k in range(4)]
+    urls += [f"http://{address}/path?a={k}" for k in range(4)]
+    for number, url in enumerate(urls):
+        beat = Heartbeat(
+            name=f"other-{number}",
+            engine="vllm",
+            version=VERSION,
+            newest=None,
+            behind=0,
+            state="following",
+            failures=0,
+            url=url,
+            at=0.0,
+            expires_s=1000.0,
+        )
+        write_heartbeat(store, beat)
+    rig = group.start(0, peers=())
+    publish(store)
+    assert rig.post("/delta_catch_up").json()["version"] == VERSION + 3
+    group.listening[2].settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        group.listening[2].accept()
 
 
 def test_peers_are_found_by_their_heartbeats(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -343,6 +345,36 @@ def test_a_full_spool_without_unused_files(spool: Intake, monkeypatch: pytest.Mo
     with pytest.raises(SpoolFull):
         asyncio.run(receive(spool, ONE))
     assert names(spool) == []
+
+
+@pytest.mark.parametrize("total", [64 << 20, 64 << 30, 0])
+def test_spool_leaves_shared_memory_to_the_engine(
+    spool: Intake, monkeypatch: pytest.MonkeyPatch, total: int
+) -> None:
+    """A page that the engine has mapped, and touches first when there is none left, kills it."""
+    kept, bigger = min(total // 8, 1 << 30), dense(6 << 18, 5)
+
+    def usage(folder: Path) -> SimpleNamespace:
+        used = sum(path.stat().st_size for path in spool.directory.iterdir())
+        return SimpleNamespace(total=total, free=max(kept + (6 << 20) - used, 0))
+
+    async def scenario() -> None:
+        parts = [await receive(spool, ONE), await receive(spool, OTHER)]
+        if not total:  # it has no limit
+            parts += [await receive(spool, ONE), await receive(spool, OTHER)]
+            return
+        with pytest.raises(SpoolFull):
+            await receive(spool, bigger)
+        with pytest.raises(SpoolFull):
+            spool.require_room(3 << 20)
+        spool.require_room(2 << 20)
+        assert len(names(spool)) == 2
+        parts[0].remove()
+        # It takes the room of the unused file.
+        assert (await receive(spool, bigger)).path.read_bytes() == verified_file(bigger)[1]
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    asyncio.run(scenario())
 
 
 @pytest.mark.slow

@@ -180,18 +180,16 @@ def test_two_spools_share_a_parent(tmp_path: Path, spool: Intake) -> None:
     assert kept.path.exists()
 
 
-@pytest.mark.parametrize(
-    ("free", "chosen"),
-    [(LIMITS.max_part_bytes, "shared"), (LIMITS.max_part_bytes - 1, "temporary")],
-)
+@pytest.mark.parametrize(("more", "chosen"), [(0, "shared"), (-1, "temporary")])
 def test_default_parent_has_room_for_a_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, chosen: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, chosen: str
 ) -> None:
     for name in ("shared", "temporary"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(spool_module, "_SHARED_MEMORY", str(tmp_path / "shared"))
+    monkeypatch.setattr(spool_module, "_SHARED_MEMORY", tmp_path / "shared")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    found = SimpleNamespace(total=800, free=100 + LIMITS.max_part_bytes + more)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: found)
     spool = Intake(None, LIMITS)
     assert spool.directory.parent == tmp_path / chosen
     spool.close()
@@ -200,7 +198,7 @@ def test_default_parent_has_room_for_a_part(
 def test_default_parent_without_shared_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spool_module, "_SHARED_MEMORY", str(tmp_path / "absent"))
+    monkeypatch.setattr(spool_module, "_SHARED_MEMORY", tmp_path / "absent")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     spool = Intake(None, LIMITS)
     assert spool.directory.parent == tmp_path

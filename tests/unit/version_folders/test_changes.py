@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine_ext.conformance.verified_file import verified_file
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
-from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable
+from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable, TooLarge
 from engine_ext.format import Limits, ParamDelta, decode_part, encode_part
 from engine_ext.version_folders import check_change, find_change
 from tests.support.folder_writer import checksum, payload
@@ -114,6 +114,18 @@ def test_what_is_no_change_of_the_tensor(
     with pytest.raises(error) as caught:
         find(encoding, content)
     assert caught.value.operands["tensor"] == "w"
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_change_over_the_limit_is_refused_before_it_expands(encoding: str) -> None:
+    """A frame of a few bytes can change every element of a large tensor."""
+    content = b"\1" * 100 if encoding == "xor" else overwrite(*((k, 1) for k in range(100)))
+    frame, declared = compress(content), f"adler32:{'0' * 8}"
+    sound, small = Limits(max_part_bytes=504), Limits(max_part_bytes=499)
+    change = find_change("w", "int8", (100,), encoding, frame, declared, sound)
+    assert change.nnz == 100
+    with pytest.raises((TooLarge, MalformedPart)):
+        find_change("w", "int8", (100,), encoding, frame, declared, small)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
