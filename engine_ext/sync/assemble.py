@@ -143,7 +143,9 @@ def _initial_sync_applier(loaded: LoadedModel, later: LaterCopies) -> InitialSyn
     trace = functools.partial(trace_model, loaded, later)
     load = functools.partial(load_checkpoint, loaded)
     certify = functools.partial(certify_model, loaded)
-    return InitialSyncApplier(loaded.model, trace, load, certify, loaded.constants, loaded.ranks)
+    again, ranks = loaded.reprocessing, loaded.ranks
+    before = [] if again is None else [one.before for one in again.states.states]
+    return InitialSyncApplier(loaded.model, before, trace, load, certify, loaded.constants, ranks)
 
 
 def _devices_of(model: torch.nn.Module) -> set[torch.device]:

@@ -62,7 +62,8 @@ class DeltaApplier:
     """Stages, writes and undoes syncs on one rank; see `engine_ext.sync.applier.Applier`.
 
     Args:
-        index: the model's storage index, made before the certification.
+        model: that was traced: the live one, or the unprocessed one.
+        index: its storage index, made before the certification.
         undo_bytes: host memory that the old values of one sync can take.
         threads: how many pieces of live tensors are staged or written at once.
         post_load: what the engine computed from weights after loading; None if that is nothing on
@@ -95,7 +96,7 @@ class DeltaApplier:
         later: LaterCopies | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self._model = plan, model
         self.digests = plan.scan(threads, certified)
         self.copies: dict[str, Digest] = {}
         self._undo_bytes = undo_bytes
@@ -474,9 +475,9 @@ class DeltaApplier:
         self.post_load.restored(log.rebuilt)
 
     def unwritten(self) -> Unwritten:
-        """Copy the live tensors that a full sync does not write whole."""
-        post_load = self.post_load
-        return Unwritten(unwritten(post_load.model, self.plan.placement, post_load))
+        """Copy the tensors that a full sync does not write whole."""
+        live, placement = self.post_load.model, self.plan.placement
+        return Unwritten(unwritten(live, self._model, placement, self.post_load))
 
     def forget(self) -> None:
         """Rely no more on what the weights were computed to: something else might change them."""

@@ -41,6 +41,7 @@ class InitialSyncApplier(ExpandsParts):
 
     Args:
         model: the live one.
+        unprocessed: modules of it as they were before processing.
         trace: traces the tensors of a checkpoint through the model's loader.
         load: loads a checkpoint into the running model, given what was traced.
         certify: marks what holds exactly the bytes of a checkpoint that was loaded.
@@ -61,6 +62,7 @@ class InitialSyncApplier(ExpandsParts):
     def __init__(
         self,
         model: torch.nn.Module,
+        unprocessed: Sequence[torch.nn.Module],
         trace: Callable[[Sequence[TensorSpec], CheckpointReader], Traced],
         load: Callable[[Traced, CheckpointReader], object],
         certify: Callable[[Traced, CheckpointReader], object],
@@ -70,7 +72,7 @@ class InitialSyncApplier(ExpandsParts):
         self.digests: dict[str, Digest] = {}
         self.copies: dict[str, Digest] = {}
         self.on_initial_sync: Callable[[Traced], None]
-        self._model = model
+        self._model, self._unprocessed = model, unprocessed
         self._trace, self._load, self._certify = trace, load, certify
         self._constant, self._ranks = constant, ranks
         self._traced: Traced
@@ -227,7 +229,7 @@ class InitialSyncApplier(ExpandsParts):
 
     def unwritten(self) -> Unwritten:
         """Copy all but the weights."""
-        return Unwritten(unloaded(self._model))
+        return Unwritten(unloaded(self._model, self._unprocessed))
 
     def forget(self) -> None:
         """Do nothing: no weight is known."""

@@ -119,6 +119,7 @@ class MaskedApplier(ExpandsParts, DeltaApplier):
             write.written = True
         loader = self._dry_run
         apply_masked(loader.load_weights, loader.index, self._deltas(staged), self._chunk_bytes)
+        self._synchronize()  # the threads that read have streams of their own
         for param in params:
             if not all(self.threads.map(Write.holds, param.writes)):
                 raise RuntimeError(f"{param.name} does not hold its new bits after the write")

@@ -1,9 +1,10 @@
 """Keep what no sync writes, while something discards or resets the memory of a model.
 
 A sleep that discards the weights loses what is next to the checkpoint's tensors, too: constants of
-the model's constructor, scales that the checkpoint leaves out, padding. A full sync writes the
-checkpoint, and computes what is computed from it. So the rest is copied to host memory before, and
-written back afterwards.
+the model's constructor, scales that the checkpoint leaves out, padding. So it loses the constants
+that are kept with unprocessed modules, which a rebuild reads. A full sync writes the checkpoint,
+and computes what is computed from it. So the rest is copied to host memory before, and written back
+afterwards.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Final
 
 import torch
@@ -43,14 +44,17 @@ class Unwritten:
 
 
 def unwritten(
-    model: torch.nn.Module, placement: Placement, post_load: PostLoad
+    model: torch.nn.Module, unprocessed: torch.nn.Module, placement: Placement, post_load: PostLoad
 ) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a live model that a full sync does not write whole."""
+    """Yield the tensors that a full sync does not write whole.
+
+    They are of the live model, and of the `unprocessed` model that the loader was traced on.
+    """
     written = sorted(_whole(placement))
     starts = [start for start, _ in written]
     ends = [*accumulate((end for _, end in written), max)]  # of each and those before it
     computed, shared = post_load.computed(), post_load.shared()
-    for path, tensor in _each(model):
+    for path, tensor in _each(model, [] if unprocessed is model else [unprocessed]):
         start, end = address_range(tensor)
         before = bisect_right(starts, start)
         if before and ends[before - 1] >= end:
@@ -60,29 +64,34 @@ def unwritten(
             yield tensor
 
 
-def unloaded(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+def unloaded(
+    model: torch.nn.Module, unprocessed: Iterable[torch.nn.Module] = ()
+) -> Iterator[torch.Tensor]:
     """Yield the tensors of a model without weights that a first full sync might not write.
 
-    It refuses to leave a larger parameter out.
+    It refuses to leave a larger parameter out. `unprocessed` are modules as they were before
+    processing.
     """
-    for _, tensor in _each(model):
-        if tensor.numel() <= _SMALL or not isinstance(tensor, torch.nn.Parameter):
+    for path, tensor in _each(model, unprocessed):
+        is_weight = path is not None and isinstance(tensor, torch.nn.Parameter)
+        if tensor.numel() <= _SMALL or not is_weight:
             yield tensor
 
 
-def _each(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each piece of memory, with its first path.
+def _each(
+    model: torch.nn.Module, unprocessed: Iterable[torch.nn.Module]
+) -> Iterator[tuple[str | None, torch.Tensor]]:
+    """Yield each piece of memory, with its first path in the model, None if it has none there.
 
     Caches are left out under all of their names, and so is host memory if weights are on a device:
-    nothing discards that.
+    nothing discards that. The parameters and buffers of unprocessed modules are such.
     """
-    found: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+    found: dict[tuple[int, int], tuple[str | None, torch.Tensor]] = {}
     caches: set[int] = set()
-    for module, _, attribute, tensor in reachable_tensors(model):
+    for path, tensor in chain(_reachable(model), *map(_constants, unprocessed)):
         if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
             continue
-        path = f"{module}.{attribute}".lstrip(".")
-        if is_cache(path):
+        if path is not None and is_cache(path):
             caches.add(tensor.untyped_storage().data_ptr())
         else:
             found.setdefault(address_range(tensor), (path, tensor))
@@ -91,6 +100,16 @@ def _each(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         is_host = on_device and tensor.device.type == "cpu"
         if not is_host and tensor.untyped_storage().data_ptr() not in caches:
             yield path, tensor
+
+
+def _reachable(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for module, _, attribute, tensor in reachable_tensors(model):
+        yield f"{module}.{attribute}".lstrip("."), tensor
+
+
+def _constants(unprocessed: torch.nn.Module) -> Iterator[tuple[None, torch.Tensor]]:
+    weights = {id(tensor) for tensor in (*unprocessed.parameters(), *unprocessed.buffers())}
+    return ((None, t) for _, t in _reachable(unprocessed) if id(t) not in weights)
 
 
 def _whole(placement: Placement) -> list[tuple[int, int]]:

@@ -82,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--base", type=Path, metavar="TREE", help="a checkout of the product to time it against")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal")
     add("--folder", type=Path, default=Path("/dev/shm/gpu-rows"), help="of work (%(default)s)")
-    add("--json", type=Path, default=Path("gpu-rows.json"), help="(%(default)s)")
+    add("--json", type=Path, default=Path("build/gpu-rows.json"), help="(%(default)s)")
     add("--one", metavar="ROW", help=argparse.SUPPRESS)
     add("--stock", action="store_true", help=argparse.SUPPRESS)
     add("--trees", nargs="*", default=(), help=argparse.SUPPRESS)
@@ -187,6 +187,7 @@ class Run:
         return dict(json.loads(found[-1].removeprefix("FACTS ")))
 
     def _write(self) -> None:
+        self._chosen.json.parent.mkdir(parents=True, exist_ok=True)
         self._chosen.json.write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
 
 

@@ -51,7 +51,7 @@ from delta_sender.publish.publisher import Connect
 from scripts import command_line
 from scripts.gpu.engine import GpuVllm
 from scripts.gpu.timing import SIZES, Weights, random_weights, step, write_checkpoint
-from scripts.gpu.trees import REHEARSAL
+from scripts.gpu.trees import REHEARSAL, environment
 from scripts.live_engine.process import EngineError, EngineProcess
 
 _BACKEND: Final = ("--weight-transfer-config", json.dumps({"backend": "delta_updates"}))
@@ -188,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def program() -> int:
         console = Console(width=120, markup=False, highlight=False)
         with tempfile.TemporaryDirectory(prefix="delta-bench-", dir=_SHARED_MEMORY) as scratch:
+            os.environ.update(environment(None, Path(scratch)))  # the engine finds the plug-in
             rows = measure(options, Path(scratch), console)
         show(rows, console)
         if options.json:

@@ -319,6 +319,15 @@ ROWS: Final[dict[str, Row]] = {
     "sleep-2-vision": Row(
         checkpoints.vision, (*_EAGER, "--enable-sleep-mode"), more=partial(_sleep, 2)
     ),
+    # They are rebuilt, and what is kept for that on the device is lost with the weights.
+    "sleep-2-w4a16": Row(
+        checkpoints.quantised("w4a16"), (*_EAGER, "--enable-sleep-mode"), more=partial(_sleep, 2)
+    ),
+    "sleep-2-moe-fp8-online": Row(
+        checkpoints.plain("qwen3_moe"),
+        (*_EAGER, "--enable-sleep-mode", "--quantization", "fp8"),
+        more=partial(_sleep, 2),
+    ),
     "keep": Row(checkpoints.plain("qwen3"), more=_keep),
     "lora": Row(checkpoints.plain("qwen3"), (*_EAGER, "--enable-lora", "--max-lora-rank", "8")),
     "draft-ngram": Row(

@@ -53,6 +53,25 @@ class Int8(Method):
         return x @ (layer.weight.float() * layer.weight_scale).t()
 
 
+class Table(Int8):
+    """Reads a plain tensor that no checkpoint holds."""
+
+    keeps = True
+
+    def create_weights(self, layer: Any) -> None:
+        layer.table = torch.full((OUT, 1), 2.0, dtype=torch.bfloat16, device=DEVICE)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.weight = parameter(layer.weight * layer.table)
+        if not self.keeps:
+            del layer.table
+        super().process_weights_after_loading(layer)
+
+
+class TableAway(Table):
+    keeps = False
+
+
 class Transpose(Method):
     """Moves only, but the new parameter has no loader."""
 

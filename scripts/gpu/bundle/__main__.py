@@ -1,10 +1,10 @@
 """Bundle vLLM for CUDA with what it needs, for a GPU host without network.
 
 ``make gpu-bundle`` runs it.
-The host has Python with torch, triton, transformers, numba, httpx, psutil and what these need, and
-no engine. ``requirements/gpu-vllm.txt`` lists what it lacks: wheels of the package index for that
-Python. Device code of other GPUs is blanked, and what the rows do not use is left out. The product
-does not travel in the bundle but as the checkout that ``python -m scripts.gpu`` runs in.
+The host has Python with what ``docs/gpu.md`` lists, and no engine. ``requirements/gpu-vllm.txt``
+lists what it lacks: wheels of the package index for that Python. Device code of other GPUs is
+blanked, and what the rows do not use is left out. The product does not travel in the bundle but as
+the checkout that ``python -m scripts.gpu`` runs in.
 """
 
 from __future__ import annotations

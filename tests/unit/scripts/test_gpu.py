@@ -80,6 +80,15 @@ def test_a_row_is_exact_in_all_that_it_did(monkeypatch: pytest.MonkeyPatch) -> N
             )
 
 
+@pytest.mark.parametrize("name", ["sleep-2-w4a16", "sleep-2-moe-fp8-online"])
+def test_a_row_rebuilds_modules_after_a_sleep(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    config = json.loads((row.checkpoint(tmp_path / "base") / "config.json").read_text())
+    assert ("quantization_config" in config) != ("--quantization" in row.flags)
+    assert "--enable-sleep-mode" in row.flags
+    assert row.more is not None
+
+
 def test_timings_are_in_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "machine", lambda engine: RUN)
     run = program.Run(program.make_parser().parse_args([]), time.monotonic())

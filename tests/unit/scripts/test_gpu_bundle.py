@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomllib
 
+from scripts.gpu import carriers
 from scripts.gpu.bundle import __main__ as program
 from scripts.gpu.bundle import device_code, pieces
 from scripts.gpu.trees import environment
 
 ROOT = Path(__file__).parents[3]
 PTX, MACHINE_CODE = 1, 2
+EXTRAS = ("server", "sender", "hosts")
+BROUGHT = {"torch", "numpy", "safetensors", "rich"}  # by torch and transformers
+
+
+def normal(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
@@ -119,6 +132,55 @@ def test_unpacking_needs_the_standard_library_alone() -> None:
     code += "; assert not {'torch', 'numpy', 'engine_ext'} & set(sys.modules)"
     base = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
     subprocess.run([base, "-I", "-S", "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        (("scripts.gpu", "nonesuch"), "no rows ['nonesuch']"),
+        (("scripts.gpu.carriers", "--help"), "columns:"),
+        (("scripts.bench.device_staging", "--help"), "one line of JSON"),
+    ],
+)
+def test_a_plain_checkout_runs_the_programs(program: tuple[str, ...], shown: str) -> None:
+    """No part of the product is installed: ``-S`` leaves out what an installation adds."""
+    run = subprocess.run(
+        [sys.executable, "-S", "-m", *program],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": sysconfig.get_path("purelib")},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert shown in run.stdout + run.stderr
+
+
+def test_the_engine_of_the_carriers_finds_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[importlib.metadata.EntryPoint] = []
+
+    def measure(*arguments: Any) -> list[Any]:
+        for folder in os.environ["PYTHONPATH"].split(os.pathsep):
+            for one in importlib.metadata.distributions(path=[folder]):
+                found.extend(one.entry_points.select(name="delta_updates"))
+        return []
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(carriers, "measure", measure)
+    logger = logging.getLogger("delta_sender")
+    level = logger.level
+    assert carriers.main([]) == 0
+    logger.setLevel(level)
+    assert "engine_ext.adapters.vllm.plugin:register" in [one.value for one in found]
+
+
+def test_a_bundle_has_what_the_product_needs() -> None:
+    """The host has the rest; see docs/gpu.md."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [project["dependencies"], *map(project["optional-dependencies"].get, EXTRAS)]
+    names = {normal(re.split(r"[<>=]", one)[0]) for group in needed for one in group} | {"psutil"}
+    listed = (ROOT / "requirements" / "gpu-vllm.txt").read_text().splitlines()
+    assert names - {normal(line.partition("==")[0]) for line in listed} == BROUGHT
 
 
 @pytest.mark.slow

@@ -285,6 +285,40 @@ def test_a_copy_that_could_not_follow_is_made_anew(
             assert np.array_equal(snapshot.image(kept, change).values, bits)
 
 
+def test_a_device_without_memory_loses_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines have committed: the snapshot advances, and what follows it is compared."""
+    held = {name: torch.zeros(40, dtype=torch.bfloat16) for name in ("a", "b")}
+    engine = Engine.of(held)
+    with DeltaSender("http://engine/", held.items(), client=engine.client()) as sender:
+        for seed in range(1, 4):
+            held = step(held, seed, 0.2)
+            with monkeypatch.context() as patch:
+                if seed == 2:
+                    patch.setattr(gather_scatter, "scatter", out_of_memory)
+                assert not sender.sync(held.items()).full
+            assert engine.holds(held)
+
+
+def test_a_copy_follows_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    whole = gather_scatter.scatter
+
+    def scatter(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> None:
+        written.append(len(offsets))
+        whole(flat, offsets, bits)
+
+    monkeypatch.setattr(gather_scatter, "scatter", scatter)
+    side, size = DeviceSide("device"), 5 << 19
+    held, new = np.zeros(size, np.uint16), np.arange(size).astype(np.uint16) | np.uint16(1)
+    side.prepare("w", held, CPU, 1)
+    places = np.arange(size, dtype=np.int32)
+    change = Change("bfloat16", (size,), places, held, new, size, None)
+    with side.following({"w": change}):
+        held[:] = new
+    assert written == [1 << 20, 1 << 20, 1 << 19]
+    assert side.old("w", held, CPU, slice(0, size))().tolist() == new.view(np.int16).tolist()
+
+
 def test_refilled_views_are_compared_as_they_were_yielded() -> None:
     sizes = {"a": 9, "b": 40, "c": 20}
     held = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}

@@ -18,6 +18,7 @@ from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.format import ParamDelta
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Placed, Status
+from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.masked import (
     apply_masked,
     chunks,
@@ -26,6 +27,7 @@ from engine_ext.sync.masked import (
     merge,
     refusal,
 )
+from engine_ext.sync.staged import Write
 from tests.support.served_models import (
     PROPERTY,
     Served,
@@ -89,6 +91,24 @@ def test_applied_is_freshly_loaded(
     apply_masked(served.model.load_weights, served.index, deltas, chunk_bytes)
     assert memory(served.model) == memory(load(model, target))
     assert all(holds_new(served, d) for d in deltas)
+
+
+def test_reading_back_waits_for_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device runs it on the worker's stream, and threads read on streams of their own."""
+    events: list[str] = []
+    holds = Write.holds
+    monkeypatch.setattr(DeltaApplier, "_synchronize", lambda self: events.append("waited"))
+
+    def read(write: Write) -> bool:
+        events.append("read")
+        return holds(write)
+
+    monkeypatch.setattr(Write, "holds", read)
+    base = base_checkpoint(PlainCopy)
+    served = serve(PlainCopy, base, apply="masked")
+    [part] = parts_of([delta_between(n, base[n], changed(base[n], 3)) for n in base])
+    served.applier.write([served.applier.stage(part)])
+    assert events[:2] == ["waited", "read"]
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ from tests.support.toy_quantised import (
     Packed,
     PackedAway,
     SecondCopy,
+    Table,
+    TableAway,
     Transpose,
     ZeroPoints,
     linear_shapes,
@@ -37,7 +39,10 @@ from tests.support.toy_quantised import (
 
 pytestmark = pytest.mark.slow
 
-METHODS = [Method, Int8, Transpose, Packed, PackedAway, SecondCopy, Attribute, ZeroPoints]
+METHODS = [
+    *(Method, Int8, Table, TableAway, Transpose, Packed, PackedAway),
+    *(SecondCopy, Attribute, ZeroPoints),
+]
 
 
 def target_of(serving: Serving, *names: str, seed: int = 1) -> dict[str, torch.Tensor]:

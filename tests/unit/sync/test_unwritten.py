@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,18 @@ from tests.support.served_models import (
     serve,
     target_checkpoint,
 )
-from tests.support.toy_quantised import Everything, Method, one_layer
+from tests.support.toy_quantised import Everything, Method, Model, TableAway, one_layer
 from tests.unit.sync.applier_cases import assert_freshly_loaded, deltas_for, sync_id
 from tests.unit.sync.test_appliers import is_updatable
 from tests.unit.sync.test_post_load import METHODS, target_of
 
 
-def discard(model: nn.Module) -> None:
+def discard(model: nn.Module, apart_from: Iterable[torch.Tensor] = ()) -> None:
     """Write other bytes to all of a model's memory."""
     random = torch.Generator().manual_seed(7)
+    kept = {id(tensor) for tensor in apart_from}
     for _, _, _, tensor in reachable_tensors(model):
-        if tensor.numel() and not tensor.is_meta:
+        if tensor.numel() and not tensor.is_meta and id(tensor) not in kept:
             data = tensor.detach()
             flat = data.as_strided((extent(data),), (1,), data.storage_offset()).view(torch.uint8)
             flat.copy_(torch.randint(0, 2, flat.shape, generator=random, dtype=torch.uint8))
@@ -58,11 +60,15 @@ def test_every_loader(model: type[ToyModel]) -> None:
 
 
 def lose_and_return(serving: Serving) -> None:
-    for receiver, model in zip(serving.engine.receivers, serving.models, strict=True):
+    """Unprocessed modules lose all but their weights, too, which are kept in host memory."""
+    ranks = zip(serving.engine.receivers, serving.models, serving.states, strict=True)
+    for receiver, model, kept in ranks:
         receiver.weights_released()
         receiver.weights_discarded("a sleep")
         receiver.weights_discarded("another sleep, before the memory is back")
         discard(model)
+        for state in kept.states:
+            discard(state.before, [*state.before.parameters(), *state.before.buffers()])
         receiver.weights_returned()
         receiver.weights_returned()
         receiver.set_asleep(False)
@@ -103,8 +109,9 @@ def test_all_of_them_on_several_ranks(tmp_path: Path, ranks: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.host_memory
-def test_an_engine_without_weights(tmp_path: Path) -> None:
-    serving = Serving(Everything, tmp_path, dummy=True)
+@pytest.mark.parametrize("model", [Everything, one_layer(TableAway)])
+def test_an_engine_without_weights(tmp_path: Path, model: type[Model]) -> None:
+    serving = Serving(model, tmp_path, dummy=True)
     lose_and_return(serving)
     errors_of(serving.sync(serving.base, full=True), none=True)
     serving.assert_fresh()

@@ -91,6 +91,8 @@ class CopyStreams:
 SNAPSHOT_ON: Final = ("auto", "device", "host")
 
 _SHARE: Final = 0.5  # most of the device's free memory that `auto` takes
+# Elements of a copy that are written at once: each takes up to 24 bytes of the device meanwhile.
+_WRITTEN: Final = 1 << 20
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
@@ -166,13 +168,18 @@ class DeviceSide:
     def following(self, changes: Mapping[str, Change]) -> Iterator[None]:
         """Make the copies follow the snapshot, which advances by `changes` inside the block.
 
-        If either is interrupted, the copies concerned are dropped, and made again when needed.
+        If either is interrupted, or a device has no memory left for the changes, the copies
+        concerned are dropped, and made again when needed.
         """
         behind = {key: self._mirrors.pop(key) for key in changes if key in self._mirrors}
+        devices = {mirror.device for mirror in behind.values()}
         yield
-        for key, mirror in behind.items():
-            _write(mirror, changes[key].indices, gather_scatter.signed(changes[key].new))
-        for device in {mirror.device for mirror in behind.values()}:
+        for key in [*behind]:
+            try:
+                _write(behind[key], changes[key].indices, gather_scatter.signed(changes[key].new))
+            except torch.OutOfMemoryError:
+                del behind[key]
+        for device in devices:
             self.streams(device).synchronize()
         self._mirrors |= behind
 
@@ -180,9 +187,11 @@ class DeviceSide:
 def _write(mirror: torch.Tensor, indices: NDArray[Any] | None, new: torch.Tensor) -> None:
     if indices is None:
         mirror.copy_(new)
-    else:
-        where = torch.from_numpy(indices).to(mirror.device)
-        gather_scatter.scatter(mirror, where, new.to(mirror.device))
+        return
+    for start in range(0, len(indices), _WRITTEN):
+        these = slice(start, start + _WRITTEN)
+        where = torch.from_numpy(indices[these]).to(mirror.device)
+        gather_scatter.scatter(mirror, where, new[these].to(mirror.device))
 
 
 def free_bytes(device: torch.device) -> int:
