@@ -86,23 +86,11 @@ class DeviceBatch:
         )
 
     def put(self, bits: Sequence[torch.Tensor]) -> None:
-        """Overwrite them by bits in host memory or on their device, a group at a time."""
+        """Overwrite them by bits in host memory or on their device."""
         for group in self._groups:
-            group.begin_put(group.own(bits))()
+            group.put(group.own(bits))
         for number, one in self._alone:
             one.put(bits[number])
-
-    def begin_put(self, bits: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Allocate all memory of the kernels; return a function that overwrites like `put`."""
-        ready = [group.begin_put(group.own(bits)) for group in self._groups]
-
-        def put() -> None:
-            for launch in ready:
-                launch()
-            for number, one in self._alone:
-                one.put(bits[number])
-
-        return put
 
     def swap(self, bits: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """Overwrite them like `put`, and yield the old bits in host memory, with their numbers.
@@ -189,18 +177,11 @@ class _Group:
         expected = joined(bits).to(self._flat.device)
         return not self._prepare(expected, [], compare=True)().any()
 
-    def begin_put(self, bits: Bits) -> Callable[[], None]:
-        """Allocate all memory; return a function that overwrites."""
+    def put(self, bits: Bits) -> None:
+        # Named, and so not freed before the launch: the table has only its address, and another
+        # thread that allocates meanwhile would get its memory.
         sent = self._sent(bits)
-        launch = self._prepare(self._flat, sent, write=True)
-
-        def put() -> None:
-            launch()
-            # Not freed before: the table has only its address, and another thread that allocates
-            # meanwhile would get its memory.
-            sent.clear()
-
-        return put
+        self._prepare(self._flat, sent, write=True)()
 
     def begin_swap(self, bits: Bits) -> Callable[[], Bits]:
         """Allocate all memory; return a function that overwrites and returns the old bits."""

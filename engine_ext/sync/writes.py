@@ -114,21 +114,15 @@ def put_all(
     """
     for part in parts if shared else ():
         part.read_old()
-    # Before anything is written: an undo needs memory of the devices, too.
-    ready = {
-        number: part.batch.begin_put([write.new for write in part.known])
-        for number, part in enumerate(parts)
-        if part.known
-    }
-    for number, part in enumerate(parts):
+    for part in parts:
         if part.reading:
             batch = DeviceBatch([_elements(write) for write in part.reading])
-            for place, old in batch.swap([write.new for write in part.reading]):
-                part.reading[place].old, part.reading[place].written = old, True
+            for number, old in batch.swap([write.new for write in part.reading]):
+                part.reading[number].old, part.reading[number].written = old, True
         for write in part.known:
             write.written = True
         if part.known:
-            ready[number]()
+            part.batch.put([write.new for write in part.known])
     tables = [table for part in parts for table in part.tables]
     threads.map(lambda table: table.put(compares), tables)
     alone = [write for part in parts for write in part.alone]

@@ -56,7 +56,7 @@ from engine_ext.placement import (
 )
 from engine_ext.sync.staged import Write
 from engine_ext.sync.thread_pool import ThreadPool
-from engine_ext.sync.writes import PartWrites, put_all, read_old, undo_all
+from engine_ext.sync.writes import PartWrites, put_all, undo_all
 from tests.support.served_models import (
     attempt,
     base_checkpoint,
@@ -303,17 +303,11 @@ def test_what_is_sent_stays_until_it_is_written(method: str) -> None:
     assert there == [True]
 
 
-@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(("most", "groups"), [(1, 3), (12, 3), (1 << 24, 2)])
 def test_a_write_that_fails_half_way_is_undone(
-    most: int, groups: int, known: bool, monkeypatch: pytest.MonkeyPatch
+    most: int, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure before the first launch has written nothing, and its undo needs no memory.
-
-    Args:
-        known: whether the old bits were read at staging; then each write is of a part of its own.
-    """
-    groups = 3 if known else groups
+    """A failure before the first launch has written nothing; a later one is reported as such."""
     monkeypatch.setattr(device_batch, "_MOST", most)
     launch = gather_scatter.prepare
     for failing in range(2 * groups):
@@ -324,9 +318,6 @@ def test_a_write_that_fails_half_way_is_undone(
             Write(DeviceElements(flat, where), random_bits(10, flat.dtype, 50), "live")
             for flat in flats
         ]
-        if known:
-            read_old(writes)
-        parts = [PartWrites([write]) for write in writes] if known else [PartWrites(writes)]
         events = iter(range(100))  # memory is allocated for each group, then each is written
 
         def fail(failing: int = failing, events: Any = events) -> None:
@@ -335,7 +326,7 @@ def test_a_write_that_fails_half_way_is_undone(
 
         def prepare(*arguments: Any, fail: Any = fail, **modes: Any) -> Any:
             ready = launch(*arguments, **modes)
-            if not modes.get("write"):
+            if not modes.get("keep"):
                 return ready
             fail()
             return lambda: fail() or ready()
@@ -344,12 +335,9 @@ def test_a_write_that_fails_half_way_is_undone(
             mock.patch.object(gather_scatter, "prepare", prepare),
             pytest.raises(torch.OutOfMemoryError),
         ):
-            put_all(parts, ThreadPool(1), compares=False)
-        assert any(write.written for write in writes) == (failing >= groups + (not known))
-        if failing < groups:
-            monkeypatch.setattr(gather_scatter, "prepare", None)
-        undo_all(parts, ThreadPool(1))
-        monkeypatch.setattr(gather_scatter, "prepare", launch)
+            put_all([PartWrites(writes)], ThreadPool(1), compares=False)
+        assert any(write.written for write in writes) == (failing > groups)
+        undo_all([PartWrites(writes)], ThreadPool(1))
         assert all(map(torch.equal, flats, before))
 
 
