@@ -22,7 +22,7 @@ from engine_ext.startup.recomputed.unprocessed_modules import Change
 
 # Elements compared at a time, in host memory or on a device.
 _CHUNK: Final = 1 << 20
-_DEVICE_CHUNK: Final = 1 << 24
+_DEVICE_CHUNK: Final = 1 << 20
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -161,9 +161,8 @@ def tensor_differences(path: str, live: torch.Tensor, new: torch.Tensor) -> Iter
     memory, other = flat_bits(live), flat_bits(new)
     narrow = memory.numel() < 1 << 31
     if memory.device.type != "cpu":
-        found = _different_on_device(memory, other, torch.int32 if narrow else torch.int64)
-        if len(found):
-            yield Difference(path, DeviceElements(memory, found), other[found])
+        # Offsets are narrow: they are kept until the next sync.
+        yield from _on_device(path, memory, other, torch.int32 if narrow else torch.int64)
         return
     of_live, of_new = host_bits(memory), host_bits(other)
     dtype = np.int32 if narrow else np.int64
@@ -175,16 +174,16 @@ def tensor_differences(path: str, live: torch.Tensor, new: torch.Tensor) -> Iter
             yield Difference(path, HostElements(of_live, offsets), of_new[offsets])
 
 
-def _different_on_device(
-    one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the places of differing elements, [n] of `dtype`.
+def _on_device(
+    path: str, memory: torch.Tensor, other: torch.Tensor, dtype: torch.dtype
+) -> Iterator[Difference]:
+    """Yield the differences of a chunk at a time, with offsets of a type.
 
-    PyTorch gives them in int64, which takes twice the memory until the next sync. A chunk at a time
-    is found so.
+    PyTorch finds and reads the places in int64: 16 bytes for each element that differs.
     """
-    found = []
-    for start in range(0, one.numel(), _DEVICE_CHUNK):
+    for start in range(0, memory.numel(), _DEVICE_CHUNK):
         part = slice(start, start + _DEVICE_CHUNK)
-        found.append((one[part] != other[part]).nonzero().view(-1).to(dtype).add_(start))
-    return torch.cat(found) if found else one.new_empty(0, dtype=dtype)
+        found = (memory[part] != other[part]).nonzero().view(-1)
+        if len(found):
+            new = other[part][found]
+            yield Difference(path, DeviceElements(memory, found.to(dtype).add_(start)), new)
