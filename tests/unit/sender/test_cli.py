@@ -318,6 +318,30 @@ def test_the_state_and_the_log_go_on_with_the_next_run(
     assert [path.name for path in sorted(log.iterdir())] == ["weight_v000001", "weight_v000002"]
 
 
+def test_commit_without_room_for_the_state_is_done(
+    base: Path,
+    target: Path,
+    tmp_path: Path,
+    serve: Callable[..., list[httpx.Request]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "states"
+    folder.mkdir()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        answered = accept(request)
+        if answered.json()["status"] == "committed":
+            folder.rename(tmp_path / "away")
+        return answered
+
+    serve(answer)
+    arguments = ["--base", str(base), "--target", str(target), "--url", URL]
+    assert cli.main([*arguments, "--state", str(folder / "state.json")]) == 0
+    out, err = capsys.readouterr()
+    assert "version 0 -> 1: committed" in out
+    assert "the state file cannot be written" in err
+
+
 def test_the_engine_refuses(
     base: Path,
     target: Path,

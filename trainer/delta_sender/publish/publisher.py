@@ -238,13 +238,14 @@ class Publisher:
                 destination.stop()
                 thread.join()
         self.release()
-        self._end_lagging(wait=False)
-        self._write_state([])
-        if self.notifier is not None:
-            self.notifier.close()
-        for session in self._all:
-            session.destination.close()
-        self._tracker.close()
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._tracker.close)
+            for session in self._all:
+                closing.callback(session.destination.close)
+            if self.notifier is not None:
+                closing.callback(self.notifier.close)
+            self._end_lagging(wait=False)
+            self._write_state([])
 
     def release(self) -> None:
         """Stop sending, drop what is staged, and let other runs claim the destinations.
