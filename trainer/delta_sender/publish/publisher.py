@@ -255,7 +255,6 @@ class Publisher:
         """
         if self._is_released:
             return
-        self._is_released = True
         for session in self._all:
             session.destination.stop()
         threads = [] if self._unfinished is None else [*self._unfinished[1]]
@@ -264,6 +263,7 @@ class Publisher:
             self._run,
             [thread.thread for thread in (*threads, *self._lagging.threads.values())],
         )
+        self._is_released = True
 
     @property
     def _all(self) -> list[Session]:
