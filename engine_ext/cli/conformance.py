@@ -81,6 +81,8 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.error("--subject is of the suite, not of --model")
     if options.model is not None and not options.model.exists():
         parser.error(f"--model: no such folder or file: {options.model}")
+    with leaving_at_once(_PROG):
+        importlib.import_module("rich")  # what a table needs at the end is there from the start
     # The report shows refusals; the log would repeat them a thousand times.
     logging.getLogger("engine_ext").setLevel(logging.ERROR)
     try:

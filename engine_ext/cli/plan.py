@@ -19,6 +19,7 @@ from typing import Any
 from engine_ext.answers import answer_in_words, failure_in_words
 from engine_ext.commands import (
     CommandParser,
+    leaving_at_once,
     output_may_be_unread,
     output_on_stderr,
     without_traceback,
@@ -120,9 +121,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ask(url: str) -> list[list[Row]]:
-    import httpx
+    with leaving_at_once("delta-plan"):
+        import httpx
 
-    from engine_ext.ranks.status import decode_status
+        from engine_ext.ranks.status import decode_status
 
     asked, headers = f"{url.rstrip('/')}/delta_status", bearer_headers()
     try:

@@ -89,11 +89,15 @@ class FolderStore:
         path.parent.mkdir(exist_ok=True)
         # Another process can write it, too, and have the same number in a container.
         draft = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
-        if durable:
-            write_file(draft, data)
-        else:
-            draft.write_bytes(data)
-        draft.replace(path)
+        try:
+            if durable:
+                write_file(draft, data)
+            else:
+                draft.write_bytes(data)
+            draft.replace(path)
+        except OSError:  # a full disk keeps the empty file
+            draft.unlink(missing_ok=True)
+            raise
         if durable:
             sync_folder(path.parent)
             sync_folder(self.local)

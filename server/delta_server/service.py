@@ -134,8 +134,7 @@ class DeltaService:
                 group = settings.follow_group
                 marks = None if group is None else GroupMarks(log, group)
                 following = FollowState(engine, settings.follow_hold, marks)
-            scratch = settings.spool_dir
-            self.log_replay = replay = LogReplay(self.inlet, engine, log, following, scratch)
+            self.log_replay = replay = LogReplay(self.inlet, engine, log, following)
             if following is not None:
                 self.follower = LogFollower(
                     *(replay, engine, settings.follow_interval, following, self.peers),
@@ -145,8 +144,8 @@ class DeltaService:
             self.peers = Peers(
                 settings.peers, settings.own_url, os.environ.get(API_KEY_ENVIRONMENT)
             )
-            theirs, scratch = DeltaLog(PeerStore(self.peers, cache)), settings.spool_dir
-            self.log_replay = LogReplay(self.inlet, engine, theirs, None, scratch)
+            theirs = DeltaLog(PeerStore(self.peers, cache))
+            self.log_replay = LogReplay(self.inlet, engine, theirs)
         self.readiness = Readiness(
             self.committer, self.log_replay, self.follower, settings.min_version
         )

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
+from threading import Lock
 
 from delta_server.spool_files import SpoolFiles, room_in_memory
 from engine_ext.files import FileLock
@@ -36,32 +37,56 @@ class Spool:
     def __init__(self, directory: str | None, room: int) -> None:
         parent = directory or _default_parent(room)
         _remove_dead(parent)
-        self.directory, lock = _make_locked(parent)
-        self.files = SpoolFiles(self.directory)
-        self._cleaner = weakref.finalize(self, _remove, self.files, self.directory, lock)
+        folder = _Folder(parent)
+        self.directory = folder.path
+        self.files = SpoolFiles(folder.path, folder.make_again)
+        self._cleaner = weakref.finalize(self, _remove, self.files, folder)
 
     def close(self) -> None:
         """Remove the folder and everything in it."""
         self._cleaner()
 
 
-def _make_locked(parent: str) -> tuple[Path, FileLock]:
-    """Make a private folder and lock it."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        # A server that starts at this moment might take the folder for a dead one's and remove it.
-        # Without locks in the file system nobody removes anything.
-        with contextlib.suppress(FileNotFoundError):
-            lock = FileLock(folder, os.O_RDONLY | os.O_DIRECTORY, None)
-            if lock.is_in_place():
-                return folder, lock
-            lock.close()
+class _Folder:
+    """A private folder that is locked."""
+
+    def __init__(self, parent: str) -> None:
+        self._making = Lock()
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            # A server that starts at this moment might take the folder for a dead one's and remove
+            # it. Without locks in the file system nobody removes anything.
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = self._locked()
+                if self._lock.is_in_place():
+                    return
+                self._lock.close()
+
+    def _locked(self) -> FileLock:
+        return FileLock(self.path, os.O_RDONLY | os.O_DIRECTORY, None)
+
+    def make_again(self) -> None:
+        """Make and lock it again if it is gone: what cleans up shared memory removes it.
+
+        Raises:
+            OSError: it cannot be made, or is another's now.
+        """
+        with self._making:
+            if not self._lock.is_in_place():
+                logger.warning("something has removed the spool %s: it is made again", self.path)
+                self.path.mkdir(mode=0o700)
+                self._lock.close()
+                self._lock = self._locked()
+
+    def remove(self) -> None:
+        """Remove it and everything in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
 
 
-def _remove(files: SpoolFiles, folder: Path, lock: FileLock) -> None:
+def _remove(files: SpoolFiles, folder: _Folder) -> None:
     files.close()
-    shutil.rmtree(folder, ignore_errors=True)
-    lock.close()
+    folder.remove()
 
 
 def _remove_dead(parent: str) -> None:

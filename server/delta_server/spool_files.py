@@ -193,10 +193,10 @@ class SpoolFile:
 
 
 class SpoolFiles:
-    """The files in the folder of one spool."""
+    """The files in the folder of one spool; `make_again` makes the folder if it is gone."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, make_again: Callable[[], None]) -> None:
+        self._folder, self._make_again = folder, make_again
         self.in_memory = _is_in_memory(folder)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -227,9 +227,12 @@ class SpoolFiles:
             if unused.lock() and unused.rename(path):
                 return SpoolFile(self, unused)
             self._delete(unused)  # a rank maps it still: its memory is freed when none does
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            made = _Unused(path, os.open(path, flags, 0o600))
+            try:
+                made = _Unused(path, _created(path))
+            except FileNotFoundError:
+                self._make_again()
+                made = _Unused(path, _created(path))
         except OSError as error:
             raise spool_error(error, path.parent) from error
         made.lock()
@@ -308,6 +311,10 @@ class SpoolFiles:
             self._delete_later(loop)
         else:
             self.run(self.delete_unused, _LARGE)
+
+
+def _created(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
 def _map(file: _Unused, size: int, unmapped: int = 0) -> None:

@@ -26,16 +26,22 @@ _IMPORTED_ONCE: Final = [
 
 
 def run_ranks(
-    function: Callable[..., Any], ranks: int, folder: Path, *arguments: Any, limit: float = 120
+    function: Callable[..., Any],
+    ranks: int,
+    folder: Path,
+    *arguments: Any,
+    limit: float = 120,
+    timeout: float = 60,
 ) -> Outcomes:
     """Return, for every rank, what ``function(rank, *arguments)`` returned or its error's text.
 
-    None for a rank that died. Fails if a process has not ended after `limit` seconds.
+    None for a rank that died. Fails if a process has not ended after `limit` seconds. A collective
+    of the group fails after `timeout` seconds.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
     processes = [
-        context.Process(target=_run, args=(function, rank, ranks, str(folder), arguments))
+        context.Process(target=_run, args=(function, rank, ranks, str(folder), arguments, timeout))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -53,7 +59,12 @@ def run_ranks(
 
 
 def _run(
-    function: Callable[..., Any], rank: int, ranks: int, folder: str, arguments: tuple[Any, ...]
+    function: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    folder: str,
+    arguments: tuple[Any, ...],
+    timeout: float,
 ) -> None:
     # As torchrun sets them: accelerate looks at them, though the group is there already.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
@@ -61,7 +72,7 @@ def _run(
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
     )
     outcome: Any
     try:

@@ -139,16 +139,22 @@ class Channel:
                 replies.complete.set_result(None)
 
     def _require_alive(self) -> None:
-        """Raise if no answer will come: SGLang does not end a server at once when a rank dies."""
+        """Raise if no answer will come: SGLang does not end a server at once when a rank dies.
+
+        After SIGTERM a server still answers what is in flight, and ends its ranks after that.
+        """
         watchdog = self._manager._subprocess_watchdog
-        dead = watchdog is not None and not all(p.is_alive() for p in watchdog._processes)
+        if watchdog is None:
+            dead = self._manager.gracefully_exit
+        else:
+            dead = not all(process.is_alive() for process in watchdog._processes)
         if not all(map(_is_running, self._schedulers)):
             # SGLang watches the controller of the replicas alone. Without this one the server can
             # take no sync any more: it ends as SGLang ends one whose only scheduler has died.
             logger.error("delta updates: a replica's scheduler has died; the server ends")
             os.kill(os.getpid(), signal.SIGQUIT)
             dead = True
-        if dead or self._manager.gracefully_exit:
+        if dead:
             raise RuntimeError("the engine died")
 
 

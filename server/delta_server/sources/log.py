@@ -132,7 +132,6 @@ class LogReplay:
         engine: the engine's adapter.
         log: the log.
         following: how far versions are applied; None applies all.
-        scratch: folder for folded versions; the temporary folder if None.
 
     Attributes:
         held: what the ranks hold of it until the engine's group has decided.
@@ -149,11 +148,10 @@ class LogReplay:
         engine: Engine,
         log: DeltaLog,
         following: FollowState | None = None,
-        scratch: str | None = None,
     ) -> None:
         self._inlet, self._coordinator, self._engine = inlet, inlet.coordinator, engine
         self.log = log
-        self._following, self._scratch = following, scratch
+        self._following = following
         self.held = HeldVersion(self._coordinator, following)
         self._history = LogHistory(engine, log)
         self._name, self._turn = new_name(), Item(engine, LOG, Nothing)
@@ -468,7 +466,7 @@ class LogReplay:
             make = partial(
                 tempfile.TemporaryDirectory,
                 prefix="delta-fold-",
-                dir=self._scratch,
+                dir=self._inlet.intake.directory,  # the next start removes it if this one dies
                 ignore_cleanup_errors=True,
             )
             async with held_by_thread(make) as scratch:

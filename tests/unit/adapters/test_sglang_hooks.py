@@ -19,6 +19,7 @@ import pytest
 from engine_ext import settings
 from engine_ext.adapters.sglang import frontend, hooks, rpc
 from engine_ext.adapters.sglang.frontend import DiskUpdates
+from engine_ext.ranks import operations as ops
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +100,43 @@ def test_the_server_ends_with_a_replicas_scheduler(
         for process in [*psutil.Process(controller.pid).children(), controller]:
             process.kill()
         controller.wait()
+
+
+class Output(SimpleNamespace):
+    """SGLang's answer to a disk update."""
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_server_that_drains_answers_a_call_in_flight(
+    monkeypatch: pytest.MonkeyPatch, is_alive: bool
+) -> None:
+    """After SIGTERM, SGLang serves until no request is left, and ends its ranks then."""
+    structs = SimpleNamespace(
+        UpdateWeightFromDiskReqOutput=Output, UpdateWeightFromDiskReqInput=SimpleNamespace
+    )
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", structs)
+    answers: dict[type, Any] = {Output: None}
+
+    def dispatch(sent: Any) -> None:
+        call = rpc.Call.from_manifest(sent.manifest)
+        message = call.reply([ops.encode_answer(ops.Reply)], 0)
+        output = Output(success=True, message=message)
+        asyncio.get_running_loop().call_later(1.0, lambda: answers[Output](output))
+
+    rank = SimpleNamespace(is_alive=lambda: is_alive)
+    manager = SimpleNamespace(
+        gracefully_exit=True,
+        auto_create_handle_loop=lambda: None,
+        _dispatch_to_scheduler=dispatch,
+        _result_dispatcher=SimpleNamespace(_mapping=answers),
+        _subprocess_watchdog=SimpleNamespace(_processes=[rank]),
+    )
+    channel = rpc.Channel(manager)
+    if is_alive:
+        assert asyncio.run(channel.call(ops.AbortSync())) == [ops.Reply()]
+    else:
+        with pytest.raises(RuntimeError, match="the engine died"):
+            asyncio.run(channel.call(ops.AbortSync()))
 
 
 @pytest.mark.parametrize("manifest", [None, {}, {"call": 1}, {"w": {"dtype": "bf16"}}])

@@ -182,6 +182,8 @@ def test_unread_help_has_no_traceback(name: str) -> None:
         ("delta-send", ["--target", "t", "--full", "--dry-run"]),
         ("delta-top", ["http://127.0.0.1:9"]),
         ("delta-log", ["list", "."]),
+        ("delta-plan", ["http://127.0.0.1:9"]),
+        ("delta-conformance", ["--only", "a case"]),
     ],
 )
 @pytest.mark.parametrize("package", ["httpx", "rich"])
@@ -190,6 +192,12 @@ def test_missing_package_is_one_line(name: str, arguments: list[str], package: s
     done = run("-c", WITHOUT, package, module, *arguments)
     if (name, package) == ("delta-log", "httpx"):  # it needs that to ask an engine only
         assert done.returncode == 0
+        return
+    if (name, package) == ("delta-plan", "rich"):  # no engine has answered
+        assert done.returncode == 1
+        return
+    if (name, package) == ("delta-conformance", "httpx"):  # it asks no engine
+        assert "no case 'a case'" in done.stderr
         return
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(f"{name}: ")

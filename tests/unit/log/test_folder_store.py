@@ -29,6 +29,14 @@ def test_killed_writer_leaves_nothing_to_the_next(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [FIRST]
 
 
+def test_file_that_cannot_be_replaced_leaves_no_draft(tmp_path: Path) -> None:
+    log, beat = open_log(tmp_path), heartbeat("engine")
+    (tmp_path / FOLDER / "engine.json" / "in the way").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"engine\.json"):
+        write_heartbeat(log, beat)
+    assert os.listdir(tmp_path / FOLDER) == ["engine.json"]
+
+
 def test_everything_is_on_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

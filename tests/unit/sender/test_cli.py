@@ -311,6 +311,24 @@ def test_the_state_and_the_log_go_on_with_the_next_run(
     assert [path.name for path in sorted(log.iterdir())] == ["weight_v000001", "weight_v000002"]
 
 
+def test_commit_without_room_for_the_state_is_done(
+    send: Command, serve: Serve, tmp_path: Path
+) -> None:
+    folder = tmp_path / "states"
+    folder.mkdir()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        answered = accept(request)
+        if answered.json()["status"] == "committed":
+            folder.rename(tmp_path / "away")
+        return answered
+
+    serve(answer)
+    assert send("--url", URL, "--state", str(folder / "state.json")) == 0
+    assert "version 0 -> 1: committed" in send.out
+    assert "the state file cannot be written" in send.err
+
+
 def test_the_engine_refuses(send: Command, serve: Serve) -> None:
     error = {"type": "NotUpdatable", "message": "[a.weight] is odd", "engine_state": "unchanged"}
     serve(lambda request: httpx.Response(422, json={"error": error}))

@@ -371,6 +371,29 @@ def test_engine_lost_after_the_decision(kind: Kind, fleet: FleetRig, model: Mode
         assert hold(fleet, model) == [True] * 3
 
 
+def test_lost_engine_is_evicted_without_the_state(
+    fleet: FleetRig, model: Model, tmp_path: Path
+) -> None:
+    """The state's file system fails as soon as the engines commit."""
+    lost, evicted, folder = fleet.urls[1], list[str](), tmp_path / "states"
+    folder.mkdir()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        commits = b'"commit"' in request.read() and str(request.url).startswith(lost)
+        if commits and fleet.incarnations[lost] == 1:
+            fleet.start(lost)
+            folder.rename(tmp_path / "away")
+        return fleet.answer(request)
+
+    options: dict[str, Any] = {"state": folder / "state.json"}
+    options["evict"] = lambda url, error: evicted.append(url)
+    with sender_of(fleet, model, answer, **options) as sender:
+        train(model)
+        with pytest.raises(PartialSyncError):
+            sender.sync(model.items())
+        assert evicted == [lost]
+
+
 class Dead(Exception):
     """The trainer does nothing more."""
 

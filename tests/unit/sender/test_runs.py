@@ -26,6 +26,7 @@ from tests.support.fake_engine import (
     sends,
     train,
 )
+from tests.support.line_interrupts import InterruptedAt
 
 A, B = "http://a:1", "http://b:2"
 
@@ -471,6 +472,18 @@ def test_claim_without_an_answer_is_released(model: Model, naps: list[float]) ->
     engine.take_claim = loses  # type: ignore[method-assign]
     with sender_of(engine, model) as sender, pytest.raises(SyncError):
         sender.sync(model.items())
+    assert engine.owner is None
+
+
+def test_close_after_an_interrupted_one_releases(model: Model) -> None:
+    """As at the interpreter's end after a second Ctrl-C."""
+    engine = Engine.of(model)
+    sender = sender_of(engine, model)
+    sender.sync(model.items())
+    with InterruptedAt(0, ("contact.py", "release_all")), pytest.raises(KeyboardInterrupt):
+        sender.close()
+    assert engine.owner is not None
+    sender.close()
     assert engine.owner is None
 
 

@@ -190,6 +190,36 @@ def test_close_again_leaves_a_later_senders_file_alone(file: Path) -> None:
     assert StateFile(file).state.engines[A].version == engine.version == 3
 
 
+def test_state_that_cannot_be_written_hides_no_outcome(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One engine has committed, the other refused; the file is from before that."""
+    folder, away, model = tmp_path / "states", tmp_path / "away", model_of(tensors=3)
+    folder.mkdir()
+    a, b = two(model)
+
+    def commits_last(take: Handler, request: httpx.Request) -> httpx.Response:
+        folder.rename(away)
+        return take(request)
+
+    a.faults, b.faults = {1: commits_last}, {1: sends(error(507, "SpoolFull"))}
+    options: dict[str, Any] = {"client": client_of(a, b), "state": folder / "state.json"}
+    with MultiSender([A, B], model.items(), **options) as sender:
+        sender.sync(model.items())
+        train(model)
+        with pytest.raises(PartialSyncError, match="SpoolFull") as failed:
+            sender.sync(model.items())
+        assert ([*failed.value.reports], [*failed.value.failures]) == ([A], [B])
+    assert "the state file cannot be written" in caplog.text
+    away.rename(folder)
+    with MultiSender([A, B], model.items(), **options) as sender:  # the lock is free
+        train(model, 1)
+        reports = sender.sync(model.items())
+    assert [reports[url].full for url in (A, B)] == [False, True]
+    assert a.holds(model)
+    assert b.holds(model)
+
+
 def test_other_weights_outside_the_digest_are_sent(file: Path) -> None:
     """The file's digest covers every tensor, and the engine's does not."""
     model = model_of(tensors=3)

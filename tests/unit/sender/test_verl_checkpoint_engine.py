@@ -10,6 +10,7 @@ import functools
 import importlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,6 +19,7 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from delta_sender import (
@@ -29,10 +31,11 @@ from delta_sender import (
     quantize_weight,
 )
 from delta_sender.diff.quantize import FORMS
+from engine_ext.files import read_checkpoint
 from tests.support.fake_engine import Engine, error, sends
 from tests.support.gloo_ranks import run_ranks
 from tests.support.line_interrupts import InterruptedAt
-from tests.support.sharded_trainers import sharded
+from tests.support.sharded_trainers import served, sharded
 from tests.support.trainer_models import change, make_model, save, saved
 
 NAME = "delta_sender.integrations.verl_checkpoint_engine"
@@ -327,6 +330,36 @@ def test_rank_without_a_base_keeps_none_waiting(tmp_path: Path) -> None:
     save(make_model("dense"), tmp_path / "checkpoint")
     outcomes = run_ranks(send_without_a_base, 2, tmp_path, str(tmp_path), limit=40)
     assert outcomes == ["RuntimeError", "FileNotFoundError"]
+
+
+def send_gathered(rank: int, folder: str, url: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        cls = import_verl(patch).DeltaHTTPCheckpointEngine
+        base = Path(folder, "checkpoint")
+        actor = cls(bucket_size=1, is_master=rank == 0, base=base, urls=[url])
+
+        def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in read_checkpoint(base):
+                dist.barrier()
+                yield name, tensor + 1
+
+        return asyncio.run(actor.send_weights(gathered()))
+
+
+@pytest.mark.slow
+def test_server_slower_than_the_ranks_group_is_waited_for(tmp_path: Path, engine: Engine) -> None:
+    """It answers neither the claim nor the last part within the group's timeout."""
+    answer = engine.answer
+
+    def slowly(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            time.sleep(6)
+        return answer(request)
+
+    engine.answer = slowly  # type: ignore[method-assign]
+    with served(engine) as url:
+        figures, nothing = run_ranks(send_gathered, 2, tmp_path, str(tmp_path), url, timeout=4)
+    assert (figures["delta_http/version"], nothing) == (1, None)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -300,6 +300,23 @@ def test_without_room_to_fold_versions_come_one_by_one(
     assert rig.engine.writes == [len(STEPS)] * 2
 
 
+def test_folded_versions_are_in_the_spools_folder(
+    log: Path, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start removes it if this process is killed."""
+    write_steps(log)
+    made, parents = tempfile.TemporaryDirectory, list[object]()
+
+    def noted(*, prefix: str, **options: Any) -> Any:
+        parents.extend([options["dir"]] if prefix.startswith("delta-fold") else [])
+        return made(prefix=prefix, **options)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", noted)
+    rig = started()
+    assert rig.status().version.number == NEWEST
+    assert {*parents} == {rig.service.intake.directory}
+
+
 def test_another_writers_folder(log: Path, started: Callable[..., Rig]) -> None:
     """An empty `DONE`: the version is the folder's, its base the one before."""
     folder = log / folder_name(VERSION + 1)

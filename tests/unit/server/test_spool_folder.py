@@ -96,6 +96,19 @@ def test_what_a_killed_server_left_goes_when_the_next_one_starts(tmp_path: Path)
     mine.close()
 
 
+def test_folder_that_was_removed_is_made_and_locked_again(tmp_path: Path) -> None:
+    """As by logind's RemoveIPC, or by a cleaner of shared memory."""
+    spool = Intake(str(tmp_path), LIMITS)
+    for _ in range(2):
+        shutil.rmtree(spool.directory)
+        part = receive(spool, pieces(PLAIN, 100))
+        assert stat.S_IMODE(spool.directory.stat().st_mode) == 0o700
+        Intake(str(tmp_path), LIMITS).close()  # it removes the folders of killed servers
+        assert part.path.read_bytes()
+    spool.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_only_spools_are_removed(tmp_path: Path) -> None:
     (tmp_path / "somebody's").mkdir()
     (tmp_path / "delta-spool-without-a-lock").mkdir()  # as the first versions made them

@@ -25,7 +25,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from delta_sender.diff.observations import UNCHANGED
 from delta_sender.diff.observations import count as count_rounded
 from delta_sender.diff.quantize import Quantizer
-from delta_sender.models import empty_model
+from delta_sender.models import empty_model, world_failure
 from delta_sender.models.model_state import live_buffers
 from delta_sender.models.model_sync import on_all_ranks
 from delta_sender.models.reader import is_named, refuse_left_out
@@ -157,7 +157,9 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         if self._sends_shards(weights):
             return self._sync_shards(weights.module, global_steps)
-        return on_all_ranks(lambda: self._send(weights))
+        live = getattr(weights, "module", None)
+        source = on_all_ranks(lambda: self._tensors_of(weights))
+        return on_all_ranks(lambda: self._send(source, live))
 
     def receive_weights(self, global_steps: int | None = None) -> Iterator[Any]:
         """Return nothing: the server of this worker has the weights."""
@@ -206,15 +208,18 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.reports = dict(self._sender.reports)
         return self._ended(began) if self._is_master else None
 
-    def _send(self, weights: Any) -> dict[str, float] | None:
+    def _tensors_of(self, weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(self._sender, ShardedSender):
             self.close()  # on all ranks
-        live = getattr(weights, "module", None)
         if hasattr(weights, "get_per_tensor_param"):
             weights, peft_config = weights.get_per_tensor_param()
             if peft_config is not None:
                 raise ValueError(_MERGE)
-        source = iter(weights)
+        return _together(weights)
+
+    def _send(
+        self, source: Iterator[tuple[str, torch.Tensor]], live: nn.Module | None
+    ) -> dict[str, float] | None:
         try:
             return self._sync(source, live) if self._is_master else None
         finally:
@@ -302,6 +307,16 @@ class DeltaHTTPCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return {name for name, _ in empty_model(self._base).named_buffers()}
         except ValueError:
             return set()
+
+
+def _together(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights once all ranks ask for them.
+
+    The rank that sends waits for servers before, perhaps longer than a collective of the training's
+    group can, in which the others would be.
+    """
+    world_failure(failed=False)
+    yield from weights
 
 
 def server_urls() -> list[str]:

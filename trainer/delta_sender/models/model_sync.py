@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from delta_sender.diff.snapshot import NamedTensors
-from delta_sender.models import Checkpoint, checkpoint_names, named_tensors, world_failure
+from delta_sender.models import Checkpoint, checkpoint_names, named_tensors
+from delta_sender.models.ranks import job_group, world_failure
 from delta_sender.publish.multi_sender import MultiSender
 from delta_sender.publish.sender import DeltaSender
 from delta_sender.results import SyncReport
@@ -62,8 +63,9 @@ def sync_model(
     """Send what changed in a live model; to be called on every rank, at the same step.
 
     One rank gives the sender, the others None; they take part in gathering sharded parameters.
-    If one rank fails, all raise. Only if gathering itself fails on a rank, or a rank dies, do the
-    others wait until torch.distributed notices.
+    If one rank fails, all raise. Only if gathering itself fails on a rank, or a rank dies then, do
+    the others wait until torch.distributed notices. Those that have gathered wait up to two hours
+    for the sender, whatever the timeout of the training's group is.
 
     Args:
         sender: The sender, on the rank that has it.
@@ -128,10 +130,13 @@ def on_all_ranks(
 ) -> _Result:
     """Run `action` on every rank; raise on every rank if it raises on one.
 
+    The ranks that are done wait for the others in a group of their own, see `job_group`.
+
     Args:
         action: What to run.
         can_agree: Asked after an error: whether the other ranks wait for no other collective.
     """
+    job_group()
     try:
         result = action()
     except Exception:

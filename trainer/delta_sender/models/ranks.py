@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Longer than the tries of one request to an engine that does not answer.
+_PATIENCE: Final = timedelta(hours=2)
+_MADE: Counter[tuple[int, ...]] = Counter()  # groups in this process, by their ranks
+_JOBS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the default group
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -78,10 +86,47 @@ def any_rank(flag: bool) -> bool:
 
 
 def world_failure(*, failed: bool) -> int | None:
-    """Return a rank of the whole job that failed; None if none did. A collective of all ranks."""
+    """Return a rank of the whole job that failed; None if none did. A collective of all ranks.
+
+    Raises:
+        RuntimeError: A rank has died, or has not come here for two hours.
+    """
+    group = job_group()
+    if group is None:
+        return None
+    value = torch.tensor([dist.get_rank() + 1 if failed else 0])
+    try:
+        group.allreduce(value, dist.ReduceOp.MAX).wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"a rank has died, or has not ended its share of the sync in {_PATIENCE}: {error}"
+        ) from error
+    return int(value.item()) - 1 if value.item() else None
+
+
+def job_group() -> Any:
+    """Return a gloo group of all ranks of the job; None if there is one.
+
+    The ranks wait in it while one of them sends, for longer than the training's own group lets
+    them. It is made by the first call, which all ranks must make at about the same time.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
-    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    value = torch.tensor([dist.get_rank() + 1 if failed else 0], device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return int(value.item()) - 1 if value.item() else None
+    world = dist.group.WORLD
+    if world not in _JOBS:
+        numbers = dist.get_process_group_ranks(world)
+        _JOBS[world] = new_gloo_group(numbers, dist.get_rank(), _PATIENCE)
+    return _JOBS[world]
+
+
+def new_gloo_group(numbers: Sequence[int], rank: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Return a gloo group, which all of these ranks must make.
+
+    `dist.new_group` gives a group the name, and so the addresses, of one that is closed.
+    """
+    from torch.distributed import distributed_c10d
+
+    _MADE[tuple(numbers)] += 1
+    name = f"delta-{'-'.join(map(str, numbers))}-{_MADE[tuple(numbers)]}"
+    store = dist.PrefixStore(name, distributed_c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, rank, len(numbers), timeout)

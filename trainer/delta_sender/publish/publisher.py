@@ -238,13 +238,14 @@ class Publisher:
                 destination.stop()
                 thread.join()
         self.release()
-        self._end_lagging(wait=False)
-        self._write_state([])
-        if self.notifier is not None:
-            self.notifier.close()
-        for session in self._all:
-            session.destination.close()
-        self._tracker.close()
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._tracker.close)
+            for session in self._all:
+                closing.callback(session.destination.close)
+            if self.notifier is not None:
+                closing.callback(self.notifier.close)
+            self._end_lagging(wait=False)
+            self._write_state([])
 
     def release(self) -> None:
         """Stop sending, drop what is staged, and let other runs claim the destinations.
@@ -254,7 +255,6 @@ class Publisher:
         """
         if self._is_released:
             return
-        self._is_released = True
         for session in self._all:
             session.destination.stop()
         threads = [] if self._unfinished is None else [*self._unfinished[1]]
@@ -263,6 +263,7 @@ class Publisher:
             self._run,
             [thread.thread for thread in (*threads, *self._lagging.threads.values())],
         )
+        self._is_released = True
 
     @property
     def _all(self) -> list[Session]:

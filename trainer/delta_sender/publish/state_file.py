@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -16,6 +18,10 @@ from delta_sender.run import Run
 from engine_ext.files import FileLock, sync_folder, write_file
 from engine_ext.format import Digest
 from engine_ext.structs import prepare
+
+logger = logging.getLogger(__name__)
+
+_UNWRITTEN: Final = "the state file cannot be written, and is as it was during the sync: %s"
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -204,6 +210,14 @@ class StateTracker:
         return sum(changes, start=self.digest)
 
     def write(self, *, is_unknown: bool) -> None:
-        """Write what the engines have acknowledged; see `StateFile.end`."""
-        if self.file is not None:
+        """Write what the engines have acknowledged; see `StateFile.end`.
+
+        If that fails, a warning says so: the engines have committed. The file has the sync in
+        flight then, and the next write has all that was noted.
+        """
+        if self.file is None:
+            return
+        try:
             self.file.end(self._known, is_unknown=is_unknown)
+        except OSError as error:
+            logger.warning(_UNWRITTEN, error)

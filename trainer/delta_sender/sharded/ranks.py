@@ -7,8 +7,7 @@ trainer's backend is. Every rank must make the same calls in the same order.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -16,8 +15,8 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from delta_sender.models.ranks import new_gloo_group
 from delta_sender.results import EngineBusy, EngineUnreachable, RankError, SyncError
 from delta_sender.sharded.copies import differing
 from engine_ext.format import Digest
@@ -27,7 +26,6 @@ _Result = TypeVar("_Result")
 _LEADER: Final = 0
 _SHOWN: Final = 8  # names in a message
 _CHUNK: Final = 256 << 20  # bytes of one message between two ranks
-_MADE: Counter[tuple[int, ...]] = Counter()  # groups in this process, by their ranks
 
 
 class Ranks:
@@ -54,7 +52,7 @@ class Ranks:
         self.size = len(numbers)
         if self.size > 1:
             self.rank = numbers.index(dist.get_rank())
-            self._group = _new_group(numbers, self.rank, timedelta(seconds=timeout))
+            self._group = new_gloo_group(numbers, self.rank, timedelta(seconds=timeout))
 
     @property
     def is_leader(self) -> bool:
@@ -197,17 +195,6 @@ class Ranks:
         except BaseException:
             self.leave("interrupted")
             raise
-
-
-def _new_group(numbers: Sequence[int], rank: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """Return a gloo group, which all of these ranks must make.
-
-    `dist.new_group` gives a group the name, and so the addresses, of one that is closed.
-    """
-    _MADE[tuple(numbers)] += 1
-    name = f"delta-{'-'.join(map(str, numbers))}-{_MADE[tuple(numbers)]}"
-    store = dist.PrefixStore(name, distributed_c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, rank, len(numbers), timeout)
 
 
 def described(error: Exception) -> dict[str, Any]:
