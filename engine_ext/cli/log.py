@@ -309,8 +309,10 @@ def _verify(options: argparse.Namespace) -> int:
         if digests.before is not None:
             before.append((entry, digests.before))
     for entry, digest in before:
-        known = after.get(entry.base_version if entry.base_version is not None else -1)
-        if known and digest not in known:
+        if entry.base_version is None:
+            continue
+        # The first one that starts from a version says its digest, if the log does not have it.
+        if digest not in after.setdefault(entry.base_version, {digest}):
             problems.append(f"{entry.folder.name}: starts at other weights than the log leads to")
     if not wanted:
         start = _oldest_base(listing)

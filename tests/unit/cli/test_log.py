@@ -202,6 +202,19 @@ def test_verify_sees_versions_that_do_not_join(
     assert "weight_v000003: starts at other weights" in capsys.readouterr().out
 
 
+def test_verify_compares_versions_of_one_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing in the log leads to it, as it is the checkpoint."""
+    write(tmp_path, 1, [sparse("a", {1: 1})], digest_before="1" * 32, digest_after="2" * 32)
+    later = {"base_version": 0, "digest_before": "2" * 32, "digest_after": "3" * 32}
+    write(tmp_path, 2, [sparse("a", {1: 2})], **later)
+    assert main(["verify", str(tmp_path)]) == DAMAGED
+    out = capsys.readouterr().out
+    assert "weight_v000002: starts at other weights" in out
+    assert "weight_v000001" not in out
+
+
 def test_verify_counts_versions_without_digests(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
