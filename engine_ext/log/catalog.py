@@ -156,6 +156,12 @@ class Listing:
         entries = sorted(self.entries, key=lambda entry: (entry.version, entry.folder.name))
         return Listing(entries, self.refused, self.damaged)
 
+    def without_refused(self) -> Listing:
+        """Return the listing without folds that lead to a refused version."""
+        gone = {version_of(folder.name) for folder in self.refused}
+        entries = [entry for entry in self.entries if entry.version not in gone]
+        return Listing(entries, self.refused, self.damaged)
+
     def up_to(self, version: int) -> Listing:
         """Return the listing without what leads past a version."""
         damaged = {k: why for k, why in self.damaged.items() if (version_of(k) or 0) <= version}

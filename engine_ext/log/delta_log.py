@@ -109,7 +109,7 @@ class DeltaLog:
         self._listed = folders
         known = self._texts.items()
         self._texts = {mark: one for mark, one in known if mark.partition("/")[0] in folders}
-        return listing.sorted()
+        return listing.sorted().without_refused()
 
     def _read_all(self, folders: Mapping[str, Files]) -> list[Entry | LogDamaged | str | None]:
         if self.store.reads_at_once == 1:
@@ -275,15 +275,21 @@ class DeltaLog:
     def tidy(self, listing: Listing) -> None:
         """Delete what no reader sees, of versions below the newest: refused ones, and remains.
 
+        Folds of refused versions go first, as they would be seen without the mark.
+
         Where drafts are not hidden, senders that were thought dead can still live. So the marks of
         refused versions stay, lest their senders finish them, and what is unfinished stays for a
         day.
         """
         refused = {folder.name for folder in listing.refused}
+        numbers = {version_of(name) for name in refused}
         old = time.time() - _UNFINISHED_S
-        gone: list[str] = []
+        gone, folds = list[str](), list[str]()
         for folder, files in self._listed.items():
             if (version_of(folder) or 0) >= (listing.newest or 0):
+                continue
+            if version_of(folder) in numbers and folder not in refused:
+                folds.append(folder)
                 continue
             if self.store.drafts_are_hidden:
                 gone += [folder] if folder in refused else []
@@ -294,7 +300,7 @@ class DeltaLog:
                 gone += [
                     f"{folder}/{name}" for name in rest if marks or files.written_at(name) < old
                 ]
-        self.store.delete(gone)
+        self.store.delete([*folds, *gone])
 
 
 def _versions(store: Store) -> dict[str, Files]:
