@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from engine_ext.resources import RateLimit
 
 _UNFINISHED_S: Final = 86400.0
+_UNMARKED: Final = "without a mark"
+_UNFINISHED: Final = f"it has no {DONE}: it was not written completely"
 
 
 def open_log(
@@ -93,7 +95,7 @@ class DeltaLog:
         """
         if anew:
             self._texts.clear()
-        listing = Listing()
+        listing, unmarked = Listing(), set[str]()
         try:
             folders = _versions(self.store)
             local = self.store.local
@@ -104,8 +106,14 @@ class DeltaLog:
                     listing.damaged[name] = found.message
                 elif found == REFUSED:
                     listing.refused.append(local / name)
+                elif found == _UNMARKED:
+                    unmarked.add(name)
         except OSError as error:
             raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
+        if self.store.drafts_are_hidden:  # other trainers write in a visible folder, one at a time
+            newest = max((version_of(name) or 0 for name in {*folders} - unmarked), default=-1)
+            old = (name for name in unmarked if (version_of(name) or 0) <= newest)
+            listing.damaged.update(dict.fromkeys(old, _UNFINISHED))
         self._listed = folders
         known = self._texts.items()
         self._texts = {mark: one for mark, one in known if mark.partition("/")[0] in folders}
@@ -118,7 +126,7 @@ class DeltaLog:
             return [*pool.map(self._read, folders.keys(), folders.values())]
 
     def _read(self, name: str, files: Files) -> Entry | LogDamaged | str | None:
-        """Return a version's entry, its damage, `REFUSED`, or None if it is not to be seen."""
+        """Return a version's entry, its damage, `REFUSED`, or `_UNMARKED`; None if it is gone."""
         try:
             names = files.names
             if REFUSED in names:
@@ -127,8 +135,7 @@ class DeltaLog:
             if not text and INDEX in names:
                 return self._read_index(name, files)
             if text is None:
-                why = f"it has no {DONE}: it was not written completely"
-                return LogDamaged(why) if self.store.drafts_are_hidden else None
+                return _UNMARKED
             return self._read_done(name, files, text)
         except FileNotFoundError:
             if not self.store.list(name):  # deleted meanwhile

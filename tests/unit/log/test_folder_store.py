@@ -179,6 +179,7 @@ def test_interrupted_deletion_is_finished(tmp_path: Path) -> None:
 def test_done_that_is_no_file_is_damage(tmp_path: Path, thing: str, why: str) -> None:
     log = open_log(tmp_path)
     done = write(log, 1) / DONE
+    write(log, 2)
     done.rename(tmp_path / "elsewhere")
     if thing == "fifo":
         os.mkfifo(done)

@@ -75,6 +75,16 @@ def test_a_folder_that_is_still_written(log: Path) -> None:
     assert listing.damaged == {"weight_v000003": f"it has no {DONE}: it was not written completely"}
 
 
+def test_newest_folder_without_a_mark_is_not_seen(log: Path) -> None:
+    """Its trainer is writing it."""
+    (log / "weight_v000004" / INDEX).unlink()
+    listing = open_log(log).listing()
+    assert ([entry.version for entry in listing.entries], listing.newest) == ([1, 2, 3], 3)
+    assert listing.damaged == {}
+    with open_log(log).writer() as writer:
+        assert writer.last_number == 4
+
+
 @pytest.mark.parametrize("damage", ["index", "file", "more", "version", "cut", "frame"])
 def test_what_is_damaged(log: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = log / "weight_v000001"
