@@ -64,7 +64,7 @@ def test_list_shows_what_groups_wait_for(log: Path, capsys: pytest.CaptureFixtur
 
 
 def folders(log: Path) -> list[str]:
-    return sorted(path.name for path in log.iterdir() if path.name != "audit")
+    return sorted(path.name for path in log.iterdir() if path.name not in ("audit", ".lock"))
 
 
 def reached(log: Path, start: int) -> int | None:

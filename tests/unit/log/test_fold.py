@@ -30,7 +30,7 @@ from engine_ext.log import fold as delta_log_fold
 from engine_ext.log.catalog import DONE, folder_name, route
 from tests.support.served_models import PROPERTY
 from tests.unit.log import places
-from tests.unit.log.places import Place, decoded
+from tests.unit.log.places import Place, decoded, folders
 
 SIZES = {"a": 12, "b": 5, "c": 300}
 DTYPES = {"a": ("bfloat16", np.uint16), "b": ("float32", np.uint32), "c": ("bfloat16", np.uint16)}
@@ -211,7 +211,7 @@ def test_differences_cannot_be_folded(tmp_path: Path) -> None:
     write(tmp_path, 1, [delta], encoding="gap8_ulp", digest_part=(change + Digest.ZERO).hex())
     with pytest.raises(CannotFold, match="version 1 sends changes"):
         folded(tmp_path, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["weight_v000001"]
+    assert folders(tmp_path) == ["weight_v000001"]
 
 
 def test_flipped_bits_cannot_be_folded(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_an_interrupted_fold_leaves_nothing(
     monkeypatch.setattr(delta_log_fold, "encode_part", interrupted)
     with pytest.raises(KeyboardInterrupt):
         folded(tmp_path, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["weight_v000001"]
+    assert folders(tmp_path) == ["weight_v000001"]
 
 
 # What is read ------------------------------------------------------------------------------------
