@@ -43,7 +43,8 @@ exit status:
   2    wrong usage, an unreadable folder, or an engine that does not answer
   130  interrupted
 
-All commands are safe while a sender and engines use the log.
+All commands are safe while a sender and engines use the log, but prune while an engine
+replays that neither follows nor is given with --url.
 """
 
 
