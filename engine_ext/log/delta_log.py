@@ -114,6 +114,7 @@ class DeltaLog:
             newest = max((version_of(name) or 0 for name in {*folders} - unmarked), default=-1)
             old = (name for name in unmarked if (version_of(name) or 0) <= newest)
             listing.damaged.update(dict.fromkeys(old, _UNFINISHED))
+        _refuse_skips(listing)
         self._listed = folders
         known = self._texts.items()
         self._texts = {mark: one for mark, one in known if mark.partition("/")[0] in folders}
@@ -314,3 +315,18 @@ def _versions(store: Store) -> dict[str, Files]:
     """Return the files of each version, by its folder's name."""
     found = store.list()
     return {name: found[name] for name in sorted(found) if version_of(name) is not None}
+
+
+def _refuse_skips(listing: Listing) -> None:
+    """Take versions of other trainers that lead over versions of theirs as damaged.
+
+    Nothing covers the base in an index, and these trainers count their versions one by one.
+    """
+    theirs = sorted(entry.version for entry in listing.entries if entry.foreign)
+    before = dict(zip(theirs[1:], theirs, strict=False))
+    for entry in [entry for entry in listing.entries if entry.foreign]:
+        base = entry.base_version
+        if base is not None and before.get(entry.version, base) > base:
+            listing.entries.remove(entry)
+            why = f"its index declares that it leads from {base}, over {before[entry.version]}"
+            listing.damaged[entry.folder.name] = why

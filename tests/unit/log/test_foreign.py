@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,18 @@ def test_its_entries(log: Path) -> None:
     for entry in listing.entries:
         entry.require_files()
         verify_version(entry)
+
+
+def test_version_that_leads_over_others_is_damaged(log: Path) -> None:
+    """A digit of its base has changed: weights between the two would be those of before."""
+    index = log / "weight_v000003" / INDEX
+    found = json.loads(index.read_text())
+    index.write_text(json.dumps(found | {"metadata": {**found["metadata"], "base_version": "1"}}))
+    listing = open_log(log).listing()
+    why = "its index declares that it leads from 1, over 2"
+    assert listing.damaged == {"weight_v000003": why}
+    open_log(log).discard("weight_v000002")
+    assert open_log(log).listing().damaged == {}
 
 
 def test_it_goes_with_versions_of_the_sender(log: Path) -> None:
