@@ -43,7 +43,8 @@ exit status:
   2    wrong usage, an unreadable folder, or an engine that does not answer
   130  interrupted
 
-All commands are safe while a sender and engines use the log.
+All commands are safe while a sender and engines use the log, but prune while an engine
+replays that neither follows nor is given with --url.
 """
 
 
@@ -131,8 +132,9 @@ def _parser() -> argparse.ArgumentParser:
         "prune",
         _prune,
         "Delete old versions. The newest one stays reachable from the version that engines start "
-        "with, and from the version of every engine given with --url: no delta on those routes is "
-        "deleted. Fold first to shorten a route.",
+        "with, by a full version if the log has one and --base-version is not given, and from the "
+        "version of every engine given with --url: no delta on those routes is deleted. Fold first "
+        "to shorten a route.",
     )
     add.add_argument("--keep", type=_count, metavar="N", help="keep the newest N versions")
     add.add_argument(
@@ -309,8 +311,10 @@ def _verify(options: argparse.Namespace) -> int:
         if digests.before is not None:
             before.append((entry, digests.before))
     for entry, digest in before:
-        known = after.get(entry.base_version if entry.base_version is not None else -1)
-        if known and digest not in known:
+        if entry.base_version is None:
+            continue
+        # The first one that starts from a version says its digest, if the log does not have it.
+        if digest not in after.setdefault(entry.base_version, {digest}):
             problems.append(f"{entry.folder.name}: starts at other weights than the log leads to")
     if not wanted:
         start = _oldest_base(listing)
@@ -386,8 +390,11 @@ def _prune(options: argparse.Namespace) -> int:
     followers = delta_log.live_heartbeats(options.log, strict=is_followed and not options.dry_run)
     limits += [follower.version for follower in followers]
     candidates = [entry for entry in listing.entries if entry.version < min(limits)]
-    starts = [*engines.values(), *([] if start is None else [start])]
     newest = versions[-1]
+    starts: list[int | None] = [*engines.values(), *([] if start is None else [start])]
+    whole = route(listing.entries, None)
+    if options.base_version is None and whole and whole[-1].version == newest:
+        starts.append(None)  # what leads to the oldest base might have been deleted before
     gone, stranded = delta_log.removable(listing.entries, candidates, starts, newest)
     if start in stranded:
         problem = f"the log does not lead from version {start} to {newest}"
@@ -409,7 +416,8 @@ def _prune(options: argparse.Namespace) -> int:
             oldest = min(follower.version for follower in followers)
             print(f"{len(followers)} engine(s) follow the log, the oldest at version {oldest}")
         if len(gone) < len(candidates):
-            kept = f"{len(candidates) - len(gone)} more are on the route from version {start}"
+            where = "the full version" if None in starts else f"version {start}"
+            kept = f"{len(candidates) - len(gone)} more are on the route from {where}"
             print(
                 f"{kept}; fold them first, or give the version engines start with as --base-version"
             )

@@ -156,6 +156,12 @@ class Listing:
         entries = sorted(self.entries, key=lambda entry: (entry.version, entry.folder.name))
         return Listing(entries, self.refused, self.damaged)
 
+    def without_refused(self) -> Listing:
+        """Return the listing without folds that lead to a refused version."""
+        gone = {version_of(folder.name) for folder in self.refused}
+        entries = [entry for entry in self.entries if entry.version not in gone]
+        return Listing(entries, self.refused, self.damaged)
+
     def up_to(self, version: int) -> Listing:
         """Return the listing without what leads past a version."""
         damaged = {k: why for k, why in self.damaged.items() if (version_of(k) or 0) <= version}
@@ -200,24 +206,26 @@ def route(entries: Iterable[Entry], version: int | None) -> list[Entry]:
 
 
 def removable(
-    entries: Sequence[Entry], candidates: Iterable[Entry], starts: Iterable[int], newest: int
-) -> tuple[list[Entry], list[int]]:
+    entries: Sequence[Entry], candidates: Iterable[Entry], starts: Iterable[int | None], newest: int
+) -> tuple[list[Entry], list[int | None]]:
     """Return which deltas can be deleted.
 
     Args:
         entries: the deltas in the log.
         candidates: those that could be deleted.
-        starts: versions from which the newest one must stay reachable.
+        starts: versions from which the newest one must stay reachable; None: from any, by a full
+            delta.
 
     Returns:
         The candidates that are on no needed route, and the starts from which the newest version
         cannot be reached even now.
     """
     needed: set[Path] = set()
-    stranded = []
-    for start in sorted(set(starts)):
+    stranded: list[int | None] = []
+    for start in dict.fromkeys(starts):
         steps = route(entries, start)
-        if start < newest and (not steps or steps[-1].version != newest):
+        is_there = start is not None and start >= newest
+        if not is_there and (not steps or steps[-1].version != newest):
             stranded.append(start)
         needed.update(entry.folder for entry in steps)
     return [entry for entry in candidates if entry.folder not in needed], stranded

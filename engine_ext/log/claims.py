@@ -63,12 +63,15 @@ class Claims:
         Whoever takes over later settles that version, so what this sender begins is never lost half
         written.
         """
-        turn = self._turn
+        turns = self._turns()
+        newest = turns[-1] if turns else 0
+        if newest > self._turn and self._is_own(newest):  # no answer came when it was taken
+            self._turn = newest
         # Who has lost the turn leaves no claim, which the next sender would settle.
-        if self._turns()[-1:] != [turn]:
+        if newest != self._turn:
             raise self._conflict()
         self._take(version, refuses=refuses)
-        self._objects.delete([_name(turn)])
+        self._objects.delete(_name(turn) for turn in turns)
 
     def close(self) -> None:
         """Nothing is held: another sender takes the next claim whenever it opens the log."""
@@ -93,14 +96,22 @@ class Claims:
     def _conflict(self) -> BlockingIOError:
         return BlockingIOError(f"another sender writes into the log {self._objects.url}")
 
-    def _settle(self, turn: int) -> None:
-        """Refuse the version that was claimed, unless it is in the log and was to stay there."""
+    def _is_own(self, turn: int) -> bool:
+        claim = self._read(turn)
+        return claim is not None and claim.writer == self._id
+
+    def _read(self, turn: int) -> Claim | None:
+        """Return a claim; None if its writer has taken the next one since it was listed."""
         try:
             text = self._objects.read(_name(turn), _MAX_CLAIM_BYTES)
-        except FileNotFoundError:  # its writer has claimed the next one before this one came
-            return
-        claim = msgspec.json.decode(text, type=Claim)
-        if claim.version is None:
+        except FileNotFoundError:
+            return None
+        return msgspec.json.decode(text, type=Claim)
+
+    def _settle(self, turn: int) -> None:
+        """Refuse the version that was claimed, unless it is in the log and was to stay there."""
+        claim = self._read(turn)
+        if claim is None or claim.version is None:
             return
         folder = folder_name(claim.version)
         if claim.refuses:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from engine_ext.resources import RateLimit
 
 _UNFINISHED_S: Final = 86400.0
+_UNMARKED: Final = "without a mark"
+_UNFINISHED: Final = f"it has no {DONE}: it was not written completely"
 
 
 def open_log(
@@ -93,7 +95,7 @@ class DeltaLog:
         """
         if anew:
             self._texts.clear()
-        listing = Listing()
+        listing, unmarked = Listing(), set[str]()
         try:
             folders = _versions(self.store)
             local = self.store.local
@@ -104,12 +106,19 @@ class DeltaLog:
                     listing.damaged[name] = found.message
                 elif found == REFUSED:
                     listing.refused.append(local / name)
+                elif found == _UNMARKED:
+                    unmarked.add(name)
         except OSError as error:
             raise LogDamaged(f"cannot read the delta log: {error.strerror}") from error
+        if self.store.drafts_are_hidden:  # other trainers write in a visible folder, one at a time
+            newest = max((version_of(name) or 0 for name in {*folders} - unmarked), default=-1)
+            old = (name for name in unmarked if (version_of(name) or 0) <= newest)
+            listing.damaged.update(dict.fromkeys(old, _UNFINISHED))
+        _refuse_skips(listing)
         self._listed = folders
         known = self._texts.items()
         self._texts = {mark: one for mark, one in known if mark.partition("/")[0] in folders}
-        return listing.sorted()
+        return listing.sorted().without_refused()
 
     def _read_all(self, folders: Mapping[str, Files]) -> list[Entry | LogDamaged | str | None]:
         if self.store.reads_at_once == 1:
@@ -118,7 +127,7 @@ class DeltaLog:
             return [*pool.map(self._read, folders.keys(), folders.values())]
 
     def _read(self, name: str, files: Files) -> Entry | LogDamaged | str | None:
-        """Return a version's entry, its damage, `REFUSED`, or None if it is not to be seen."""
+        """Return a version's entry, its damage, `REFUSED`, or `_UNMARKED`; None if it is gone."""
         try:
             names = files.names
             if REFUSED in names:
@@ -127,8 +136,7 @@ class DeltaLog:
             if not text and INDEX in names:
                 return self._read_index(name, files)
             if text is None:
-                why = f"it has no {DONE}: it was not written completely"
-                return LogDamaged(why) if self.store.drafts_are_hidden else None
+                return _UNMARKED
             return self._read_done(name, files, text)
         except FileNotFoundError:
             if not self.store.list(name):  # deleted meanwhile
@@ -277,15 +285,21 @@ class DeltaLog:
     def tidy(self, listing: Listing) -> None:
         """Delete what no reader sees, of versions below the newest: refused ones, and remains.
 
+        Folds of refused versions go first, as they would be seen without the mark.
+
         Where drafts are not hidden, senders that were thought dead can still live. So the marks of
         refused versions stay, lest their senders finish them, and what is unfinished stays for a
         day.
         """
         refused = {folder.name for folder in listing.refused}
+        numbers = {version_of(name) for name in refused}
         old = time.time() - _UNFINISHED_S
-        gone: list[str] = []
+        gone, folds = list[str](), list[str]()
         for folder, files in self._listed.items():
             if (version_of(folder) or 0) >= (listing.newest or 0):
+                continue
+            if version_of(folder) in numbers and folder not in refused:
+                folds.append(folder)
                 continue
             if self.store.drafts_are_hidden:
                 gone += [folder] if folder in refused else []
@@ -296,10 +310,25 @@ class DeltaLog:
                 gone += [
                     f"{folder}/{name}" for name in rest if marks or files.written_at(name) < old
                 ]
-        self.store.delete(gone)
+        self.store.delete([*folds, *gone])
 
 
 def _versions(store: Store) -> dict[str, Files]:
     """Return the files of each version, by its folder's name."""
     found = store.list()
     return {name: found[name] for name in sorted(found) if version_of(name) is not None}
+
+
+def _refuse_skips(listing: Listing) -> None:
+    """Take versions of other trainers that lead over versions of theirs as damaged.
+
+    Nothing covers the base in an index, and these trainers count their versions one by one.
+    """
+    theirs = sorted(entry.version for entry in listing.entries if entry.foreign)
+    before = dict(zip(theirs[1:], theirs, strict=False))
+    for entry in [entry for entry in listing.entries if entry.foreign]:
+        base = entry.base_version
+        if base is not None and before.get(entry.version, base) > base:
+            listing.entries.remove(entry)
+            why = f"its index declares that it leads from {base}, over {before[entry.version]}"
+            listing.damaged[entry.folder.name] = why

@@ -6,8 +6,9 @@
     LOG/weight_v000012/rank0_flush000.safetensors   a part
     LOG/weight_v000012/DONE                         written last
     LOG/.weight_v000011.gone/                       being deleted
+    LOG/.lock                                       locked by the writer; a killed one loses it
 
-The writer has the lock of the folder, and a killed one loses it.
+A file is locked, not the folder: NFS grants the lock of a folder to each host.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from engine_ext.log.store import Files
 
 logger = logging.getLogger(__name__)
 
+_LOCK: Final = ".lock"
 _GONE: Final = (errno.ENOENT, errno.ESTALE)  # deleted meanwhile, by another host too
 
 
@@ -141,7 +143,7 @@ class FolderStore:
                             shutil.rmtree(remains, ignore_errors=True)
 
     def turn(self) -> FolderTurn:
-        """Lock the folder, which is made if it is missing."""
+        """Lock the log, whose folder is made if it is missing."""
         return FolderTurn(self.local)
 
 
@@ -240,12 +242,12 @@ class FolderDraft:
 
 
 class FolderTurn:
-    """The lock of a log's folder; see `engine_ext.log.store.Turn`."""
+    """The lock of a log in a folder; see `engine_ext.log.store.Turn`."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         conflict = f"another sender writes into the log {folder}"
-        self._lock = FileLock(folder, os.O_RDONLY | os.O_DIRECTORY, conflict)
+        self._lock = FileLock(folder / _LOCK, os.O_RDWR | os.O_CREAT, conflict)
         if not self._lock.is_enforced:
             logger.warning(
                 "the file system of %s has no locks: make sure that no other sender writes there",

@@ -117,8 +117,9 @@ class Store(Protocol):
     """The files of one log. Thread-safe.
 
     Attributes:
-        drafts_are_hidden: whether only published versions are listed. If not, a version without a
-            mark is being written; if so, it is damaged.
+        drafts_are_hidden: whether only published versions are listed, but for those of other
+            trainers. If not, a version without a mark is being written; if so, it is damaged once
+            another one is as new.
         reads_at_once: small files that are worth reading at the same time.
     """
 

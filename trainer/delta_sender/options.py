@@ -91,8 +91,9 @@ class SenderOptions:
             versions count for this adapter. Not with a delta log.
         delta_log: Folder, or URL in an object store (``s3://BUCKET/PREFIX``), that gets every
             version, durably, before an engine commits it, for engines that are started with
-            --delta-log. Versions continue from the highest number in it. A version that no engine
-            committed is marked as refused; its number is not used again.
+            --delta-log. Versions continue from the highest number in it. The first one is full if
+            the log has versions, and neither a digest nor `state` shows which of them the base is.
+            A version that no engine committed is marked as refused; its number is not used again.
         log_differences: Let the delta log carry differences, if `encoding` sends any. They take
             about half the bytes of values. Every engine that replays the log must take them (none
             does that casts a tensor or writes through its loader), and ``delta-log fold`` needs the

@@ -532,7 +532,8 @@ class LogReplay:
         at = msgspec.structs.replace(options, **versions)
         async with held_by_thread(partial((log or self.log).fetched, entry)):
             if records is None:
-                records = {entry.folder.name: await asyncio.to_thread(read_record, entry)}
+                record = self._history.keep(entry, await asyncio.to_thread(read_record, entry))
+                records = {entry.folder.name: record}
             declared = await asyncio.to_thread(read_digests, entry)
             if not (entry.full or entry.foreign):
                 if declared.before is None and proves:
@@ -541,11 +542,11 @@ class LogReplay:
                     raise _starts_elsewhere(entry, f"{declared.before}, the engine has {digest}")
             files = await asyncio.to_thread(_resolved, entry)
             reason = "from the delta log"
-            record = RequestRecord(origin="log", reason=reason, commits=not holds)
-            source = LogVersion(self._inlet, files, at, record, records, holds=holds)
+            request = RequestRecord(origin="log", reason=reason, commits=not holds)
+            source = LogVersion(self._inlet, files, at, request, records, holds=holds)
             try:
-                async with self._coordinator.reporter.follow(record):
-                    answer = await deliver(source, self._coordinator, at, record)
+                async with self._coordinator.reporter.follow(request):
+                    answer = await deliver(source, self._coordinator, at, request)
             except BaseMismatch as error:
                 if declared.before is None and not (entry.full or entry.foreign):
                     raise _starts_elsewhere(entry, error.message) from error

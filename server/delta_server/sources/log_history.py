@@ -31,6 +31,7 @@ from engine_ext.ranks import LOG_RECORDS
 from engine_ext.ranks.operations import LogRecords
 
 _MOST_COMPARED: Final = 128  # versions before the engine's; half of what the ranks keep
+_MOST_READ: Final = 8  # of them, where their files must be read for that
 _MOST_NAMED: Final = 8
 
 _Read = TypeVar("_Read")
@@ -75,11 +76,16 @@ class LogHistory:
         ours = {entry.folder.name: await self.record(entry) for entry in own}
         earlier = [entry for entry in listing.entries if entry.version < version]
         records = {entry.folder.name: listed_record(entry) for entry in earlier[-_MOST_COMPARED:]}
+        for entry in earlier[-_MOST_READ:]:
+            if entry.folder.name in known:
+                records[entry.folder.name] = await self.record(entry)
         found = {name: record for name, record in (records | ours).items() if record is not None}
-        if not any(record is not None and known.get(n) == record for n, record in ours.items()):
-            was_here = any(version_of(name) == version for name in known)
-            is_ours = await self._is_ours(own, version, digest)
-            changed = [name for name, record in found.items() if known.get(name, record) != record]
+        changed = [name for name, record in found.items() if known.get(name, record) != record]
+        is_known = any(record is not None and known.get(n) == record for n, record in ours.items())
+        if changed or not is_known:
+            was_here = not is_known and any(version_of(name) == version for name in known)
+            # The same parts lead to other weights from other ones.
+            is_ours = await self._is_ours(own, version, digest, by_parts=not changed)
             if is_ours is None and was_here:  # only a folded one can be added later
                 new_here = (name for name in ours if name in found and name not in known)
                 changed += [name for name in new_here if "_from_" not in name]
@@ -107,17 +113,24 @@ class LogHistory:
                 self._read[key] = await asyncio.to_thread(self._with_files, entry, read_record)
             except LogDamaged:
                 return None
-            self._read = dict([*self._read.items()][-_MOST_COMPARED:])
-        return self._read[key]
+        return self.keep(entry, self._read[key])
 
-    async def _is_ours(self, own: Sequence[Entry], version: int, digest: str) -> bool | None:
+    def keep(self, entry: Entry, record: str) -> str:
+        """Keep a version's record, which was read from its files; return it."""
+        self._read[_key(entry)] = record
+        self._read = dict([*self._read.items()][-_MOST_COMPARED:])
+        return record
+
+    async def _is_ours(
+        self, own: Sequence[Entry], version: int, digest: str, *, by_parts: bool
+    ) -> bool | None:
         """Return whether the engine has the content of these entries; None if nothing shows it."""
         found: set[bool] = set()
         for entry in own:
             after, parts = await self._content(entry)
             if after is not None:
                 found.add(after == digest)
-            elif parts and not await unseen_parts(self._engine, version, parts):
+            elif by_parts and parts and not await unseen_parts(self._engine, version, parts):
                 found.add(True)
         return max(found, default=None)
 

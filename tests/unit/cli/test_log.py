@@ -27,6 +27,8 @@ from engine_ext.log import (
 )
 from engine_ext.log.catalog import DONE, route
 from tests.support.statuses import engine_status
+from tests.unit.log import places
+from tests.unit.log.places import part
 from tests.unit.log.test_fold import apply, bodies, model, same, sparse, write
 
 
@@ -62,7 +64,7 @@ def test_list_shows_what_groups_wait_for(log: Path, capsys: pytest.CaptureFixtur
 
 
 def folders(log: Path) -> list[str]:
-    return sorted(path.name for path in log.iterdir() if path.name != "audit")
+    return sorted(path.name for path in log.iterdir() if path.name not in ("audit", ".lock"))
 
 
 def reached(log: Path, start: int) -> int | None:
@@ -202,6 +204,19 @@ def test_verify_sees_versions_that_do_not_join(
     assert "weight_v000003: starts at other weights" in capsys.readouterr().out
 
 
+def test_verify_compares_versions_of_one_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing in the log leads to it, as it is the checkpoint."""
+    write(tmp_path, 1, [sparse("a", {1: 1})], digest_before="1" * 32, digest_after="2" * 32)
+    later = {"base_version": 0, "digest_before": "2" * 32, "digest_after": "3" * 32}
+    write(tmp_path, 2, [sparse("a", {1: 2})], **later)
+    assert main(["verify", str(tmp_path)]) == DAMAGED
+    out = capsys.readouterr().out
+    assert "weight_v000002: starts at other weights" in out
+    assert "weight_v000001" not in out
+
+
 def test_verify_counts_versions_without_digests(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,6 +286,20 @@ def test_prune_below_a_newer_checkpoint(log: Path) -> None:
     (log / ".weight_v000009.gone").mkdir()  # of an interrupted one
     assert main(["prune", str(log), "--before", "4", "--base-version", "3"]) == OK
     assert folders(log) == [f"weight_v{version:06d}" for version in (4, 5, 6)]
+
+
+@pytest.mark.parametrize("whole", [1, 3])
+def test_prune_again_keeps_the_full_version(tmp_path: Path, whole: int) -> None:
+    """Nothing else leads on from the checkpoint, once what starts from there is deleted."""
+    for version in range(1, 7):
+        is_full = version == whole
+        body = part(version, None if is_full else version - 1, full=is_full)
+        places.write(open_log(tmp_path), version, body)
+    for _ in range(2):
+        assert main(["prune", str(tmp_path), "--keep", "2"]) == OK
+        assert folders(tmp_path) == [f"weight_v{version:06d}" for version in range(whole, 7)]
+    assert main(["prune", str(tmp_path), "--keep", "2", "--base-version", "4"]) == OK
+    assert folders(tmp_path) == ["weight_v000005", "weight_v000006"]
 
 
 def test_prune_keeps_what_engines_need(

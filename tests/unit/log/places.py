@@ -39,6 +39,11 @@ def write(log: DeltaLog, version: int, *parts: bytes) -> Path:
         return draft.finish()
 
 
+def folders(log: Path) -> list[str]:
+    """Return what a log in a folder has in it, but for its lock."""
+    return sorted(path.name for path in log.iterdir() if path.name != ".lock")
+
+
 def versions(log: DeltaLog) -> list[tuple[int | None, int]]:
     """Return base and version of what a reader sees."""
     return [(entry.base_version, entry.version) for entry in log.listing().entries]
@@ -106,7 +111,7 @@ class FolderPlace:
         return f"rank0_flush{number:03d}.safetensors"
 
     def names(self) -> list[str]:
-        paths = (path for path in self.folder.rglob("*") if path.is_file())
+        paths = (p for p in self.folder.rglob("*") if p.is_file() and p.name != ".lock")
         return sorted(path.relative_to(self.folder).as_posix() for path in paths)
 
     def read(self, name: str) -> bytes:

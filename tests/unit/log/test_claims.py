@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,34 @@ def test_refusal_by_a_sender_that_is_out_marks_nothing(folder: Path) -> None:
             first.refuse(1)
         LogWriter(store_of(memory))
         assert owners(memory, folder) == {1: "first", 2: "second"}
+
+
+@pytest.mark.parametrize("lasts", [1, 3])
+def test_store_that_fails_keeps_no_sender_out(folder: Path, lasts: int) -> None:
+    """Its own claim is not that of another sender, if only the answer to it was lost."""
+    for steps in range(1000):
+        memory, count, failures = MemoryStore(), itertools.count(), list[int]()
+
+        def step(
+            count: Iterator[int] = count, failures: list[int] = failures, first: int = steps
+        ) -> None:
+            if first <= next(count) < first + lasts:
+                failures.append(first)
+                raise OSError("the store is down")
+
+        objects = StepObjects(memory, lambda: None)
+        writer = LogWriter(ObjectStore(objects))
+        objects.step = step
+        for _ in range(2 + lasts):
+            with contextlib.suppress(OSError):
+                write_version(writer, "first")
+        objects.step = lambda: None
+        number = write_version(writer, "first")
+        assert write_version(LogWriter(store_of(memory)), "second") > number
+        assert {number: "first", number + 1: "second"}.items() <= owners(memory, folder).items()
+        if not failures:
+            return
+    raise AssertionError("it never succeeds")
 
 
 class Schedule:

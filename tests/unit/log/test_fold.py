@@ -19,6 +19,7 @@ from engine_ext.format.digest import Digest, change_digest
 from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
 from engine_ext.log import (
     CannotFold,
+    DeltaLog,
     fold_versions,
     open_log,
     read_manifests,
@@ -28,7 +29,8 @@ from engine_ext.log import (
 from engine_ext.log import fold as delta_log_fold
 from engine_ext.log.catalog import DONE, folder_name, route
 from tests.support.served_models import PROPERTY
-from tests.unit.log.places import decoded
+from tests.unit.log import places
+from tests.unit.log.places import Place, decoded, folders
 
 SIZES = {"a": 12, "b": 5, "c": 300}
 DTYPES = {"a": ("bfloat16", np.uint16), "b": ("float32", np.uint32), "c": ("bfloat16", np.uint16)}
@@ -209,7 +211,7 @@ def test_differences_cannot_be_folded(tmp_path: Path) -> None:
     write(tmp_path, 1, [delta], encoding="gap8_ulp", digest_part=(change + Digest.ZERO).hex())
     with pytest.raises(CannotFold, match="version 1 sends changes"):
         folded(tmp_path, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["weight_v000001"]
+    assert folders(tmp_path) == ["weight_v000001"]
 
 
 def test_flipped_bits_cannot_be_folded(tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_an_interrupted_fold_leaves_nothing(
     monkeypatch.setattr(delta_log_fold, "encode_part", interrupted)
     with pytest.raises(KeyboardInterrupt):
         folded(tmp_path, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["weight_v000001"]
+    assert folders(tmp_path) == ["weight_v000001"]
 
 
 # What is read ------------------------------------------------------------------------------------
@@ -323,3 +325,19 @@ def test_signatures_are_checked_where_there_is_a_key(
     assert part.with_name(part.name + SIGNATURE_SUFFIX).read_text() == sign(
         "key", part.read_bytes()
     )
+
+
+def test_refused_version_hides_folds_of_it(log: DeltaLog, place: Place) -> None:
+    """One can be written before its sender knows that no engine takes the version, or after."""
+    for version in (1, 2):
+        places.write(log, version)
+    entries = log.listing().entries
+    fold_versions(log, entries, 0)
+    with log.writer() as writer:
+        writer.refuse(2)
+    assert places.versions(log) == [(0, 1)]
+    places.write(log, 3, places.part(3, 1))
+    assert route(log.listing().entries, 0)[-1].version == 3
+    log.tidy(log.listing())
+    assert places.versions(place.open()) == [(0, 1), (1, 3)]
+    assert not any("_from_" in name for name in place.names())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from engine_ext.log import Heartbeat, live_heartbeats, open_log, write_heartbeat
 from engine_ext.log.catalog import DONE, REFUSED
 from engine_ext.log.heartbeats import FOLDER
 from engine_ext.log.writer import manifest_of
-from tests.unit.log.places import part, versions, write
+from tests.unit.log.places import folders, part, versions, write
 from tests.unit.log.test_log import heartbeat
 
 FIRST = "weight_v000001"
@@ -24,9 +26,9 @@ FIRST = "weight_v000001"
 def test_killed_writer_leaves_nothing_to_the_next(tmp_path: Path) -> None:
     with open_log(tmp_path).writer() as writer:
         writer.begin(1).add(part(1, 0))
-    assert os.listdir(tmp_path) == [f".{FIRST}.partial"]
+    assert folders(tmp_path) == [f".{FIRST}.partial"]
     write(open_log(tmp_path), 1)
-    assert os.listdir(tmp_path) == [FIRST]
+    assert folders(tmp_path) == [FIRST]
 
 
 def test_file_that_cannot_be_replaced_leaves_no_draft(tmp_path: Path) -> None:
@@ -71,6 +73,22 @@ def test_everything_is_on_disk_before_it_has_its_name(
     assert steps == [*hidden, tmp_path.name]
 
 
+def test_writer_locks_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, each host grants the lock of a folder alone, and asks the server for a file's."""
+    lock = fcntl.flock
+
+    def on_this_host(descriptor: int, operation: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+            lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", on_this_host)
+    with open_log(tmp_path).writer():
+        with pytest.raises(BlockingIOError, match="another sender"):
+            open_log(tmp_path).writer()
+    open_log(tmp_path).writer().close()
+
+
 def test_two_folds_of_one_range_do_not_meet(tmp_path: Path) -> None:
     log, name = open_log(tmp_path), f"{FIRST}_from_v000000"
     write(log, 2)
@@ -85,7 +103,7 @@ def test_two_folds_of_one_range_do_not_meet(tmp_path: Path) -> None:
         log.draft(name)
     log.discard(name)
     log.draft(name).drop()
-    assert os.listdir(tmp_path) == []
+    assert folders(tmp_path) == []
 
 
 def test_pruning_removes_what_a_killed_fold_has_left(tmp_path: Path) -> None:
@@ -95,7 +113,7 @@ def test_pruning_removes_what_a_killed_fold_has_left(tmp_path: Path) -> None:
     remains.mkdir()
     (remains / "rank0_flush000.safetensors").write_bytes(b"part")
     log.tidy(log.listing())
-    assert os.listdir(tmp_path) == [FIRST]
+    assert folders(tmp_path) == [FIRST]
 
 
 def test_two_processes_with_one_number_write_one_file(
@@ -165,7 +183,7 @@ def test_deletion_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
             log.discard(FIRST)
     assert versions(log) == [(1, 2)]
     log.tidy(log.listing())
-    assert os.listdir(tmp_path) == ["weight_v000002"]
+    assert folders(tmp_path) == ["weight_v000002"]
 
 
 def test_interrupted_deletion_is_finished(tmp_path: Path) -> None:
@@ -173,7 +191,7 @@ def test_interrupted_deletion_is_finished(tmp_path: Path) -> None:
     write(log, 1)
     (tmp_path / ".weight_v000009.gone" / "part").mkdir(parents=True)
     log.tidy(log.listing())
-    assert os.listdir(tmp_path) == [FIRST]
+    assert folders(tmp_path) == [FIRST]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +205,7 @@ def test_interrupted_deletion_is_finished(tmp_path: Path) -> None:
 def test_done_that_is_no_file_is_damage(tmp_path: Path, thing: str, why: str) -> None:
     log = open_log(tmp_path)
     done = write(log, 1) / DONE
+    write(log, 2)
     done.rename(tmp_path / "elsewhere")
     if thing == "fifo":
         os.mkfifo(done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,18 @@ def test_its_entries(log: Path) -> None:
         verify_version(entry)
 
 
+def test_version_that_leads_over_others_is_damaged(log: Path) -> None:
+    """A digit of its base has changed: weights between the two would be those of before."""
+    index = log / "weight_v000003" / INDEX
+    found = json.loads(index.read_text())
+    index.write_text(json.dumps(found | {"metadata": {**found["metadata"], "base_version": "1"}}))
+    listing = open_log(log).listing()
+    why = "its index declares that it leads from 1, over 2"
+    assert listing.damaged == {"weight_v000003": why}
+    open_log(log).discard("weight_v000002")
+    assert open_log(log).listing().damaged == {}
+
+
 def test_it_goes_with_versions_of_the_sender(log: Path) -> None:
     write(log, 5, [sparse("a", {1: 7})])
     assert [entry.foreign for entry in open_log(log).listing().entries] == [True] * 4 + [False]
@@ -73,6 +86,16 @@ def test_a_folder_that_is_still_written(log: Path) -> None:
     (log / "weight_v000003" / INDEX).rename(log / "weight_v000003" / f"{INDEX}.tmp")
     listing = open_log(log).listing()
     assert listing.damaged == {"weight_v000003": f"it has no {DONE}: it was not written completely"}
+
+
+def test_newest_folder_without_a_mark_is_not_seen(log: Path) -> None:
+    """Its trainer is writing it."""
+    (log / "weight_v000004" / INDEX).unlink()
+    listing = open_log(log).listing()
+    assert ([entry.version for entry in listing.entries], listing.newest) == ([1, 2, 3], 3)
+    assert listing.damaged == {}
+    with open_log(log).writer() as writer:
+        assert writer.last_number == 4
 
 
 @pytest.mark.parametrize("damage", ["index", "file", "more", "version", "cut", "frame"])

@@ -72,7 +72,7 @@ class LogMachine(RuleBasedStateMachine):
         for writer in self.writers:
             writer.refuse(self.number)
         folder = f"weight_v{self.number:06d}"
-        del self.expected[folder]
+        self.expected = {name: e for name, e in self.expected.items() if e[1] != self.number}
         self.refused.add(folder)
 
     @rule()

@@ -30,6 +30,7 @@ from engine_ext.format.digest import Digest, tensor_digest
 from engine_ext.format.part import DecodedPart, decode_part
 from engine_ext.format.zstd_frames import FrameReader
 from tests.support.statuses import engine_status
+from tests.unit.log.places import folders
 from tests.unit.sender.test_log_sender import interrupt_while_writing
 
 URL = "http://engine:8000"
@@ -260,7 +261,7 @@ def test_save_writes_all_parts_at_once(send: Command, tmp_path: Path) -> None:
     arguments = ["--base-version", "11"]
     arguments += ["--log", str(root)]
     assert send(*arguments) == 0
-    assert [path.name for path in root.iterdir()] == ["weight_v000012"]
+    assert folders(root) == ["weight_v000012"]
     [done, *files] = sorted((root / "weight_v000012").iterdir())
     assert done.name == "DONE"
     assert [f.name for f in files] == ["rank0_flush000.safetensors", "rank0_flush001.safetensors"]
@@ -279,7 +280,7 @@ def test_a_log_that_has_other_versions_is_left_to_its_sender(
     assert "does not lead to version 9" in capsys.readouterr().err
     assert cli.main(arguments) == 2
     assert "version 1 exists" in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / "log").iterdir()] == ["weight_v000001"]
+    assert folders(tmp_path / "log") == ["weight_v000001"]
     back = ["--base", str(target), "--target", str(base), "--base-version", "1"]
     assert cli.main([*back, "--log", str(tmp_path / "log")]) == 0
 
@@ -308,7 +309,7 @@ def test_the_state_and_the_log_go_on_with_the_next_run(
     assert "version 1 -> 2: committed" in capsys.readouterr().out
     saved = sorted(log.glob("*/*.safetensors"))
     assert [path.read_bytes() for path in saved] == [request.content for request in requests]
-    assert [path.name for path in sorted(log.iterdir())] == ["weight_v000001", "weight_v000002"]
+    assert folders(log) == ["weight_v000001", "weight_v000002"]
 
 
 def test_commit_without_room_for_the_state_is_done(

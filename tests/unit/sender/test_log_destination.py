@@ -37,10 +37,11 @@ def copied(model: Model) -> Model:
     return {name: tensor.clone() for name, tensor in model.items()}
 
 
-def replayed(where: str | Path, base: Model, version: int = 0) -> Engine:
+def replayed(where: str | Path, base: Model, version: int = 0, **state: Any) -> Engine:
     """An engine that was started with the base and the log."""
-    engine, log = Engine.of(base, version=version), open_log(where)
+    engine, log = Engine.of(base, version=version, **state), open_log(where)
     for entry in route(log.listing().entries, version):
+        engine.owner = None  # a replay claims nothing
         with log.fetched(entry):
             for path in entry.paths:
                 request = httpx.Request("POST", "http://engine/", content=path.read_bytes())
@@ -355,6 +356,59 @@ def test_another_sender_goes_on_in_the_same_log(tmp_path: Path) -> None:
         assert report.full or kept is None  # the engine was at version 2
     assert chain(tmp_path) == [(0, 1), (1, 2), (0, 3)]
     assert replayed(tmp_path, first).holds(model)
+
+
+@pytest.mark.parametrize("digest", [True, False])
+def test_restarted_sender_continues_the_log(tmp_path: Path, digest: bool) -> None:
+    """Its digest shows which version the base is, not ``base_version``; without, all is sent."""
+    model = model_of(tensors=3)
+    base, engine = copied(model), Engine.of(model)
+    options: Any = {"delta_log": tmp_path, "digest": digest, "full": "allow"}
+    for steps in ((0, 1), (2, 3)):
+        with DeltaSender(A, model.items(), client=engine.client(), **options) as sender:
+            for step in steps:
+                train(model, step)
+                sender.sync(model.items())
+    assert chain(tmp_path) == [(0, 1), (1, 2), (2 if digest else None, 3), (3, 4)]
+    assert replayed(tmp_path, base).holds(model)
+    assert engine.holds(model)
+
+
+def test_log_continues_by_its_own_version_number(tmp_path: Path) -> None:
+    """An engine that has loaded the trainer's checkpoint counts from 0; another log begins so."""
+    model = model_of(tensors=3)
+    base, engine = copied(model), Engine.of(model, version=6)
+    with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path / "a") as sender:
+        train(model, 0)
+        sender.sync(model.items())
+    engine.restart(model)
+    with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path / "a") as sender:
+        train(model, 1)
+        first = sender.sync(model.items())
+    with DeltaSender(A, model.items(), client=engine.client(), delta_log=tmp_path / "b") as sender:
+        train(model, 2)
+        sender.sync(model.items())
+    assert chain(tmp_path / "a") == [(6, 7), (7, 8)]
+    assert chain(tmp_path / "b") == [(8, 9)]
+    late = replayed(tmp_path / "a", base, 6)
+    assert late.digest().hex() == first.digest
+
+
+def test_log_gets_whole_what_no_digest_covers(tmp_path: Path) -> None:
+    """A base that differs from the log's version there looks like it."""
+    model = model_of(tensors=3)
+    base, [name, *_] = copied(model), sorted(model)
+    engine = Engine.of(model, undigested={name})
+    options: Any = {"client": engine.client(), "delta_log": tmp_path}
+    with DeltaSender(A, model.items(), **options) as sender:
+        train(model, 0)
+        sender.sync(model.items())
+    model[name].add_(1)
+    with DeltaSender(A, model.items(), **options) as sender:
+        train(model, 1)
+        sender.sync(model.items())
+    assert chain(tmp_path) == [(0, 1), (1, 2)]
+    assert replayed(tmp_path, base, undigested={name}).holds(model)
 
 
 def test_what_is_no_log_is_refused_before_the_base_is_read() -> None:

@@ -18,6 +18,7 @@ from delta_sender.locations import log_location, log_of
 from delta_sender.publish import contact, log_destination, publisher
 from engine_ext.log import Draft
 from tests.support.fake_engine import Engine, Model, model_of, train
+from tests.unit.log.places import folders
 from tests.unit.sender.test_log_destination import chain, replayed
 
 NOTIFY = ["http://one", "http://two"]
@@ -172,7 +173,7 @@ def test_close_waits_for_a_part_that_is_being_written(
         sender.sync(model.items())
     sender.close()
     assert done == ["added", "dropped"]
-    assert list(tmp_path.iterdir()) == []
+    assert folders(tmp_path) == []
 
 
 def test_closing_waits_for_nobody(tmp_path: Path) -> None:

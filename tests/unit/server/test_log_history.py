@@ -326,6 +326,28 @@ def test_the_same_content_again_is_no_other_history(
     assert rig.post(CATCH_UP).json()["applied"] == [VERSION + 3]
 
 
+@pytest.mark.parametrize("hashes", [True, False])
+def test_equal_version_does_not_hide_other_ones(tmp_path: Path, hashes: bool) -> None:
+    """The engine's own has the same bytes in both histories: a step that changed nothing."""
+
+    def write_all(*steps: Changes) -> None:
+        for k, step in enumerate(steps, start=VERSION + 1):
+            write(written, delta_part(step, k, base_version=k - 1), k)
+            if not hashes:
+                (tmp_path / "log" / folder_name(k) / DONE).write_bytes(b"")
+
+    written = open_log(tmp_path / "log")
+    write_all(STEPS[0], {})
+    rig = Rig(tmp_path / "spool", log=written.location)
+    try:
+        remove(written)
+        write_all(OTHER[0], {}, STEPS[1])
+        assert diverged(rig, VERSION + 2)["changed"] == [folder_name(VERSION + 1)]
+        assert same(rig.engine.weights, after(fresh_weights(), STEPS[0]))
+    finally:
+        rig.close()
+
+
 def test_a_refused_version_of_the_engines_shows(log: DeltaLog, started: Callable[..., Rig]) -> None:
     """The follower has taken it before every engine that its sender posts to refused it."""
     write_run(log, STEPS[:1])

@@ -11,11 +11,13 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Final
 
+from delta_sender.encode.acked_state import AckedState
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
+from delta_sender.publish.session import Session
 from delta_sender.results import SyncError
 from engine_ext.errors import LogDamaged
-from engine_ext.format import sign
+from engine_ext.format import Digest, sign
 from engine_ext.log import DeltaLog, Draft, Listing, LogWriter, version_of
 
 _PLAN_S: Final = 30.0  # to wait for a plan
@@ -51,6 +53,7 @@ class LogDestination(Destination):
         self._engines, self._hmac_key, self._settles = engines, hmac_key, settles
         self._plans: list[Any] = []  # the last one; an engine can answer that it has none
         self._draft: Draft | None = None
+        self._as_opened: Listing | None = None  # until it is known which version the base is
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._is_stopped = self._is_interrupted = False
 
@@ -81,10 +84,62 @@ class LogDestination(Destination):
         is_unsure = self._draft is not None and self._draft.may_be_visible
         return is_unsure or self.writer.last_number >= version
 
-    def continues_from(self, version: int) -> bool:
-        """Return whether a delta from a version continues the log, or begins it."""
+    def continues_from(self, version: int, run: str | None = None) -> bool:
+        """Return whether a delta from a version, of a run if that matters, continues the log.
+
+        It also does if it begins the log.
+        """
         entries = self.listing().entries
-        return not entries or any(version in (e.version, e.base_version) for e in entries)
+        own = [e for e in entries if run is None or (e.publication and e.publication.run == run)]
+        return not entries or any(version in (e.version, e.base_version) for e in own)
+
+    def note_base(self, state: AckedState, run: str | None) -> None:
+        """Note the version of the base before the first sync, so that the log continues from there.
+
+        Args:
+            state: The log's. The next version is full if the log does not have the base's.
+            run: Whose version the state has; None: `find_base` is to find out which it is.
+        """
+        if state.needs_full:
+            return
+        if run is None:
+            self._as_opened = self.listing()
+        elif not self.continues_from(state.version, run):
+            state.full_reason = "restarted: the log does not lead to the base"
+
+    def find_base(self, state: AckedState, sessions: Sequence[Session]) -> None:
+        """Find out which version of the log the base is, unless that is known.
+
+        The digest of the base shows it. In an empty log, an engine that holds the base does, and if
+        none is known to, `state` stays. If nothing shows it, the next version is full.
+
+        Args:
+            state: The log's.
+            sessions: Those of engines. If none was met, the next sync looks for it again.
+        """
+        log, engines = self._as_opened, [one.state for one in sessions if one.is_met]
+        if log is None or state.is_known:
+            return
+        if engines:
+            self._as_opened = None
+        if log.newest is None:
+            holding = [engine for engine in engines if engine.base_digest is not None]
+            if holding:
+                first = min(holding, key=lambda engine: engine.version)
+                state.version, state.unproven = first.version, first.unproven
+            return
+        plans = {
+            engine.digest.hex(): engine.plan
+            for engine in engines
+            if engine.digest not in (None, Digest.ZERO) and not engine.missed
+        }
+        found = [one for one in _versions_by_digest(log) if one[1] in plans]
+        if not found:
+            state.full_reason = "restarted: no digest shows which version of the log the base is"
+            return
+        state.version, digest = max(found)
+        state.unproven = frozenset(plans[digest].names).difference(plans[digest].digested)
+        state.full_reason = None
 
     def listing(self) -> Listing:
         """Return the content of the log, which is empty if its folder is missing.
@@ -206,6 +261,16 @@ class LogDestination(Destination):
             assert version is not None
             self.writer.refuse(version)
         draft.drop()
+
+
+def _versions_by_digest(log: Listing) -> Iterator[tuple[int, str]]:
+    """Yield versions with the digest that a version's sender has declared for them."""
+    for entry in log.entries:
+        said = entry.publication
+        if said is not None and said.digest_after is not None:
+            yield entry.version, said.digest_after
+        if said is not None and said.digest_before is not None and entry.base_version is not None:
+            yield entry.base_version, said.digest_before
 
 
 def _ask(engine: Destination, answers: SimpleQueue[Any]) -> None:

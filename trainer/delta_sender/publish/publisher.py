@@ -151,8 +151,8 @@ class Publisher:
         """Take the turn to write the delta log, and return its session."""
         self._log_destination.take_turn()
         session = self._session(self._log_destination, None, is_log=True)
-        if not self._log_destination.continues_from(session.state.version):
-            session.state.full_reason = "restarted: the log does not lead to the base"
+        run = self._run.name if self._tracker.knows_base else None
+        self._log_destination.note_base(session.state, run)
         return session
 
     def _session(
@@ -285,6 +285,8 @@ class Publisher:
         self._end_lagging()
         sessions = [session for session in self._all if session not in self._lagging]
         meet_all([s for s in sessions if s is not self._log], self.options.lag_limit)
+        if self._log is not None:
+            self._log_destination.find_base(self._log.state, self.sessions)
         version, count = self._next_version(full=full), len(sessions)
         writers = (self._log is not None) + (self._tracker.file is not None)
         pairs = named_pairs(tensors)

@@ -45,6 +45,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: Known | None = None
     highest: int = 0  # the highest version that was ever sent
 
+    @property
+    def known(self) -> list[Known]:
+        """What engines hold, or might."""
+        return [each for each in (self.in_flight, *self.engines.values()) if each is not None]
+
     def version_of(self, url: str | None, digest: str, otherwise: int) -> tuple[int, bool]:
         """Return the version of an engine (None: not recorded) whose weights have a digest.
 
@@ -55,7 +60,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         own = self.engines.get(url) if url is not None else None
         if own is not None and own.digest == digest:
             return own.version, False
-        known = [each for each in (self.in_flight, *self.engines.values()) if each is not None]
+        known = self.known
         for each in known:
             if each.digest == digest:
                 others = [one for one in known if one.version == each.version]
@@ -177,6 +182,12 @@ class StateTracker:
             return otherwise, False
         key = None if url is None else self._key(url)
         return self.file.state.version_of(key, self.digest.hex(), otherwise)
+
+    @property
+    def knows_base(self) -> bool:
+        """Whether the file has the version of the snapshot, as the sender found it."""
+        known = () if self.file is None else self.file.state.known
+        return self.digest.hex() in {each.digest for each in known}
 
     def had_sent_to(self, url: str | None) -> bool:
         """Return whether an earlier sender of the same run had sent the engine something."""
