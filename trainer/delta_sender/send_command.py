@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
 from delta_sender.publish.http_client import STARTING, EngineClient, is_lasting
 from delta_sender.publish.log_destination import LogDestination
+from delta_sender.publish.log_sender import is_led_to
 from delta_sender.publish.notify import Notifier
 from delta_sender.publish.publisher import Publisher
 from delta_sender.results import EngineUnreachable, PartialSyncError, SyncError, SyncReport
@@ -69,7 +70,7 @@ def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> Publisher:
 
     The engines hold `base`.
     """
-    options = options_of(arguments)
+    options, logs = options_of(arguments), list[LogDestination]()
 
     def connect(url: str, options: SenderOptions) -> Destination:
         engine = EngineClient(url, options) if url else None
@@ -80,12 +81,21 @@ def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> Publisher:
             asked += [EngineClient(one, options) for one in arguments.notify or ()]
             log = LogDestination(open_log(arguments.log), asked, options.hmac_key)
             _check_continues(log, options.base_version, sends_all=arguments.sends_all)
-            log.take_turn()
+            log.warn_unproven(digest=options.digest)
+            logs.append(log)
             return log
         return EngineClient(url, options)
 
     urls = arguments.url or [""]
-    return Publisher(urls, base, options, connect=connect, snapshot_type=MappedSnapshot)
+    publisher = Publisher(urls, base, options, connect=connect, snapshot_type=MappedSnapshot)
+    with ExitStack() as opened:
+        opened.callback(publisher.close)
+        for log in logs:
+            if not arguments.sends_all:
+                _check_base(publisher, log, options.base_version)
+            log.take_turn()
+        opened.pop_all()
+    return publisher
 
 
 def _check_continues(log: LogDestination, base_version: int, *, sends_all: bool) -> None:
@@ -100,12 +110,24 @@ def _check_continues(log: LogDestination, base_version: int, *, sends_all: bool)
     if newest is not None and newest > base_version:
         raise FileExistsError(
             f"version {newest} exists in the log {log.log.location}: the next one has "
-            f"--base-version {newest}"
+            f"--base-version {newest}, and as --base the weights that version {newest} leads to"
         )
     if not sends_all and not log.continues_from(base_version):
         raise ValueError(
             f"the log {log.log.location} does not lead to version {base_version}, which a delta "
             f"would start from: its newest version is {newest}"
+        )
+
+
+def _check_base(publisher: Publisher, log: LogDestination, base_version: int) -> None:
+    """Check that the base is what a log's newest version leads to, as far as digests show it.
+
+    Raises what `is_led_to` raises.
+    """
+    last = [entry for entry in log.listing().entries if entry.version == base_version]
+    if last and not is_led_to(publisher, log, last[0]):
+        logger.warning(
+            "no digest shows whether --base is what version %d in the log leads to", base_version
         )
 
 

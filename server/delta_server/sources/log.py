@@ -162,6 +162,7 @@ class LogReplay:
         self._has_caught_up = False
         self._versions: list[int] = []
         self._is_gone = False  # the engine's version, from the log
+        self._has_warned = False  # of a version without a digest
         self.problem: dict[str, Any] | None = None
         self._was_read, self._read_at = False, 0.0
 
@@ -536,8 +537,10 @@ class LogReplay:
                 records = {entry.folder.name: record}
             declared = await asyncio.to_thread(read_digests, entry)
             if not (entry.full or entry.foreign):
-                if declared.before is None and proves:
-                    raise _unproven(entry)
+                if declared.before is None:
+                    if proves:
+                        raise _unproven(entry)
+                    self._warn_unproven(entry)
                 if None not in (declared.before, digest) and declared.before != digest:
                     raise _starts_elsewhere(entry, f"{declared.before}, the engine has {digest}")
             files = await asyncio.to_thread(_resolved, entry)
@@ -555,6 +558,15 @@ class LogReplay:
             await self.held.keep(entry)
         elif answer["status"] != "committed":
             raise entry.damaged(f"its parts are not all of a sync ({answer['status']})")
+
+    def _warn_unproven(self, entry: Entry) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "delta log: %s has no digest, so nothing shows whether the engine's weights are "
+                "those that it starts from; let the sender ask an engine (notify=, --notify)",
+                entry.folder.name,
+            )
 
     async def _state(self) -> tuple[int, bool, str]:
         """Return the engine's version, whether its weights are known to be of it, and their digest.

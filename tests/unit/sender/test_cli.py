@@ -285,6 +285,22 @@ def test_a_log_that_has_other_versions_is_left_to_its_sender(
     assert cli.main([*back, "--log", str(tmp_path / "log")]) == 0
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_log_takes_no_version_of_another_base(
+    send: Command, serve: Serve, tmp_path: Path, asks: bool
+) -> None:
+    """A digest shows it; without an engine that is asked, the command warns."""
+    rows = [{"name": name, "status": "exact", "digested": True} for name in tensors()]
+    serve(accept, msgspec.to_builtins(engine_status(plan=[rows])))
+    options = ["--log", str(tmp_path / "log"), *(["--url", URL] if asks else [])]
+    assert send(*options) == 0
+    assert ("the versions carry no digests" in send.err) != asks
+    assert send(*options, "--base-version", "1") == (2 if asks else 0)
+    wrong = "the base is not what version 1 in" if asks else "no digest shows whether --base"
+    assert wrong in send.err
+    assert folders(tmp_path / "log") == ["weight_v000001", "weight_v000002"][: 1 if asks else 2]
+
+
 def test_a_damaged_log_is_said_in_a_line(send: Command, tmp_path: Path) -> None:
     (tmp_path / "log").write_text("no folder")
     assert send("--log", str(tmp_path / "log")) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from delta_sender.results import SyncError
 from engine_ext.errors import LogDamaged
 from engine_ext.format import Digest, sign
 from engine_ext.log import DeltaLog, Draft, Listing, LogWriter, version_of
+
+logger = logging.getLogger(__name__)
 
 _PLAN_S: Final = 30.0  # to wait for a plan
 _NEXT_S: Final = 2.0  # until one more engine is asked for it
@@ -140,6 +143,14 @@ class LogDestination(Destination):
         state.version, digest = max(found)
         state.unproven = frozenset(plans[digest].names).difference(plans[digest].digested)
         state.full_reason = None
+
+    def warn_unproven(self, *, digest: bool) -> None:
+        """Warn if versions carry no digests although they are to: no engine is asked for a plan."""
+        if digest and not self._engines:
+            logger.warning(
+                "no engine is asked (notify=, --notify), so the versions carry no digests: an "
+                "engine that holds other weights takes them"
+            )
 
     def listing(self) -> Listing:
         """Return the content of the log, which is empty if its folder is missing.

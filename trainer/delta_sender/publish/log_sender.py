@@ -139,6 +139,7 @@ def log_publisher(
             is_log=True,
             notifier=notifier,
         )
+        destination.warn_unproven(digest=options.digest)
         _resume(publisher, destination)
         opened.pop_all()
     return publisher
@@ -176,6 +177,21 @@ def _check_newest(publisher: Publisher, destination: LogDestination) -> int | No
 
 def _check_base(publisher: Publisher, destination: LogDestination, last: Entry) -> None:
     """Check that the base is what a version leads to; the next version follows it."""
+    if not is_led_to(publisher, destination, last):
+        message = "no digest shows whether the base is of version %d: a full version follows"
+        logger.warning(message, last.version)
+        why = "restarted: no digest shows whether the base is the newest version"
+        publisher.sessions[0].state.full_reason = why
+
+
+def is_led_to(publisher: Publisher, destination: LogDestination, last: Entry) -> bool:
+    """Return whether a digest shows that the base is what a version leads to; False: none does.
+
+    Raises:
+        ValueError: The base is something else.
+        LogDamaged, PartUnavailable: The version cannot be read.
+        SyncError: No engine that is asked has answered.
+    """
     [session], log = publisher.sessions, destination.log
     state = session.state
     state.version = last.version
@@ -186,16 +202,16 @@ def _check_base(publisher: Publisher, destination: LogDestination, last: Entry) 
         led_to = declared_digests(manifests).after
         run, epoch = manifests[0].run, manifests[0].run_epoch or 0
     state.read_plan(destination.plan(), keep_digest=True, full=False)
-    if led_to is None or state.digest is None:
-        message = "no digest shows whether the base is of version %d: a full version follows"
-        logger.warning(message, last.version)
-        state.full_reason = "restarted: no digest shows whether the base is the newest version"
-    elif state.digest.hex() != led_to:
+    digest = state.digest
+    if not publisher.options.digest:
+        state.digest, state.proves_parts = None, False
+    if led_to is None or digest is None:
+        return False
+    if digest.hex() != led_to:
         raise ValueError(
             f"the base is not what version {last.version} in {log.location} leads to: its digest "
-            f"is {state.digest}, not {led_to}; give the weights of that version, or a new folder"
+            f"is {digest}, not {led_to}; give the weights of that version, or a new folder"
         )
-    elif run is not None:  # the same weights: the versions that follow are of their run
+    if run is not None:  # the same weights: the versions that follow are of their run
         publisher.open_run(run, epoch)
-    if not publisher.options.digest:
-        state.digest = None
+    return True
