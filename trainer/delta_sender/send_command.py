@@ -33,7 +33,7 @@ from engine_ext.errors import LogDamaged
 from engine_ext.files import checkpoint_entries, read_entries
 from engine_ext.log import open_log
 from engine_ext.ranks.status import EngineStatus
-from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT, bearer_headers
+from engine_ext.settings import HMAC_KEY_ENVIRONMENT, api_key, bearer_headers
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _check_continues(log: LogDestination, base_version: int, *, sends_all: bool)
 def options_of(arguments: argparse.Namespace) -> SenderOptions:
     """Return the senders' options that the command line's arguments and the environment give."""
     given = {name: getattr(arguments, name) for name in DEFAULTS if name in arguments}
-    given["api_key"] = arguments.api_key or os.environ.get(API_KEY_ENVIRONMENT)
+    given["api_key"] = api_key(arguments.api_key)
     given["hmac_key"] = os.environ.get(HMAC_KEY_ENVIRONMENT)
     if arguments.dry_run:
         given["delta_log"] = given["state"] = None

@@ -9,6 +9,23 @@ from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import _CHUNK, EngineClient
 
 
+@pytest.mark.parametrize(("key", "sent"), [("secret\n", "Bearer secret"), ("", None), (" ", None)])
+def test_sender_sends_token_without_white_space(key: str, sent: str | None) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.headers.get("Authorization") == sent
+        return httpx.Response(404)
+
+    client = httpx.Client(transport=httpx.MockTransport(answer))
+    assert EngineClient("http://engine", SenderOptions(client=client, api_key=key)).status() is None
+
+
+@pytest.mark.parametrize("key", ["sec\nret", "secrét"])
+def test_sender_refuses_other_tokens_unseen(key: str) -> None:
+    with pytest.raises(ValueError, match="bearer token") as caught:
+        SenderOptions(api_key=key)
+    assert (type(caught.value), "sec" in str(caught.value)) == (ValueError, False)
+
+
 @pytest.mark.parametrize("size", [0, 1, _CHUNK - 1, _CHUNK, _CHUNK + 1, 3 * _CHUNK + 5])
 def test_a_body_comes_whole_and_with_its_length_also_again(size: int, naps: list[float]) -> None:
     body = bytes(range(256)) * (size // 256 + 1)

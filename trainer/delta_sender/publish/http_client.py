@@ -64,7 +64,7 @@ class EngineClient(Destination):
             **self._named,
         }
         key = options.api_key
-        self._authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._authorization = {"Authorization": f"Bearer {key}"} if key else {}
         self._headers = {"Content-Type": _PART, **self._authorization}
         self._holds = options.commit == "all_or_none"
         self._hmac_key = options.hmac_key
