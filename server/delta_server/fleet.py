@@ -166,7 +166,7 @@ async def ask_peer(root: str, group: str, adapter: str | None = None) -> PeerAns
     try:
         answer = await _client().post(url, json=body, params=query, headers=bearer_headers())
     except httpx.TransportError as error:
-        raise OSError(f"{url}: {failure_in_words(error)}") from error
+        raise OSError(f"{url}: {failure_in_words(error, url, proxies=False)}") from error
     if answer.status_code != 200:
         raise ValueError(f"{url} answered {answer.status_code}")
     try:

@@ -22,7 +22,7 @@ from delta_sender.diff.snapshot import MappedSnapshot, NamedTensors
 from delta_sender.options import DEFAULTS, SenderOptions
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
-from delta_sender.publish.http_client import STARTING, EngineClient, is_lasting
+from delta_sender.publish.http_client import STARTING, EngineClient, is_lasting, open_client
 from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.notify import Notifier
 from delta_sender.publish.publisher import Publisher
@@ -238,7 +238,7 @@ def await_engine(url: str, options: SenderOptions, seconds: float) -> None:
     end, said = time.monotonic() + seconds, ""
     asked = f"{url.rstrip('/')}/delta_status"
     headers = bearer_headers(options.api_key)
-    with httpx.Client(timeout=_ASK_S) as client:
+    with open_client(_ASK_S) as client:
         while True:
             try:
                 status = client.get(asked, headers=headers).status_code
@@ -246,7 +246,7 @@ def await_engine(url: str, options: SenderOptions, seconds: float) -> None:
                     return
                 why = f"HTTP {status}"
             except httpx.TransportError as error:
-                why = failure_in_words(error)
+                why = failure_in_words(error, asked)
                 if is_lasting(error):
                     raise EngineUnreachable(f"{asked}: {why}") from error
             left = end - time.monotonic()
