@@ -129,7 +129,7 @@ def some_of(names: Iterable[str]) -> str:
 
 
 def prefix_hint(name: str, known: Collection[str], whose: str = "the base") -> str:
-    """Return a hint that a name is known with or without a prefix; "" if it is not.
+    """Return a hint that a name is known with another prefix, or without one; "" if it is not.
 
     It begins with "; ", as it is appended to what is wrong with the name.
     """
@@ -139,6 +139,15 @@ def prefix_hint(name: str, known: Collection[str], whose: str = "the base") -> s
             prefix = ".".join(parts[:start])
             return f"; {whose} has {rest}: take the prefix '{prefix}.' off the names"
     longer = next((one for one in known if one.endswith(f".{name}")), None)
-    if longer is None:
-        return ""
-    return f"; {whose} has {longer}: put the prefix '{longer[: -len(name)]}' before the names"
+    if longer is not None:
+        return f"; {whose} has {longer}: put the prefix '{longer[: -len(name)]}' before the names"
+    for start in range(1, len(parts) - 1):
+        if parts[start - 1].isdigit():
+            break
+        prefix, rest = ".".join(parts[:start]), ".".join(parts[start:])
+        same = (one.removesuffix(rest) for one in known if one.endswith(f".{rest}"))
+        # One with a number is that of another layer.
+        other = next((one for one in same if not any(map(str.isdigit, one.split(".")))), None)
+        if other is not None:
+            return f"; {whose} has {other}{rest}: put '{other}' in the place of '{prefix}.'"
+    return ""

@@ -8,7 +8,7 @@ import os
 import httpx
 import pytest
 
-from engine_ext.answers import answer_in_words, failure_in_words, proxy_variable
+from engine_ext.answers import answer_in_words, failure_in_words, prefix_hint, proxy_variable
 from engine_ext.errors import BaseMismatch, MalformedPart
 
 
@@ -96,3 +96,29 @@ def test_answer_names_proxy_unless_engine_answered(monkeypatch: pytest.MonkeyPat
     for status in (403, 404):
         assert "HTTP_PROXY" in answer_in_words(status, "Forbidden", "squid", LOCAL)
         assert "PROXY" not in answer_in_words(status, "No", "squid", LOCAL, proxies=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "hint"),
+    [
+        ("module.a.w", "a.w", "; it has a.w: take the prefix 'module.' off the names"),
+        ("a.w", "m.a.w", "; it has m.a.w: put the prefix 'm.' before the names"),
+        (
+            "model.language_model.layers.0.q.weight",
+            "model.layers.0.q.weight",
+            "; it has model.layers.0.q.weight: put 'model.' in the place of "
+            "'model.language_model.'",
+        ),
+        (
+            "model.layers.0.q.weight",
+            "model.language_model.layers.0.q.weight",
+            "; it has model.language_model.layers.0.q.weight: put 'model.language_model.' in the "
+            "place of 'model.'",
+        ),
+        ("model.layers.5.q.weight", "model.layers.0.q.weight", ""),
+        ("model.norm.weight", "model.layers.0.norm.weight", ""),
+        ("a.weight", "b.weight", ""),
+    ],
+)
+def test_hint_names_prefix_that_differs(name: str, known: str, hint: str) -> None:
+    assert prefix_hint(name, ["x.y", known], whose="it") == hint
