@@ -6,17 +6,21 @@ Imports nothing of `engine_ext`.
 from __future__ import annotations
 
 import json
+import os
 import re
 import ssl
 from collections.abc import Collection, Iterable
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 _NO_ENDPOINT: Final = (404, 405, 501)  # what servers answer that do not know a path or a method
 _SHOWN: Final = 200  # characters of a foreign answer
 _NAMES: Final = 5  # in a list
 
 
-def answer_in_words(status: int, text: str, server: str | None, url: str) -> str:
+def answer_in_words(
+    status: int, text: str, server: str | None, url: str, *, proxies: bool = True
+) -> str:
     """Return what a server has refused, in one line.
 
     Args:
@@ -24,20 +28,21 @@ def answer_in_words(status: int, text: str, server: str | None, url: str) -> str
         text: The body.
         server: The header ``Server``.
         url: That was asked for.
+        proxies: The client uses the environment's proxies; one might have answered.
     """
     error = json_object(text).get("error")
     if isinstance(error, dict):
         said, tensor = f"{error.get('type')}: {error.get('message')}", error.get("tensor")
         named = "" if tensor is None or str(tensor) in said else f" ({tensor})"
         return f"HTTP {status}: {said}{named}"
-    who = f" ({server})" if server else ""
+    who, hint = f" ({server})" if server else "", _proxy_hint(url) if proxies else ""
     if status in _NO_ENDPOINT:
         return (
             f"HTTP {status}: no delta endpoint at {url}: the server there{who} is no engine with "
-            "--enable-delta-updates, or the address is not its root, http://HOST:PORT"
+            f"--enable-delta-updates, or the address is not its root, http://HOST:PORT{hint}"
         )
     plain = " ".join(re.sub(r"<(style|script).*?</\1>|<[^>]*>", " ", text, flags=re.S).split())
-    return f"HTTP {status} from {url}{who}: {plain[:_SHOWN] or 'no text'}"
+    return f"HTTP {status} from {url}{who}: {plain[:_SHOWN] or 'no text'}{hint}"
 
 
 def is_own_error(text: str) -> bool:
@@ -45,8 +50,24 @@ def is_own_error(text: str) -> bool:
     return isinstance(json_object(text).get("error"), dict)
 
 
-def failure_in_words(error: BaseException) -> str:
-    """Return why no answer came, in one line; what to do about it if that is known."""
+def failure_in_words(error: BaseException, url: str, *, proxies: bool = True) -> str:
+    """Return why no answer came, in one line; what to do about it if that is known.
+
+    Args:
+        error: Of httpx: of a request, or the ImportError of a client that cannot be made.
+        url: That was asked for.
+        proxies: The client uses the environment's proxies; one might have failed.
+    """
+    if isinstance(error, ImportError) and (names := _socks_variables()):
+        one_of, is_set = " and ".join(names), "names" if len(names) == 1 else "name"
+        return (
+            f'{one_of} {is_set} a SOCKS proxy, which needs pip install "httpx[socks]"; '
+            f"or unset {one_of}"
+        )
+    return _failure(error, url) + (_proxy_hint(url) if proxies else "")
+
+
+def _failure(error: BaseException, url: str) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
@@ -56,7 +77,39 @@ def failure_in_words(error: BaseException) -> str:
         several = getattr(cause, "exceptions", ())  # of a host with several addresses
         cause = several[0] if several else cause.__cause__ or cause.__context__
     text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    # A server that expects TLS closes the connection at the first byte of another protocol.
+    hangs_up = url.startswith("http://") and "without sending a response" in text
+    hint = " If it serves TLS, use https://" if hangs_up else ""
+    return f"{type(error).__name__}: {text}{hint}" if text else type(error).__name__
+
+
+def proxy_variable(url: str) -> str | None:
+    """Return the environment variable whose proxy httpx uses for a URL; None without one."""
+    from urllib.request import getproxies_environment, proxy_bypass
+
+    try:
+        scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
+    except ValueError:  # no URL
+        return None
+    proxies = getproxies_environment()
+    if proxy_bypass(host):
+        return None
+    used = next((f"{one}_proxy" for one in (scheme, "all") if proxies.get(one)), None)
+    # Names in lower case take precedence, and come last.
+    return max((name for name in os.environ if name.lower() == used), default=None)
+
+
+def _proxy_hint(url: str) -> str:
+    variable = proxy_variable(url)
+    if variable is None:
+        return ""
+    host = urlsplit(url).hostname
+    return f"; {variable} sends this request to a proxy: to go without it, add {host} to NO_PROXY"
+
+
+def _socks_variables() -> list[str]:
+    named = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
+    return sorted(name for name, value in named.items() if value.lower().startswith("socks"))
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -86,7 +139,7 @@ def some_of(names: Iterable[str]) -> str:
 
 
 def prefix_hint(name: str, known: Collection[str], whose: str = "the base") -> str:
-    """Return a hint that a name is known with or without a prefix; "" if it is not.
+    """Return a hint that a name is known with another prefix, or without one; "" if it is not.
 
     It begins with "; ", as it is appended to what is wrong with the name.
     """
@@ -96,6 +149,15 @@ def prefix_hint(name: str, known: Collection[str], whose: str = "the base") -> s
             prefix = ".".join(parts[:start])
             return f"; {whose} has {rest}: take the prefix '{prefix}.' off the names"
     longer = next((one for one in known if one.endswith(f".{name}")), None)
-    if longer is None:
-        return ""
-    return f"; {whose} has {longer}: put the prefix '{longer[: -len(name)]}' before the names"
+    if longer is not None:
+        return f"; {whose} has {longer}: put the prefix '{longer[: -len(name)]}' before the names"
+    for start in range(1, len(parts) - 1):
+        if parts[start - 1].isdigit():
+            break
+        prefix, rest = ".".join(parts[:start]), ".".join(parts[start:])
+        same = (one.removesuffix(rest) for one in known if one.endswith(f".{rest}"))
+        # One with a number is that of another layer.
+        other = next((one for one in same if not any(map(str.isdigit, one.split(".")))), None)
+        if other is not None:
+            return f"; {whose} has {other}{rest}: put '{other}' in the place of '{prefix}.'"
+    return ""

@@ -80,9 +80,31 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 prepare(Settings)
 
 
+def api_key(given: str | None = None) -> str | None:
+    """Return the given bearer token, or else the environment's; None if neither is there.
+
+    White space at both ends is dropped: files and secrets often end with a line break.
+
+    Raises:
+        ValueError: It has characters that no HTTP header carries. The message does not show it.
+    """
+    token = (given or "").strip() or os.environ.get(API_KEY_ENVIRONMENT)
+    token = None if token is None else token.strip()
+    if token and not (token.isascii() and token.isprintable()):
+        raise ValueError(
+            f"the bearer token ({API_KEY_ENVIRONMENT}, or what was given in its place) has "
+            "characters other than printable ASCII, which no HTTP header carries"
+        )
+    return token
+
+
 def bearer_headers(token: str | None = None) -> dict[str, str]:
-    """Return the HTTP headers with this token, or else the environment's; none without any."""
-    token = token or os.environ.get(API_KEY_ENVIRONMENT)
+    """Return the HTTP headers with this token, or else the environment's; none without any.
+
+    Raises:
+        ValueError: See `api_key`.
+    """
+    token = api_key(token)
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
@@ -96,7 +118,7 @@ def from_namespace(args: argparse.Namespace) -> Settings | None:
     """Return the settings in parsed arguments, or None without ``--enable-delta-updates``.
 
     The last value of a key of the tuning counts. ValueError is raised if another delta flag is
-    given without it.
+    given without it, or if no client could send the token.
     """
     given: dict[str, tuple[str, Any]] = {}
     for flags in FLAGS.values():
@@ -118,6 +140,7 @@ def from_namespace(args: argparse.Namespace) -> Settings | None:
             flags_given = ", ".join(flag for flag, _ in given.values())
             raise ValueError(f"{flags_given} needs --enable-delta-updates")
         return None
+    api_key()  # of the engine and of its peers
     if "log" not in given and "follow" in given:
         raise ValueError("--delta-follow needs --delta-log")
     needs = {"follow_group", "follow_interval", "follow_hold"}

@@ -444,8 +444,9 @@ def _engine_version(url: str, api_key: str | None) -> int:
         why = answer_in_words(answer.status_code, answer.text, who, asked)
     except ValueError as error:
         raise OSError(f"{url} does not report its version: {error}") from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise OSError(f"{url} does not report its version: {failure_in_words(error)}") from error
+    except (httpx.HTTPError, httpx.InvalidURL, ImportError) as error:
+        why = failure_in_words(error, asked)
+        raise OSError(f"{url} does not report its version: {why}") from error
     raise OSError(f"{url} does not report its version: {why}")
 
 

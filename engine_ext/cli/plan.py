@@ -129,8 +129,8 @@ def _ask(url: str) -> list[list[Row]]:
     asked, headers = f"{url.rstrip('/')}/delta_status", bearer_headers()
     try:
         answer = httpx.get(asked, params={"plan": "true"}, headers=headers, timeout=60)
-    except httpx.HTTPError as error:
-        raise RuntimeError(f"{asked}: {failure_in_words(error)}") from error
+    except (httpx.HTTPError, ImportError) as error:
+        raise RuntimeError(f"{asked}: {failure_in_words(error, asked)}") from error
     if answer.status_code != httpx.codes.OK:
         who = answer.headers.get("Server")
         raise RuntimeError(answer_in_words(answer.status_code, answer.text, who, asked))

@@ -17,7 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine_ext.answers import answer_in_words, failure_in_words, is_own_error, some_of
+from engine_ext.answers import (
+    answer_in_words,
+    failure_in_words,
+    is_own_error,
+    proxy_variable,
+    some_of,
+)
 from engine_ext.commands import (
     CommandParser,
     leaving_at_once,
@@ -44,6 +50,7 @@ if TYPE_CHECKING:
     from engine_ext.ranks.operations import RunOwner, SyncRecord
 
 _WIDE = 200  # columns if the output is not a terminal
+_DENIED = (401, 403)  # HTTP statuses
 _NARROW = 120  # columns below which the tables have fewer of them
 _ENGINE = ("engine", "kind", "ranks", "version", "run", "state", "staged", "digest", "note")
 _IN_NOTE = ("kind", "ranks", "run", "staged", "digest")  # of a narrow table
@@ -86,7 +93,7 @@ class Answer:
         if self.status is None:
             if self.http_status is None:
                 return "unreachable"
-            if self.http_status in (401, 403):
+            if self.http_status in _DENIED:
                 return "denied"
             return "failing" if self.has_failed else "no engine"
         health = self.status.health
@@ -128,12 +135,14 @@ async def ask(client: httpx.AsyncClient, url: str) -> Answer:
     try:
         response = await client.get(f"{url}/delta_status", params={"history": "true"})
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Answer(url, None, failure_in_words(error))
+        return Answer(url, None, failure_in_words(error, url))
     if response.status_code != httpx.codes.OK:
         who = response.headers.get("Server")
         said = answer_in_words(response.status_code, response.text, who, f"{url}/delta_status")
-        failed = is_own_error(response.text)
-        return Answer(url, None, said, response.status_code, has_failed=failed)
+        failed, status = is_own_error(response.text), response.status_code
+        if status in _DENIED and not failed and proxy_variable(url):
+            return Answer(url, None, said)  # as far as is known, the proxy's
+        return Answer(url, None, said, status, has_failed=failed)
     try:
         return Answer(url, decode_status(response.content))
     except ValueError as error:  # another kind of server
@@ -296,7 +305,11 @@ async def _show(options: argparse.Namespace, answers: list[Answer]) -> None:
         from engine_ext.log import follower_lags, open_log
 
         log = await asyncio.to_thread(open_log, options.delta_log)
-    async with httpx.AsyncClient(headers=bearer_headers(), timeout=options.timeout) as client:
+    try:
+        asking = httpx.AsyncClient(headers=bearer_headers(), timeout=options.timeout)
+    except ImportError as error:
+        raise OSError(failure_in_words(error, "")) from error
+    async with asking as client:
         lags: list[Lag] = []
 
         async def look() -> RenderableType:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from engine_ext.answers import prefix_hint
 from engine_ext.dtypes import name_of
 from engine_ext.errors import NotUpdatable
 from engine_ext.format import ParamDelta
@@ -39,7 +40,9 @@ def check_param(
     placed = plan.placement.get(name)
     if placed is None:
         raise NotUpdatable(
-            f"{name}: the checkpoint this engine was loaded from has no such tensor", tensor=name
+            f"{name}: the checkpoint this engine was loaded from has no such tensor"
+            f"{prefix_hint(name, plan.placement, whose='it')}",
+            tensor=name,
         )
     _check_spec(delta, placed.spec)
     uncertified = placed.status is Status.UNCERTIFIED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 from fastapi import Request
 
 from engine_ext.errors import AccessDenied, Unauthorized
-from engine_ext.settings import API_KEY_ENVIRONMENT
+from engine_ext.settings import API_KEY_ENVIRONMENT, api_key
 
 _FORWARDED = ("forwarded", "x-real-ip", "via")
 _FORWARDED_PREFIX = "x-forwarded-"
@@ -34,7 +33,7 @@ def check_access(request: Request, networks: Sequence[str] = ()) -> None:
         Unauthorized: a token is set, and the request's is missing or different.
         AccessDenied: no token is set, and the request might come from another host.
     """
-    token = os.environ.get(API_KEY_ENVIRONMENT)
+    token = api_key()
     if token is not None:
         check_token(request.headers.get("authorization"), token)
     else:

@@ -176,7 +176,7 @@ async def ask_peer(root: str, group: str, adapter: str | None = None) -> PeerAns
                 if len(text) > _MOST_ANSWER:
                     raise ValueError(f"{url} answered with more than {_MOST_ANSWER} bytes")
     except httpx.TransportError as error:
-        raise OSError(f"{url}: {failure_in_words(error)}") from error
+        raise OSError(f"{url}: {failure_in_words(error, url, proxies=False)}") from error
     try:
         return msgspec.json.decode(text, type=PeerAnswer)
     except (ValueError, RecursionError) as error:

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ from engine_ext.ranks.operations import (
 from engine_ext.ranks.status import EngineStatus, HealthState, HealthStatus, VersionStatus
 from engine_ext.remote_parts import PartCache, Peers
 from engine_ext.resources import RateLimit
-from engine_ext.settings import API_KEY_ENVIRONMENT, Settings
+from engine_ext.settings import Settings, api_key
 from engine_ext.store_urls import is_store_url
 
 logger = logging.getLogger(__name__)
@@ -123,9 +122,7 @@ class DeltaService:
         self.follower: LogFollower | None = None
         if settings.log is not None:
             options: dict[str, Any] = {"cache": cache, "streams": settings.streams, "limit": rate}
-            self.peers = Peers(
-                settings.peers, settings.own_url, os.environ.get(API_KEY_ENVIRONMENT)
-            )
+            self.peers = Peers(settings.peers, settings.own_url, api_key())
             log = open_log(settings.log, peers=self.peers, **options)
             self.shared_parts = SharedParts(open_log(settings.log, **options))
             self.part_reads = PartReads(self.shared_parts)
@@ -141,9 +138,7 @@ class DeltaService:
                     group=settings.follow_group,
                 )
         elif settings.peers and cache is not None:
-            self.peers = Peers(
-                settings.peers, settings.own_url, os.environ.get(API_KEY_ENVIRONMENT)
-            )
+            self.peers = Peers(settings.peers, settings.own_url, api_key())
             theirs = DeltaLog(PeerStore(self.peers, cache))
             self.log_replay = LogReplay(self.inlet, engine, theirs)
         self.readiness = Readiness(

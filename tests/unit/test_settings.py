@@ -18,6 +18,7 @@ from engine_ext.settings import (
     ENVIRONMENT,
     Settings,
     add_arguments,
+    bearer_headers,
     from_environment,
     from_namespace,
     parse_size,
@@ -283,3 +284,26 @@ def test_the_token_is_kept_out_of_the_namespace() -> None:
     assert "s3cret" not in repr(args)
     assert os.environ[API_KEY_ENVIRONMENT] == "s3cret"
     assert "s3cret" not in repr(from_namespace(args))
+
+
+@pytest.mark.parametrize("text", ["s3cret\n", " s3cret", "s3cret \r\n"])
+def test_token_loses_white_space(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(API_KEY_ENVIRONMENT, text)
+    assert bearer_headers() == bearer_headers(text) == {"Authorization": "Bearer s3cret"}
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_client_sends_no_empty_token(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(API_KEY_ENVIRONMENT, text)
+    assert bearer_headers() == bearer_headers(text) == {}
+
+
+@pytest.mark.parametrize("text", ["s3\ncret", "s3crét", "s3\x7fcret", "s3cret\udcff"])
+def test_message_names_bad_token_without_value(text: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--enable-delta-updates", "--delta-api-key", text])
+    for use in (bearer_headers, lambda: from_namespace(args)):
+        with pytest.raises(ValueError, match=API_KEY_ENVIRONMENT) as caught:
+            use()
+        assert (type(caught.value), "s3" in str(caught.value)) == (ValueError, False)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from delta_sender.results import SyncError
 from engine_ext.resources import RateLimit
+from engine_ext.settings import api_key
 
 if TYPE_CHECKING:
     import httpx
@@ -58,7 +59,7 @@ class SenderOptions:
             posted alone. An engine that has no room for so many (429) gets fewer until the next
             sync.
         digest: Keep the model's digest, and send digests along if the engine has a plan.
-        api_key: Bearer token.
+        api_key: Bearer token; white space at its ends is dropped.
         hmac_key: Key to sign the parts with, for engines with ``DELTA_HMAC_KEY``.
         pause_mode: What happens to requests in flight: they continue with the new weights (keep),
             finish first (wait), or end (abort).
@@ -125,7 +126,7 @@ class SenderOptions:
             one that has agreed and did not commit in `commit_window`.
 
     Raises:
-        ValueError: One has an unknown value.
+        ValueError: One has an unknown value, or no HTTP header carries the token.
     """
 
     base_version: int = 0
@@ -167,6 +168,8 @@ class SenderOptions:
             raise ValueError(f"flush_cache {self.flush_cache!r} is not True, False or 'salt'")
         if self.posts_in_flight < 1:
             raise ValueError("posts_in_flight is 1 at least")
+        if self.api_key is not None:
+            object.__setattr__(self, "api_key", api_key(self.api_key))
         if isinstance(limit := self.bandwidth_limit, (int, float)):
             object.__setattr__(self, "bandwidth_limit", RateLimit(limit))
 

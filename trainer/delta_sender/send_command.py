@@ -22,7 +22,7 @@ from delta_sender.diff.snapshot import MappedSnapshot, NamedTensors
 from delta_sender.options import DEFAULTS, SenderOptions
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
-from delta_sender.publish.http_client import STARTING, EngineClient, is_lasting
+from delta_sender.publish.http_client import STARTING, EngineClient, is_lasting, open_client
 from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.log_sender import is_led_to
 from delta_sender.publish.notify import Notifier
@@ -34,7 +34,7 @@ from engine_ext.errors import LogDamaged
 from engine_ext.files import checkpoint_entries, read_entries
 from engine_ext.log import open_log
 from engine_ext.ranks.status import EngineStatus
-from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT, bearer_headers
+from engine_ext.settings import HMAC_KEY_ENVIRONMENT, api_key, bearer_headers
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def _check_base(publisher: Publisher, log: LogDestination, base_version: int) ->
 def options_of(arguments: argparse.Namespace) -> SenderOptions:
     """Return the senders' options that the command line's arguments and the environment give."""
     given = {name: getattr(arguments, name) for name in DEFAULTS if name in arguments}
-    given["api_key"] = arguments.api_key or os.environ.get(API_KEY_ENVIRONMENT)
+    given["api_key"] = api_key(arguments.api_key)
     given["hmac_key"] = os.environ.get(HMAC_KEY_ENVIRONMENT)
     if arguments.dry_run:
         given["delta_log"] = given["state"] = None
@@ -260,7 +260,7 @@ def await_engine(url: str, options: SenderOptions, seconds: float) -> None:
     end, said = time.monotonic() + seconds, ""
     asked = f"{url.rstrip('/')}/delta_status"
     headers = bearer_headers(options.api_key)
-    with httpx.Client(timeout=_ASK_S) as client:
+    with open_client(_ASK_S) as client:
         while True:
             try:
                 status = client.get(asked, headers=headers).status_code
@@ -268,7 +268,7 @@ def await_engine(url: str, options: SenderOptions, seconds: float) -> None:
                     return
                 why = f"HTTP {status}"
             except httpx.TransportError as error:
-                why = failure_in_words(error)
+                why = failure_in_words(error, asked)
                 if is_lasting(error):
                     raise EngineUnreachable(f"{asked}: {why}") from error
             left = end - time.monotonic()

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -203,3 +204,24 @@ def test_missing_package_is_one_line(name: str, arguments: list[str], package: s
     assert done.stderr.startswith(f"{name}: ")
     assert done.stderr.endswith("install this package with its extra 'sender'\n")
     assert done.stderr.count("\n") == 1
+
+
+def test_socks_proxy_without_package_is_one_line(checkpoints: list[str], tmp_path: Path) -> None:
+    log, url = str(tmp_path / "log"), "http://10.20.30.41:8000"
+    assert run("-m", "delta_sender", *checkpoints, "--log", log).returncode == 0
+    proxies: dict[str, Any] = {"ALL_PROXY": "socks5://127.0.0.1:9", "NO_PROXY": "", "no_proxy": ""}
+    commands: list[tuple[int, list[str]]] = [
+        (1, ["delta-send", *checkpoints, "--url", url]),
+        (1, ["delta-send", *checkpoints, "--url", url, "--wait", "9"]),
+        (1, ["delta-plan", url]),
+        (1, ["delta-top", url, "--once"]),
+        (2, ["delta-log", "prune", log, "--url", url]),
+    ]
+    for status, (name, *arguments) in commands:
+        module = MODULES[name].replace("delta_sender", "delta_sender.cli")
+        done = run("-c", WITHOUT, "socksio", module, *arguments, **proxies)
+        assert done.returncode == status, done.stderr
+        assert "Traceback" not in done.stderr
+        [said] = [line for line in done.stderr.splitlines() if "SOCKS" in line]
+        assert "ALL_PROXY names a SOCKS proxy" in said
+        assert said.endswith('pip install "httpx[socks]"; or unset ALL_PROXY')

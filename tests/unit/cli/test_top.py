@@ -222,6 +222,19 @@ def test_what_is_no_engine(
     assert says in printed
 
 
+def test_proxys_refusal_is_not_the_engines(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.answer = (403, b"Forbidden by policy")
+    monkeypatch.setenv("http_proxy", engine.url)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert top.main(["http://10.20.30.41:8000", "--once"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "unreachable HTTP 403" in printed
+    assert "http_proxy sends this request to a proxy" in printed
+
+
 def test_a_url_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert top.main(["http://host:80a0", "--once"]) == 1
     assert "Invalid port: '80a0'" in " ".join(capsys.readouterr().out.split())

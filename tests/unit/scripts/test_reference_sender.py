@@ -339,6 +339,28 @@ def test_engine_of_another_run_is_left_alone() -> None:
     assert (engine.version, engine.syncs) == (1, [False])
 
 
+@pytest.mark.parametrize("loaded", [True, False])
+def test_base_error_leaves_weights_of_others(loaded: bool) -> None:
+    """Of another run, or loaded before the sender has sent anything."""
+    base, new = model(), changed(model(), "a", 3)
+    engine = FakeEngine.of(base)
+    sender = script.Sender(engine.client(), base)
+    others = changed(base, "c", 0)
+
+    def conflict(take: Callable[[], httpx.Response]) -> httpx.Response:
+        engine.restart(others)
+        if not loaded:
+            engine.run, engine.loaded = "another", False
+        return refusal(409, "BaseMismatch")
+
+    if not loaded:
+        sender.sync(base)
+    engine.answers = [conflict]
+    with pytest.raises(script.BaseError, match="BaseMismatch"):
+        sender.sync(new)
+    assert engine.holds(others)
+
+
 def test_half_written_engine_is_sent_everything() -> None:
     base, new = model(), changed(model(), "a", 3)
     engine = FakeEngine.of(base)

@@ -81,11 +81,14 @@ def test_lost_answers_and_connections_are_retried(
 
 
 @pytest.mark.parametrize("another", [False, True])
-def test_a_commit_whose_answer_never_came_is_found_out(naps: list[float], another: bool) -> None:
+@pytest.mark.parametrize("digest", [True, False])
+def test_a_commit_whose_answer_never_came_is_found_out(
+    naps: list[float], another: bool, digest: bool
+) -> None:
     """The engine says that it has it; or that it has something else of that version."""
     model = model_of(tensors=2)
     engine = Engine.of(model)
-    sender = sender_of(engine, model)
+    sender = sender_of(engine, model, digest=digest)
     engine.faults = dict.fromkeys(range(8), loses)
     train(model)
     with pytest.raises(SyncError, match="ReadTimeout") as caught:
@@ -105,6 +108,25 @@ def test_a_commit_whose_answer_never_came_is_found_out(naps: list[float], anothe
     train(model, 2)
     assert not sender.sync(model.items()).full
     assert engine.holds(model)
+
+
+@pytest.mark.parametrize("digest", [True, False])
+def test_sender_refuses_another_sync_as_already_applied(digest: bool) -> None:
+    """It held the part that was posted, and more."""
+    model = model_of(tensors=2)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, digest=digest)
+
+    def had_it(take: Handler, request: httpx.Request) -> httpx.Response:
+        take(request)
+        engine.weights["layers.1.weight"][3] ^= 1
+        engine.last_sync = last_sync(1, "another's")
+        return engine.ok("already_applied", engine.digest().hex() if digest else None)
+
+    engine.faults[0] = had_it
+    train(model)
+    report = sender.sync(model.items())
+    assert (report.status, report.full, engine.holds(model)) == ("committed", True, True)
 
 
 @pytest.mark.parametrize("digest", [True, False])

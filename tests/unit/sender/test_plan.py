@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import httpx
 import numpy as np
 import pytest
 import torch
 
-from delta_sender import SyncError
+from delta_sender import FullSyncRefused, SyncError
 from delta_sender.diff.snapshot import Snapshot
 from delta_sender.encode.acked_state import EnginePlan
 from tests.support.fake_engine import (
     Engine,
+    Model,
     bits,
     digest_of,
     error,
@@ -254,3 +257,61 @@ def test_status_of_another_form_is_refused(answer: dict[str, object]) -> None:
         with pytest.raises(SyncError, match="no status of this version"):
             sender.sync(model.items())
     assert engine.requests == []
+
+
+def other_of(model: Model) -> Model:
+    other = {name: tensor.clone() for name, tensor in model.items()}
+    train(other)
+    return other
+
+
+class PlanEngine(Engine):
+    """Its plan has dtypes and shapes, as a real one's."""
+
+    def plan(self) -> list[list[dict[str, object]]] | None:
+        return [
+            [{**row, "dtype": "bfloat16", "shape": [4, 100]} for row in rank]
+            for rank in super().plan() or []
+        ]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda base: {name: tensor.float() for name, tensor in base.items()},
+            "the dtype is float32 in the base and bfloat16 in the engine: layers.0.weight, ",
+        ),
+        (
+            lambda base: {name: tensor[:2] for name, tensor in base.items()},
+            "the shape is [2, 100] in the base and [4, 100] in the engine: layers.0.weight, ",
+        ),
+        (
+            lambda base: {"layers.1.weight": base["layers.1.weight"]},
+            "the base has no layers.0.weight",
+        ),
+        (
+            lambda base: {**base, "module.layers.0.weight": torch.zeros(4, 100).bfloat16()},
+            "the engine has no module.layers.0.weight; it has layers.0.weight: take the prefix "
+            "'module.' off the names",
+        ),
+    ],
+    ids=["dtype", "shape", "lacking", "unknown"],
+)
+def test_refusal_says_how_base_differs(change: Callable[[Model], Model], says: str) -> None:
+    """`full="allow"` would not help."""
+    model = model_of()
+    wrong = change(other_of(model))
+    with sender_of(PlanEngine.of(model, version=6), wrong) as sender:
+        with pytest.raises(FullSyncRefused) as caught:
+            sender.sync(wrong.items())
+    assert says in str(caught.value)
+    assert "--full" not in str(caught.value)
+
+
+def test_refusal_of_alike_base_names_full_sync() -> None:
+    model = model_of()
+    wrong = other_of(model)
+    with sender_of(PlanEngine.of(model), wrong) as sender:
+        with pytest.raises(FullSyncRefused, match="--allow-full"):
+            sender.sync(wrong.items())

@@ -176,3 +176,12 @@ def test_sharded_tensor_is_refused_by_name(sharded: torch.Tensor, given: type) -
     with pytest.raises(ValueError, match=said):
         Snapshot(given([("w", sharded)]), "gap8_ulp")
     assert changes(kept, {"w": torch.ones(8, 4)}) == {}
+
+
+def test_tensor_without_values_is_named() -> None:
+    base = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    meta = {**base, "b": torch.empty(2, device="meta")}
+    with pytest.raises(ValueError, match="b: on the meta device, so it has no values"):
+        Snapshot(meta.items(), "deltas_zstd")
+    with pytest.raises(ValueError, match="b: on the meta device, so it has no values"):
+        changes(Snapshot(base.items(), "deltas_zstd"), meta)

@@ -178,6 +178,14 @@ def test_an_empty_token_lets_nobody_in(authorization: str | None) -> None:
         check_token(authorization, "")
 
 
+@pytest.mark.parametrize(("token", "status"), [("secret\n", 200), ("\n", 401)])
+def test_engine_drops_white_space_of_token(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, token: str, status: int
+) -> None:
+    monkeypatch.setenv(API_KEY_ENVIRONMENT, token)
+    assert call(rig, "status", GIVEN["right"]).status_code == status
+
+
 # Without a token -----------------------------------------------------------------------------
 
 HERE = ["127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1"]

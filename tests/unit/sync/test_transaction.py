@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from engine_ext.errors import NotUpdatable
@@ -70,8 +69,7 @@ def lose_part(receiver: Receiver) -> None:
 def hold_another(receiver: Receiver) -> None:
     receiver.handle("abort", {})
     other = part_id(body(), part=0, num_parts=2, sync_id="other", identity="another")
-    arguments = {"part": msgspec.to_builtins(other)}
-    receiver.handle("begin", {**arguments, "path": "/nowhere", "now": 0.0})
+    receiver._sync_state.admit(other, now=0.0)
     receiver._sync_state.settle(0, staged=True)
 
 

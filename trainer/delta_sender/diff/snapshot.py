@@ -241,7 +241,7 @@ class Snapshot:
         Args:
             first: An earlier name of the same tensor, if any, in case that this one is new.
         """
-        _refuse_wrapper(name, tensor)
+        _refuse_valueless(name, tensor)
         key = self.key(name if first is None or self._is_known(name) else first)
         old = self._dense.get(key)
         if old is None:
@@ -378,15 +378,17 @@ def _with_ties(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor, str |
     """
     names: dict[tuple[object, ...], str] = {}
     for name, tensor in tensors:
-        _refuse_wrapper(name, tensor)
+        _refuse_valueless(name, tensor)
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         view = (tensor.storage_offset(), tensor.dtype, *tensor.shape, *tensor.stride())
         first = names.setdefault((storage, *view), name)
         yield name, tensor, first if first != name and tensor.numel() else None
 
 
-def _refuse_wrapper(name: str, tensor: torch.Tensor) -> None:
+def _refuse_valueless(name: str, tensor: torch.Tensor) -> None:
     """Raise `ValueError` for a tensor without memory of its own, whose address might be 0."""
+    if tensor.is_meta:
+        raise ValueError(f"{name}: on the meta device, so it has no values")
     is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
     if is_wrapper:
         raise ValueError(

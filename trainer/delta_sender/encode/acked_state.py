@@ -95,6 +95,32 @@ class EnginePlan:
         return not self.is_known or name in self.digested
 
 
+def _differences(answer: Any, tensors: TensorNames, snapshot: Snapshot) -> Iterator[str]:
+    """Yield what the sender's tensors and those in the answer of `Destination.plan` differ in.
+
+    Dtypes and shapes are compared if the snapshot holds all of the tensors, whole.
+    """
+    rows = {row["name"]: row for rank in answer or [] for row in rank}
+    if not rows:
+        return
+    known = {tensors.key(name) for name in rows}
+    if unknown := [name for name in tensors if name not in known]:
+        yield f"the engine has no {some_of(unknown)}{prefix_hint(unknown[0], rows, whose='it')}"
+    held = {name: row for name, row in rows.items() if row["status"] != "ignored"}
+    own = [name for name, row in held.items() if not row.get("tied_to")]
+    if lacking := [name for name in own if tensors.key(name) not in tensors]:
+        yield f"the base has no {some_of(lacking)}"
+    if tensors is not snapshot:
+        return
+    images = {n: snapshot.image(tensors.key(n)) for n in held if tensors.key(n) in tensors}
+    dtypes = {n: (image.dtype, held[n].get("dtype")) for n, image in images.items()}
+    shapes = {n: ([*image.shape], held[n].get("shape")) for n, image in images.items()}
+    for what, pairs in (("dtype", dtypes), ("shape", shapes)):
+        if other := {n: pair for n, pair in pairs.items() if pair[1] not in (None, pair[0])}:
+            ours, theirs = other[min(other)]
+            yield f"the {what} is {ours} in the base and {theirs} in the engine: {some_of(other)}"
+
+
 @dataclass(frozen=True, slots=True)
 class PostedSync:
     """A sync whose last part was posted."""
@@ -160,6 +186,7 @@ class AckedState:
         self.latest: PostedSync | None = None  # led to the snapshot; None if that is not known
         self.plan = EnginePlan()  # as it was last read
         self.plan_is_current = False  # it can be used without reading it again
+        self.unlike = ""  # how the base is of another checkpoint than the destination's, by plan
         self.digest: Digest | None = None  # of what is held; None if no digest is kept
         self.proves_parts = False  # a part's digest can prove what it changes, also without that
         self.posted: PostedSync | None = None  # the destination might be committing it
@@ -192,6 +219,7 @@ class AckedState:
         first_time = not self.plan.names
         self.plan_is_current, self.digest = False, None
         self.plan = plan = EnginePlan.read(answer, self._names, self._ignored)
+        self.unlike = "; ".join(_differences(answer, self._names, self.snapshot))
         self.proves_parts = plan.is_known and keep_digest
         if self.proves_parts and not plan.missing:
             self.digest = Digest.ZERO if full else self._held_digest()

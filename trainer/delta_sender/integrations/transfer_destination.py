@@ -23,6 +23,7 @@ from delta_sender.publish.http_client import EngineClient
 from delta_sender.results import SyncError
 from delta_sender.run import Run
 from engine_ext.format import SIGNATURE_SUFFIX, sign
+from engine_ext.settings import bearer_headers
 
 _BUSY: Final = ("SyncInProgress", "TooManyUploads")
 _WAIT_S: Final = 1.0
@@ -252,9 +253,7 @@ class HttpSyncClient:
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
         self.base_url = base_url.rstrip("/")
-        key = api_key or os.environ.get("DELTA_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(headers=headers, timeout=timeout)
+        self._client = httpx.Client(headers=bearer_headers(api_key), timeout=timeout)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._post("init_weight_transfer_engine", {"init_info": init_info})

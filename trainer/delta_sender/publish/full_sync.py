@@ -20,6 +20,10 @@ _WAYS_OUT: Final = (
     "give the checkpoint that the engine holds as base; or, to replace its weights, pass "
     'full="allow" (--allow-full), or call sync_full() (--full)'
 )
+# The engine takes no full sync of it either.
+_OTHER_CHECKPOINT: Final = (
+    "give the tensors of the checkpoint that the engine was started with as base; these are not"
+)
 
 
 class FullSyncGuard:
@@ -105,10 +109,13 @@ class FullSyncGuard:
         digest = self._state.digest
         held = "unknown weights" if status is None else described(status)
         _, _, why = reason.partition(": ")
+        ways_out = _WAYS_OUT
+        if unlike := self._state.unlike:
+            ways_out = f"{_OTHER_CHECKPOINT}: {unlike}"
         message = (
             f"{self._destination.name} holds {held}, which this sender has not sent, "
             f"and no delta leads from there ({why}). The engine is unchanged. What can be done: "
-            f"{_WAYS_OUT}"
+            f"{ways_out}"
         )
         facts = {} if status is None else _facts(status)
         base = None if digest is None else digest.hex()

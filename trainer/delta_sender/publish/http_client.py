@@ -64,7 +64,7 @@ class EngineClient(Destination):
             **self._named,
         }
         key = options.api_key
-        self._authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._authorization = {"Authorization": f"Bearer {key}"} if key else {}
         self._headers = {"Content-Type": _PART, **self._authorization}
         self._holds = options.commit == "all_or_none"
         self._hmac_key = options.hmac_key
@@ -79,7 +79,7 @@ class EngineClient(Destination):
         self._owns_client = options.client is None
         # A connection to a host that is gone never opens; it is not given the time of a request.
         timeout = httpx.Timeout(options.timeout, connect=min(options.timeout, _CONNECT_S))
-        self.client = options.client or httpx.Client(timeout=timeout)
+        self.client = options.client or open_client(timeout)
 
     def close(self) -> None:
         """Close the HTTP client, unless it was given."""
@@ -241,12 +241,13 @@ class EngineClient(Destination):
                 )
             except httpx.TransportError as error:
                 kind = SyncError if is_lasting(error) else EngineUnreachable
-                lost = kind(f"{url}: {failure_in_words(error)}")
+                why = failure_in_words(error, url, proxies=self._owns_client)
+                lost = kind(f"{url}: {why}")
                 if unanswered is not None and kind is EngineUnreachable:
                     unanswered.append(lost)
                 raise lost from error
             if answer.status_code != 200:
-                refusal = _refusal(answer)
+                refusal = _refusal(answer, proxies=self._owns_client)
                 if refusal.error.get("type") == "TooManyUploads":
                     self.at_once = max(1, self.at_once - 1)
                 if unanswered is not None and isinstance(refusal, EngineUnreachable):
@@ -295,6 +296,21 @@ class EngineClient(Destination):
         logger.warning(message, self.name, what, seconds, max(0.0, left), extra=waits)
 
 
+def open_client(timeout: float | httpx.Timeout) -> httpx.Client:
+    """Return a client that uses the environment's proxies.
+
+    Args:
+        timeout: In seconds.
+
+    Raises:
+        EngineUnreachable: It could not reach anything: a package for one of the proxies is missing.
+    """
+    try:
+        return httpx.Client(timeout=timeout)
+    except ImportError as error:
+        raise EngineUnreachable(failure_in_words(error, "")) from error
+
+
 class _Chunks:
     """A body in chunks; each iteration starts from the beginning."""
 
@@ -321,11 +337,12 @@ def is_lasting(error: httpx.TransportError) -> bool:
     return isinstance(error, (httpx.LocalProtocolError, httpx.UnsupportedProtocol))
 
 
-def _refusal(response: httpx.Response) -> SyncError:
+def _refusal(response: httpx.Response, *, proxies: bool) -> SyncError:
     """Return the exception for a status other than 200; its class says whether a retry can help."""
     status, error = response.status_code, json_object(response.text).get("error")
     url = str(response.url.copy_with(query=None))
-    message = answer_in_words(status, response.text, response.headers.get("Server"), url)
+    server = response.headers.get("Server")
+    message = answer_in_words(status, response.text, server, url, proxies=proxies)
     if not isinstance(error, dict):
         kind = EngineUnreachable if status in STARTING else SyncError
         return kind(message, status)
