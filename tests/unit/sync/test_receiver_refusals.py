@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -63,15 +64,15 @@ def test_a_spool_file_that_changes_between_two_ranks_is_refused(ranks: Ranks) ->
     data = body()
     one = part_id(data)
     path = ranks.engine.spool(data)
-    arguments = {"part": msgspec.to_builtins(one), "path": str(path), "now": 0.0}
-    first, *others = ranks.engine.receivers
-    assert "ok" in first.handle("begin", arguments)
-    while not first.handle("poll", {"part": arguments["part"]})["ok"]["done"]:
-        pass
-    exchange(path.with_suffix(".other"), data)
-    path.with_suffix(".other").rename(path)
-    for other in others:
-        assert "ok" in other.handle("begin", arguments)
+    other = path.with_suffix(".other")  # what the path leads to once the first rank has opened it
+    exchange(other, data)
+    receivers, part = ranks.engine.receivers, msgspec.to_builtins(one)
+    requests = [{"part": part, "path": str(p), "now": 0.0} for p in (path, other, other)]
+    with ThreadPoolExecutor(len(receivers)) as threads:
+        began = threads.map(
+            lambda rank, request: rank.handle("begin", request), receivers, requests
+        )
+        assert all("ok" in answer for answer in began)
     answers = ranks.engine.poll(one)
     assert ["error" in answer for answer in answers] == [False, True, True]
     ranks.engine.settle(one, staged=False)
