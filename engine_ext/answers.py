@@ -54,7 +54,7 @@ def failure_in_words(error: BaseException, url: str, *, proxies: bool = True) ->
     """Return why no answer came, in one line; what to do about it if that is known.
 
     Args:
-        error: Of httpx: of a request, or the ImportError of a client that cannot be made.
+        error: What a request of httpx raised, or the ImportError of a client that cannot be made.
         url: That was asked for.
         proxies: The client uses the environment's proxies; one might have failed.
     """

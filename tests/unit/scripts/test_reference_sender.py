@@ -341,7 +341,7 @@ def test_engine_of_another_run_is_left_alone() -> None:
 
 @pytest.mark.parametrize("loaded", [True, False])
 def test_base_error_leaves_weights_of_others(loaded: bool) -> None:
-    """Of another run, or loaded before the sender has sent anything."""
+    """They are another run's, or were loaded before the sender had sent anything."""
     base, new = model(), changed(model(), "a", 3)
     engine = FakeEngine.of(base)
     sender = script.Sender(engine.client(), base)
