@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import itertools
-import logging
 import os
 import re
 from collections.abc import Callable
@@ -20,14 +19,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from engine_ext.commands import positive_seconds
 from engine_ext.store_urls import is_store_url, store_url
 from engine_ext.structs import prepare
 
 ENVIRONMENT = "DELTA_UPDATES_SETTINGS"
 API_KEY_ENVIRONMENT = "DELTA_API_KEY"
 HMAC_KEY_ENVIRONMENT = "DELTA_HMAC_KEY"  # key that parts are signed with
-
-logger = logging.getLogger(__name__)
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -123,17 +121,8 @@ def from_namespace(args: argparse.Namespace) -> Settings | None:
     given: dict[str, tuple[str, Any]] = {}
     for flags in FLAGS.values():
         given |= {one.field: (one.name, getattr(args, _dest(one.name), None)) for one in flags}
-    for key in TUNING:
-        old = getattr(args, _dest(f"--delta-{key}"), None)
-        given[_field(key)] = (f"--delta-{key}", old)
-        if old is not None:
-            logger.warning(
-                "delta updates: --delta-%s is now --delta-tuning %s=VALUE; the next release "
-                "does not accept the old form",
-                *(key, key),
-            )
     for key, value in itertools.chain(*(getattr(args, "delta_tuning", None) or ())):
-        given[_field(key)] = (f"--delta-tuning {key}", value)
+        given[key.replace("-", "_")] = (f"--delta-tuning {key}", value)
     given = {field: pair for field, pair in given.items() if pair[1] is not None}
     if not getattr(args, "enable_delta_updates", False):
         if given:
@@ -152,10 +141,6 @@ def from_namespace(args: argparse.Namespace) -> Settings | None:
 
 def _dest(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
-
-
-def _field(key: str) -> str:
-    return key.replace("-", "_")
 
 
 def parse_size(text: str) -> int:
@@ -182,16 +167,6 @@ def _parse_port(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"not a TCP port: {text!r}")
     return int(text)
-
-
-def _parse_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"not a number of seconds above 0: {text!r}")
-    return seconds
 
 
 def _parse_directory(text: str) -> str:
@@ -256,8 +231,6 @@ class _StoreInEnvironment(argparse.Action):
 
 
 def _parse_apply(text: str) -> str:
-    if text == "auto":  # the default's name before
-        return "scatter"
     if text not in ("scatter", "masked"):
         raise argparse.ArgumentTypeError(f"not scatter or masked: {text!r}")
     return text
@@ -385,7 +358,7 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "scrub_interval",
             "--delta-scrub-interval",
             "SECONDS",
-            _parse_seconds,
+            positive_seconds,
             "Compare live memory with the digest, each tensor once per so many seconds, with at "
             "most a twentieth of one core per rank (default: off).",
         ),
@@ -393,7 +366,7 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "max_pause",
             "--delta-max-pause",
             "SECONDS",
-            _parse_seconds,
+            positive_seconds,
             "Resume generation that a caller has paused for longer, such as a trainer that died. "
             "Give more than any pause that a trainer needs (default: off).",
         ),
@@ -440,7 +413,7 @@ TUNING: Final[dict[str, Tuned]] = {
     ),
     "stage-timeout": Tuned(
         "SECONDS",
-        _parse_seconds,
+        positive_seconds,
         "Seconds after its last part for which an unfinished sync keeps other senders out, and "
         f"for which a body can stall (default: {_DEFAULTS.stage_timeout:g}).",
     ),
@@ -458,7 +431,7 @@ TUNING: Final[dict[str, Tuned]] = {
     ),
     "follow-interval": Tuned(
         "SECONDS",
-        _parse_seconds,
+        positive_seconds,
         "Seconds between two looks at the log, with a fifth of jitter; POST /delta_catch_up is "
         f"one at once (default: {_DEFAULTS.follow_interval:g}).",
     ),
@@ -525,7 +498,7 @@ TUNING: Final[dict[str, Tuned]] = {
         f"(default: {_DEFAULTS.chunk_bytes >> 20}M).",
     ),
 }
-"""The keys of ``--delta-tuning``. Each was a flag of its own, ``--delta-KEY``."""
+"""The keys of ``--delta-tuning``."""
 
 
 def _parse_tuning(text: str) -> list[tuple[str, Any]]:
@@ -552,7 +525,7 @@ def _parse_tuned(key: str, value: str) -> tuple[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to an engine's own parser, in groups, and their old forms without help."""
+    """Add the flags to an engine's own parser, in groups."""
     groups = {title: parser.add_argument_group(title) for title in FLAGS}
     main = groups["DeltaUpdates"]
     main.description = (
@@ -591,7 +564,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_tuning,
         action="append",
     )
-    for key, tuned in TUNING.items():
-        main.add_argument(
-            f"--delta-{key}", help=argparse.SUPPRESS, default=argparse.SUPPRESS, type=tuned.parse
-        )

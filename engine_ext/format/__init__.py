@@ -13,7 +13,6 @@ Imports: `engine_ext.kernels`, and the ground floor.
 
 from engine_ext.format.checksum import (
     CHECKSUM_DIGITS,
-    StateHash,
     state_hash,
 )
 from engine_ext.format.compared_digest import digest_if_equal
@@ -36,7 +35,6 @@ from engine_ext.format.manifest import (
     PACKED_ENCODINGS,
     Limits,
     Manifest,
-    ParamEntry,
     check_run,
     optional_version,
     skip_symbol,
@@ -88,11 +86,9 @@ __all__ = [
     "Manifest",
     "Origin",
     "ParamDelta",
-    "ParamEntry",
     "PartGate",
     "PartId",
     "RunSender",
-    "StateHash",
     "UnpackedPart",
     "Unproven",
     "Verifier",

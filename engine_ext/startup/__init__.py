@@ -15,7 +15,6 @@ from engine_ext.startup.derived import LaterCopies, Recomputation, Recomputed
 from engine_ext.startup.loaded_model import (
     CheckpointReader,
     LoadedModel,
-    Reload,
     Reprocessing,
     Traced,
 )
@@ -30,14 +29,12 @@ from engine_ext.startup.order import (
 )
 from engine_ext.startup.permuted import (
     BeforeProcessing,
-    ModuleCopy,
     Processing,
     RepackLearner,
     compose,
 )
 from engine_ext.startup.recomputed import (
     LockstepRunner,
-    Probe,
     Rebuild,
     RebuildError,
     UnprocessedModules,
@@ -65,14 +62,11 @@ __all__ = [
     "LoaderDryRun",
     "LoadingTrace",
     "LockstepRunner",
-    "ModuleCopy",
-    "Probe",
     "Processing",
     "Rebuild",
     "RebuildError",
     "Recomputation",
     "Recomputed",
-    "Reload",
     "RepackLearner",
     "Reprocessing",
     "Traced",

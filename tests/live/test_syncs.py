@@ -23,16 +23,16 @@ from tests.support.present import present
 
 ENCODINGS = ("indices", "deltas", "deltas_zstd", "gap8_exp", "gap8_ulp")
 CASES = [
-    pytest.param(("vllm", "qwen3", 1, "auto"), marks=pytest.mark.versions),
-    pytest.param(("vllm", "qwen3", 2, "auto"), marks=[pytest.mark.full, pytest.mark.versions]),
+    pytest.param(("vllm", "qwen3", 1, "scatter"), marks=pytest.mark.versions),
+    pytest.param(("vllm", "qwen3", 2, "scatter"), marks=[pytest.mark.full, pytest.mark.versions]),
     pytest.param(("vllm", "qwen3", 1, "masked"), marks=pytest.mark.full),
-    pytest.param(("vllm", "llama_tied", 1, "auto"), marks=pytest.mark.full),
-    pytest.param(("vllm", "llama_tied", 2, "auto"), marks=pytest.mark.full),
-    pytest.param(("sglang", "qwen3", 1, "auto"), marks=pytest.mark.versions),
-    pytest.param(("sglang", "qwen3", 2, "auto"), marks=[pytest.mark.full, pytest.mark.versions]),
+    pytest.param(("vllm", "llama_tied", 1, "scatter"), marks=pytest.mark.full),
+    pytest.param(("vllm", "llama_tied", 2, "scatter"), marks=pytest.mark.full),
+    pytest.param(("sglang", "qwen3", 1, "scatter"), marks=pytest.mark.versions),
+    pytest.param(("sglang", "qwen3", 2, "scatter"), marks=[pytest.mark.full, pytest.mark.versions]),
     pytest.param(("sglang", "qwen3", 1, "masked"), marks=pytest.mark.full),
-    pytest.param(("sglang", "qwen3_moe", 1, "auto"), marks=pytest.mark.full),
-    pytest.param(("sglang", "llama_tied", 1, "auto"), marks=pytest.mark.full),
+    pytest.param(("sglang", "qwen3_moe", 1, "scatter"), marks=pytest.mark.full),
+    pytest.param(("sglang", "llama_tied", 1, "scatter"), marks=pytest.mark.full),
 ]
 
 

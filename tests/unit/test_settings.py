@@ -132,20 +132,10 @@ def test_sixteen_flags_and_the_tuning_are_shown(tmp_path: Path) -> None:
     assert [key for key in settings.TUNING if key not in text] == []
 
 
-def test_an_old_flag_warns_and_works(caplog: pytest.LogCaptureFixture) -> None:
-    assert parse("--enable-delta-updates", "--delta-max-uploads=3") == Settings(max_uploads=3)
-    assert "--delta-tuning max-uploads=VALUE" in caplog.text
-    caplog.clear()
-    assert parse("--enable-delta-updates", "--delta-apply=auto") == Settings()
-    assert parse("--enable-delta-updates", "--delta-tuning=max-uploads=3") == Settings(
-        max_uploads=3
-    )
-
-
-@pytest.mark.parametrize("first", ["--delta-streams=2", "--delta-tuning=streams=2"])
-def test_the_last_value_of_a_key_counts(first: str) -> None:
+def test_the_last_value_of_a_key_counts() -> None:
     """As of other flags: an engine's configuration file comes before its command line."""
-    assert parse("--enable-delta-updates", first, "--delta-tuning=streams=3") == Settings(streams=3)
+    keys = ["--delta-tuning=streams=2", "--delta-tuning=streams=3"]
+    assert parse("--enable-delta-updates", *keys) == Settings(streams=3)
 
 
 def test_tuning_takes_a_json_object() -> None:
