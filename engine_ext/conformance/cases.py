@@ -72,7 +72,7 @@ CASES: Final = (
     _carried(
         "column shard",
         "cut along the input, bias on both of 2 ranks",
-        (sharded.ColumnShard, sharded.ColumnShardLast),
+        (toy_models.ColumnShard, toy_models.ColumnShardLast),
     ),
     _carried("fused qkv", "three tensors in one parameter", toy_models.FusedQkv),
     _carried(
@@ -83,7 +83,7 @@ CASES: Final = (
     _carried(
         "stacked experts",
         "per-expert tensors in two 3-d parameters, 2 ranks",
-        (sharded.StackedExperts, sharded.StackedExpertsLast),
+        (toy_models.StackedExperts, toy_models.StackedExpertsLast),
     ),
     _carried(
         "not on this rank",

@@ -9,25 +9,6 @@ import torch
 from engine_ext.conformance.toy_models import ToyModel, Weights, parameter
 
 
-class ColumnShard(ToyModel):
-    """The weight is cut along the input dimension, the bias is on both ranks."""
-
-    shapes: ClassVar = {"weight": (24, 32), "bias": (24,)}
-    rank = 0
-
-    def build(self) -> None:
-        self.weight, self.bias = parameter(24, 16), parameter(24)
-
-    def load_one(self, name: str, weight: torch.Tensor) -> None:
-        shard = weight if name == "bias" else weight.narrow(1, 16 * self.rank, 16)
-        getattr(self, name).data.copy_(shard)
-
-
-class ColumnShardLast(ColumnShard):
-    shapes: ClassVar = ColumnShard.shapes
-    rank = 1
-
-
 class UnevenRows(ToyModel):
     """Seven rows on two ranks: four and three, the last row of memory stays unused."""
 
@@ -64,34 +45,6 @@ class SharedHeads(ToyModel):
 
 class SharedHeadsLast(SharedHeads):
     shapes: ClassVar = SharedHeads.shapes
-    rank = 1
-
-
-class StackedExperts(ToyModel):
-    """Gate, up and down of every expert in two 3-d parameters, each cut between the ranks."""
-
-    shapes: ClassVar = {
-        f"expert{e}.{part}": (6, 8) if part == "down" else (8, 6)
-        for e in range(2)
-        for part in ("gate", "up", "down")
-    }
-    rank = 0
-
-    def build(self) -> None:
-        self.w13, self.w2 = parameter(2, 8, 6), parameter(2, 6, 4)
-
-    def load_one(self, name: str, weight: torch.Tensor) -> None:
-        expert, part = int(name[len("expert")]), name.split(".")[1]
-        if part == "down":
-            self.w2.data[expert].copy_(weight.narrow(1, 4 * self.rank, 4))
-        else:
-            start = 0 if part == "gate" else 4
-            shard = weight.narrow(0, 4 * self.rank, 4)
-            self.w13.data[expert].narrow(0, start, 4).copy_(shard)
-
-
-class StackedExpertsLast(StackedExperts):
-    shapes: ClassVar = StackedExperts.shapes
     rank = 1
 
 

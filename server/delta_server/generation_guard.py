@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from delta_server import pauses
 from delta_server.auth import check_access
 from delta_server.guards import error_response
-from delta_server.request_options import parse_min_version
 from delta_server.service import DeltaService
 from delta_server.version_requests import HEADER
 from engine_ext.errors import DeltaError, EngineUncertain
+from engine_ext.format import optional_version
 
 READY_PATH = "/delta_ready"
 # Prefixes of the paths where engines generate; they answer 503 while the weights are uncertain.
@@ -78,7 +78,7 @@ def _waits(scope: Scope) -> bool:
 async def ready(request: Request, service: DeltaService) -> JSONResponse:
     """Answer whether the engine is ready; who has no access to the endpoints gets no details."""
     try:
-        least = parse_min_version(request.query_params)
+        least = optional_version(request.query_params, "min_version")
     except DeltaError as error:
         return error_response(error)
     found = await service.readiness.check(least)

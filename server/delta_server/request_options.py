@@ -9,12 +9,7 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 
 from engine_ext.errors import MalformedPart
-from engine_ext.format import (
-    MAX_VERSION,
-    RunSender,
-    check_run,
-    optional_version,
-)
+from engine_ext.format import MAX_VERSION, RunSender, check_run, optional_version
 from engine_ext.structs import prepare
 
 _T = TypeVar("_T")
@@ -110,24 +105,6 @@ def parse_commit(query: Mapping[str, str]) -> bool:
     return commit == "complete"
 
 
-def parse_pin(query: Mapping[str, str]) -> int | None:
-    """Return the version to hold the engine at; None without one.
-
-    Raises:
-        MalformedPart: it is no version.
-    """
-    return optional_version(query, "version")
-
-
-def parse_min_version(query: Mapping[str, str]) -> int | None:
-    """Return the version that an engine must have at least to be ready; None without one.
-
-    Raises:
-        MalformedPart: it is no version.
-    """
-    return optional_version(query, "min_version")
-
-
 def parse_adapter(query: Mapping[str, str], body: str | None = None) -> str | None:
     """Return the LoRA adapter that a query string or a JSON body names; None if neither does.
 
@@ -140,16 +117,12 @@ def parse_adapter(query: Mapping[str, str], body: str | None = None) -> str | No
     return name
 
 
-def parse_disk_request(body: bytes) -> DiskRequest:
-    """Return the disk request in a JSON body.
+def parse_body(body: bytes, type: type[_T]) -> _T:
+    """Return the request of this type in a JSON body.
 
     Raises:
-        MalformedPart: the body is not JSON, or a value has the wrong type.
+        MalformedPart: the body is not JSON, or a value is invalid.
     """
-    return _parse_json(body, DiskRequest)
-
-
-def _parse_json(body: bytes, type: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body, type=type)
     except (ValueError, RecursionError) as error:
@@ -172,6 +145,9 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{1,255}$(?!\n)")] | None = None
     pid: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)] | None = None
     takeover: bool = False  # of a claim: also from another run, which is fenced
+
+    def __post_init__(self) -> None:
+        check_run(self.run)
 
     @property
     def sender(self) -> RunSender:
@@ -197,63 +173,13 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     local_checkpoint_dir: str
     source_dir: str
-    target_version: int
+    target_version: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
 
 class RpcRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON body of ``POST /collective_rpc``; only a disk request is accepted."""
 
     kwargs: DiskRequest
-
-
-def parse_pull_request(body: bytes) -> PullRequest:
-    """Return the request in a JSON body.
-
-    Raises:
-        MalformedPart: the body is not JSON, or a value is invalid.
-    """
-    request = _parse_json(body, PullRequest)
-    if not 0 <= request.target_version <= MAX_VERSION:
-        raise MalformedPart(f"target_version is {request.target_version}")
-    return request
-
-
-def parse_run_request(body: bytes) -> RunRequest:
-    """Return the request in a JSON body.
-
-    Raises:
-        MalformedPart: the body is not JSON, or a value is invalid.
-    """
-    request = _parse_json(body, RunRequest)
-    check_run(request.run)
-    return request
-
-
-def parse_group_request(body: bytes) -> GroupRequest:
-    """Return the request in a JSON body.
-
-    Raises:
-        MalformedPart: the body is not JSON, or a value is invalid.
-    """
-    return _parse_json(body, GroupRequest)
-
-
-def parse_rpc_request(body: bytes) -> DiskRequest:
-    """Return the disk request in a JSON body of ``POST /collective_rpc``.
-
-    Raises:
-        MalformedPart: the body is not JSON, or a value has the wrong type.
-    """
-    return _parse_json(body, RpcRequest).kwargs
-
-
-def parse_version_request(body: bytes) -> VersionRequest:
-    """Return the request in a JSON body.
-
-    Raises:
-        MalformedPart: the body is not JSON, or a value has the wrong type.
-    """
-    return _parse_json(body, VersionRequest)
 
 
 prepare(Options, GroupRequest, DiskRequest, VersionRequest, RunRequest, PullRequest, RpcRequest)

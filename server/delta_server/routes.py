@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -20,17 +21,16 @@ from delta_server.part_reads import StillReading
 from delta_server.part_server import PartResponse
 from delta_server.request_options import (
     DiskRequest,
+    GroupRequest,
     Options,
+    PullRequest,
+    RpcRequest,
+    RunRequest,
+    VersionRequest,
     parse_adapter,
+    parse_body,
     parse_commit,
-    parse_disk_request,
-    parse_group_request,
-    parse_pin,
-    parse_pull_request,
     parse_query,
-    parse_rpc_request,
-    parse_run_request,
-    parse_version_request,
 )
 from delta_server.request_record import RequestRecord
 from delta_server.service import DeltaService, no_log
@@ -55,8 +55,12 @@ from engine_ext.errors import (
     UnsupportedMedia,
     as_delta_error,
 )
-from engine_ext.format import SIGNATURE_HEADER
+from engine_ext.format import SIGNATURE_HEADER, optional_version
 from engine_ext.remote_parts import ROUTE as PARTS
+
+_T = TypeVar("_T")
+_Work = Callable[[Request], Awaitable[dict[str, Any]]]
+_Endpoint = Callable[[Request], Awaitable[JSONResponse]]
 
 
 def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
@@ -94,20 +98,28 @@ def attach(app: FastAPI, generation: Sequence[str] = ()) -> None:
         app.middleware_stack = GenerationGuard(stack, app.state, generation)
 
 
-def _answering(
-    work: Callable[[Request], Awaitable[dict[str, Any]]],
-) -> Callable[[Request], Awaitable[JSONResponse]]:
-    """Make an endpoint of a function that returns a JSON object."""
+def _answering(work: _Work, *, says_success: bool = False) -> _Endpoint:
+    """Make an endpoint of a function that returns a JSON object.
+
+    Args:
+        says_success: the answer says so, too, as those of the engines' own endpoints do.
+    """
+    more = {"success": True} if says_success else {}
 
     async def answer(request: Request) -> JSONResponse:
         try:
-            return JSONResponse(await work(request))
+            return JSONResponse({**await work(request), **more})
         except Exception as error:
-            return error_response(as_delta_error(error))
+            failure = as_delta_error(error)
+            keys = {"success": False, "message": failure.message} if says_success else {}
+            return error_response(failure, **keys)
 
     # Not `functools.wraps`: FastAPI would read the answer's type from what is wrapped.
     answer.__name__, answer.__doc__ = work.__name__, work.__doc__
     return answer
+
+
+_as_engines = partial(_answering, says_success=True)
 
 
 @_answering
@@ -123,7 +135,7 @@ async def update_weights_delta(request: Request) -> dict[str, Any]:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type == "application/json":
             with service.inlet.upload_slots.one():
-                disk_request = parse_disk_request(await _json_body(request, service))
+                disk_request = await _body(request, service, DiskRequest)
                 return await _apply_files(service, disk_request, request, record)
         if content_type != "application/octet-stream":
             raise UnsupportedMedia(
@@ -134,58 +146,45 @@ async def update_weights_delta(request: Request) -> dict[str, Any]:
             return await _apply_body(service, request, record)
 
 
-async def update_weights_from_disk(request: Request) -> JSONResponse:
+@_as_engines
+async def update_weights_from_disk(request: Request) -> dict[str, Any]:
     """Apply files from a shared folder, under the path that other trainers use."""
-    try:
-        response = await _update_from_disk(request)
-    except Exception as error:
-        failure = as_delta_error(error)
-        return error_response(failure, success=False, message=failure.message)
-    response["success"] = True
-    response["message"] = f"{response['status']} version {response['version']}"
-    return JSONResponse(response)
+    answer = await _update_from_disk(request)
+    return {**answer, "message": f"{answer['status']} version {answer['version']}"}
 
 
-async def update_weight_version(request: Request) -> JSONResponse:
+@_as_engines
+async def update_weight_version(request: Request) -> dict[str, Any]:
     """Take a later version that holds the same weights: a step that has changed nothing."""
-    try:
-        service = _service(request)
-        if service.adapter is not None:
-            raise MalformedPart("the engine's weight version is that of the model")
-        record = RequestRecord()
-        async with service.reporter.follow(record):
-            with service.inlet.upload_slots.one():
-                wanted = parse_version_request(await _json_body(request, service))
-                pause_mode = "abort" if wanted.abort_all_requests else "keep"
-                options = Options(pause_mode=pause_mode, flush_cache=False)  # it stays valid
-                service.inlet.refuse_pushes()
-                text = str(wanted.new_version)
-                ends = wanted.abort_all_requests
-                work = advance(service.inlet, text, options, record, ends_requests=ends)
-                response = await asyncio.shield(work)
-    except Exception as error:
-        failure = as_delta_error(error)
-        return error_response(failure, success=False, message=failure.message)
-    message = f"the weight version is {text}"
-    return JSONResponse({**response, "success": True, "message": message, "new_version": text})
+    service = _service(request)
+    if service.adapter is not None:
+        raise MalformedPart("the engine's weight version is that of the model")
+    record = RequestRecord()
+    async with service.reporter.follow(record):
+        with service.inlet.upload_slots.one():
+            wanted = await _body(request, service, VersionRequest)
+            ends = wanted.abort_all_requests
+            pause_mode = "abort" if ends else "keep"
+            options = Options(pause_mode=pause_mode, flush_cache=False)  # it stays valid
+            service.inlet.refuse_pushes()
+            text = str(wanted.new_version)
+            work = advance(service.inlet, text, options, record, ends_requests=ends)
+            answer = await asyncio.shield(work)
+    return {**answer, "message": f"the weight version is {text}", "new_version": text}
 
 
-async def pull_weights(request: Request) -> JSONResponse:
+@_as_engines
+async def pull_weights(request: Request) -> dict[str, Any]:
     """Stage the versions that a trainer has published, up to a target."""
-    try:
-        service = _service(request)
-        if service.adapter is not None:
-            raise MalformedPart("versions are pulled for the model's weights, not for adapters")
-        record = RequestRecord()
-        async with service.reporter.follow(record):
-            with service.inlet.upload_slots.one():
-                wanted = parse_pull_request(await _json_body(request, service))
-                service.inlet.refuse_pushes()
-                message = await asyncio.shield(pull(service.inlet, wanted, record))
-    except Exception as error:
-        failure = as_delta_error(error)
-        return error_response(failure, success=False, message=failure.message)
-    return JSONResponse({"success": True, "message": message})
+    service = _service(request)
+    if service.adapter is not None:
+        raise MalformedPart("versions are pulled for the model's weights, not for adapters")
+    record = RequestRecord()
+    async with service.reporter.follow(record):
+        with service.inlet.upload_slots.one():
+            wanted = await _body(request, service, PullRequest)
+            service.inlet.refuse_pushes()
+            return {"message": await asyncio.shield(pull(service.inlet, wanted, record))}
 
 
 @_answering
@@ -195,7 +194,7 @@ async def collective_rpc(request: Request) -> dict[str, Any]:
     record = RequestRecord(adapter=service.adapter)
     async with service.reporter.follow(record):
         with service.inlet.upload_slots.one():
-            disk_request = parse_rpc_request(await _json_body(request, service))
+            disk_request = (await _body(request, service, RpcRequest)).kwargs
             ranks = len(await rank_states(service.engine))  # not asked after a commit
             answer = await _apply_files(service, disk_request, request, record)
             return {"results": [answer] * ranks}
@@ -269,7 +268,7 @@ async def delta_pin(request: Request) -> dict[str, Any]:
     service = _service(request)
     if service.follower is None:
         raise Conflict("the engine does not follow a delta log; start it with --delta-follow")
-    version = parse_pin(request.query_params)
+    version = optional_version(request.query_params, "version")
     return await asyncio.shield(service.follower.pin(version))
 
 
@@ -277,7 +276,7 @@ async def delta_pin(request: Request) -> dict[str, Any]:
 async def delta_run(request: Request) -> dict[str, Any]:
     """Let the sender of a run alone change the weights, or let anyone again."""
     service = _service(request)
-    wanted = parse_run_request(await _json_body(request, service))
+    wanted = await _body(request, service, RunRequest)
     service.inlet.refuse_pushes()
     return await asyncio.shield(service.change_owner(wanted))
 
@@ -286,7 +285,7 @@ async def delta_run(request: Request) -> dict[str, Any]:
 async def delta_commit(request: Request) -> dict[str, Any]:
     """Commit a staged sync as one with other engines, step by step, or drop it."""
     service = _service(request)
-    wanted = parse_group_request(await _json_body(request, service))
+    wanted = await _body(request, service, GroupRequest)
     options = parse_query(request.query_params)
     service.inlet.refuse_pushes()
     return await asyncio.shield(service.fleet.carry_out(wanted, options))
@@ -346,7 +345,7 @@ async def _update_from_disk(request: Request) -> dict[str, Any]:
     record = RequestRecord(adapter=service.adapter)
     async with service.reporter.follow(record):
         with service.inlet.upload_slots.one():
-            disk_request = parse_disk_request(await _json_body(request, service))
+            disk_request = await _body(request, service, DiskRequest)
             pulled: Pulled | None = None
             if disk_request.load_format is None:
                 pulled = request.scope.get(PULLED)
@@ -391,10 +390,10 @@ def _service(request: Request) -> DeltaService:
     return service if adapter is None else service.for_adapter(adapter)
 
 
-async def _json_body(request: Request, service: DeltaService) -> bytes:
+async def _body(request: Request, service: DeltaService, type: type[_T]) -> _T:
     body = bytearray()
     async for chunk in receive_body(request.stream(), service.inlet.minimum_rate):
         body += chunk
         if len(body) > MAX_JSON_BYTES:
             raise TooLarge(f"the JSON body is over {MAX_JSON_BYTES} bytes", limit=MAX_JSON_BYTES)
-    return bytes(body)
+    return parse_body(bytes(body), type)

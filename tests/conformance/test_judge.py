@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from engine_ext.conformance import models, sharded
+from engine_ext.conformance import models
 from engine_ext.conformance.cases import CASES, Run, cell
 from engine_ext.conformance.judge import EXACT, REFUSED, TORN, WRONG, Verdict, judge
 from engine_ext.conformance.subject import Delta, Rank
 from engine_ext.conformance.syncs import Group, Sync, bits, checkpoints, deltas_of, syncs_of
-from engine_ext.conformance.toy_models import AssignsData, FusedQkv, PlainCopy
+from engine_ext.conformance.toy_models import (
+    AssignsData,
+    ColumnShard,
+    ColumnShardLast,
+    FusedQkv,
+    PlainCopy,
+)
 
 SETUP = (PlainCopy,)
 SYNC = syncs_of(SETUP)[1]
@@ -137,7 +143,7 @@ def test_deltas_are_deterministic_and_lead_to_the_target() -> None:
 
 
 def test_syncs_hold_what_a_careless_receiver_loses() -> None:
-    setup = (sharded.ColumnShard, sharded.ColumnShardLast)
+    setup = (ColumnShard, ColumnShardLast)
     by_name = {sync.name: sync for sync in syncs_of(setup)}
     _, to_nan = checkpoints(setup, by_name["to NaN"])
     assert to_nan["weight"].isnan().any()

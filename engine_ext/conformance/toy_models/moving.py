@@ -33,16 +33,22 @@ class RowShardFirst(RowShard):
 
 
 class ColumnShard(ToyModel):
-    """Rank 1 of 2, cut along the input dimension: a strided source."""
+    """The weight is cut along the input dimension, the bias is on both ranks."""
 
-    shapes: ClassVar = {"weight": (3, 8), "bias": (3,)}
+    shapes: ClassVar = {"weight": (24, 32), "bias": (24,)}
+    rank = 0
 
     def build(self) -> None:
-        self.weight, self.bias = parameter(3, 4), parameter(3)
+        self.weight, self.bias = parameter(24, 16), parameter(24)
 
     def load_one(self, name: str, weight: torch.Tensor) -> None:
-        shard = weight if name == "bias" else weight[:, 4:]
+        shard = weight if name == "bias" else weight.narrow(1, 16 * self.rank, 16)
         getattr(self, name).data.copy_(shard)
+
+
+class ColumnShardLast(ColumnShard):
+    shapes: ClassVar = ColumnShard.shapes
+    rank = 1
 
 
 class FusedQkv(ToyModel):
@@ -59,24 +65,31 @@ class FusedQkv(ToyModel):
 
 
 class StackedExperts(ToyModel):
-    """Per-expert gate, up and down tensors in two 3-d parameters; rank 0 of 2."""
+    """Gate, up and down of every expert in two 3-d parameters, each cut between the ranks."""
 
     shapes: ClassVar = {
-        f"expert{e}.{part}": (3, 4) if part == "down" else (4, 3)
-        for e in range(3)
+        f"expert{e}.{part}": (6, 8) if part == "down" else (8, 6)
+        for e in range(2)
         for part in ("gate", "up", "down")
     }
+    rank = 0
 
     def build(self) -> None:
-        self.w13, self.w2 = parameter(3, 4, 3), parameter(3, 3, 2)
+        self.w13, self.w2 = parameter(2, 8, 6), parameter(2, 6, 4)
 
     def load_one(self, name: str, weight: torch.Tensor) -> None:
         expert, part = int(name[len("expert")]), name.split(".")[1]
         if part == "down":
-            self.w2.data[expert].copy_(weight[:, :2])
+            self.w2.data[expert].copy_(weight.narrow(1, 4 * self.rank, 4))
         else:
-            half = 0 if part == "gate" else 2
-            self.w13.data[expert][half : half + 2].copy_(weight[:2])
+            start = 0 if part == "gate" else 4
+            shard = weight.narrow(0, 4 * self.rank, 4)
+            self.w13.data[expert].narrow(0, start, 4).copy_(shard)
+
+
+class StackedExpertsLast(StackedExperts):
+    shapes: ClassVar = StackedExperts.shapes
+    rank = 1
 
 
 class InterleavedColumns(ToyModel):
@@ -179,23 +192,6 @@ class Tied(ToyModel):
     def build(self) -> None:
         self.embed = parameter(5, 4)
         self.head = self.embed
-
-
-class TiedHeadSkipped(Tied):
-    """The loader takes a head, too, and drops it."""
-
-    def load_one(self, name: str, weight: torch.Tensor) -> None:
-        if name != "head":
-            super().load_one(name, weight)
-
-
-class TiedHeadWanted(Tied):
-    """The loader takes the embedding for a head only if it is given none."""
-
-    def load_weights(self, weights: Weights) -> None:
-        given = dict(weights)
-        if "embed" in given:
-            self.embed.data.copy_(given.get("head", given["embed"]))
 
 
 class Skipped(ToyModel):

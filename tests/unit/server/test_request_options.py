@@ -10,7 +10,7 @@ import pytest
 from delta_server.request_options import (
     DiskRequest,
     Options,
-    parse_disk_request,
+    parse_body,
     parse_query,
 )
 from delta_server.sources.numbering import part_id
@@ -76,7 +76,7 @@ def test_other_values_of_flush_cache_are_refused(text: str) -> None:
 
 
 def disk_request(**keys: Any) -> DiskRequest:
-    return parse_disk_request(json.dumps({"model_path": "/deltas", **keys}).encode())
+    return parse_body(json.dumps({"model_path": "/deltas", **keys}).encode(), DiskRequest)
 
 
 def test_disk_request_defaults() -> None:
@@ -130,7 +130,7 @@ def test_disk_request_types(keys: dict[str, Any]) -> None:
 )
 def test_what_is_no_disk_request(body: bytes) -> None:
     with pytest.raises(MalformedPart, match="bad request body"):
-        parse_disk_request(body)
+        parse_body(body, DiskRequest)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,27 @@ from engine_ext.conformance import toy_models
 from engine_ext.conformance.receivers import Project
 from engine_ext.conformance.sending import Refused
 from engine_ext.conformance.subject import Delta, Rank
-from engine_ext.conformance.toy_models import ToyModel, parameter
+from engine_ext.conformance.toy_models import ToyModel, Weights, parameter
 from engine_ext.model import StorageIndex
 from engine_ext.startup.trace import LoaderDryRun, LoadingTrace, dropped_aliases
+
+
+class TiedHeadSkipped(toy_models.Tied):
+    """The loader takes a head, too, and drops it."""
+
+    def load_one(self, name: str, weight: torch.Tensor) -> None:
+        if name != "head":
+            super().load_one(name, weight)
+
+
+class TiedHeadWanted(toy_models.Tied):
+    """The loader takes the embedding for a head only if it is given none."""
+
+    def load_weights(self, weights: Weights) -> None:
+        given = dict(weights)
+        if "embed" in given:
+            self.embed.data.copy_(given.get("head", given["embed"]))
+
 
 BASE = {"embed": torch.arange(20.0).reshape(5, 4).bfloat16()}
 
@@ -27,9 +45,9 @@ def dropped(model: ToyModel) -> set[str]:
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (toy_models.TiedHeadSkipped, {"head"}),
+        (TiedHeadSkipped, {"head"}),
         (toy_models.Tied, set[str]()),  # the engine would have used it
-        (toy_models.TiedHeadWanted, {"lm_head.weight"}),  # it wants `head`, with the others
+        (TiedHeadWanted, {"lm_head.weight"}),  # it wants `head`, with the others
         (toy_models.PlainCopy, set[str]()),
     ],
 )
@@ -38,7 +56,7 @@ def test_a_name_that_the_loader_drops(model: type[ToyModel], expected: set[str])
 
 
 def test_what_was_traced_before_processing() -> None:
-    model, loading = toy_models.TiedHeadSkipped(), LoadingTrace()
+    model, loading = TiedHeadSkipped(), LoadingTrace()
     loading.trace(model, model.load_weights, BASE.items)
     spec = loading.dropped["head"]
     assert (spec.name, spec.shape, spec.dtype) == ("embed", (5, 4), torch.bfloat16)
@@ -60,21 +78,21 @@ def delta(name: str, value: float) -> Delta:
 
 
 def test_what_the_engine_would_not_use_is_skipped_if_it_is_equal() -> None:
-    model = toy_models.TiedHeadSkipped()
+    model = TiedHeadSkipped()
     project(model).apply([delta("embed", 40.0), delta("head", 40.0)])
     assert model.embed.data.view(-1)[7] == 40.0
     assert model.head is model.embed
 
 
 def test_a_name_that_the_checkpoint_lacks_need_not_be_sent() -> None:
-    model = toy_models.TiedHeadSkipped()
+    model = TiedHeadSkipped()
     project(model).apply([delta("embed", 40.0)])
     assert model.embed.data.view(-1)[7] == 40.0
 
 
 @pytest.mark.parametrize("sent", [[("embed", 40.0), ("head", 41.0)], [("head", 41.0)]])
 def test_a_trained_head_is_not_lost(sent: list[tuple[str, float]]) -> None:
-    model = toy_models.TiedHeadSkipped()
+    model = TiedHeadSkipped()
     served = project(model)
     with pytest.raises(Refused, match="head and embed would differ"):
         served.apply([delta(*one) for one in sent])
@@ -89,7 +107,7 @@ def test_what_the_engine_would_use_is_refused() -> None:
     assert torch.equal(model.embed.data.cpu(), BASE["embed"])
 
 
-class TiedGates(toy_models.TiedHeadSkipped):
+class TiedGates(TiedHeadSkipped):
     """Each layer's gate has another name, too, which no trainer sends."""
 
     shapes: ClassVar = {"gates.0.weight": (2, 4), "gates.1.weight": (2, 4), "embed": (5, 4)}

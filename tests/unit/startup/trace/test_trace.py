@@ -199,10 +199,10 @@ def boxes(placed: Placed) -> list[tuple[Any, ...]]:
     ("model", "name", "expected"),
     [
         (toy_models.RowShard, "weight", [("weight", 0, (3, 4), (4, 1), 12, (4, 1))]),
-        (toy_models.ColumnShard, "weight", [("weight", 0, (3, 4), (4, 1), 4, (8, 1))]),
+        (toy_models.ColumnShardLast, "weight", [("weight", 0, (24, 16), (16, 1), 16, (32, 1))]),
         (toy_models.FusedQkv, "v", [("qkv", 40, (2, 4), (4, 1), 0, (4, 1))]),
-        (toy_models.StackedExperts, "expert2.up", [("w13", 30, (2, 3), (3, 1), 0, (3, 1))]),
-        (toy_models.StackedExperts, "expert1.down", [("w2", 6, (3, 2), (2, 1), 0, (4, 1))]),
+        (toy_models.StackedExpertsLast, "expert1.up", [("w13", 72, (4, 6), (6, 1), 24, (6, 1))]),
+        (toy_models.StackedExperts, "expert1.down", [("w2", 24, (6, 4), (4, 1), 0, (8, 1))]),
         (toy_models.Transposed, "weight", [("weight", 0, (4, 6), (6, 1), 0, (1, 4))]),
         (toy_models.StridedParameter, "weight", [("weight", 0, (6, 4), (1, 9), 0, (4, 1))]),
         (toy_models.Broadcast, "row", [("row", 0, (3, 4), (4, 1), 0, (0, 1))]),
