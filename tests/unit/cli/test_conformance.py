@@ -208,7 +208,8 @@ def test_without_the_engine(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def imported(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+        if name != "rich":
+            raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
 
     monkeypatch.setattr(importlib, "import_module", imported)
     assert conformance.main(["--model", str(folder)]) == 1
