@@ -145,7 +145,7 @@ def _ask(url: str) -> list[list[Row]]:
 
 def _load(options: argparse.Namespace, engine_flags: list[str]) -> list[list[Row]]:
     Settings(keep_plain=options.delta_keep_plain).export()
-    offline = importlib.import_module(f"engine_ext.adapters.{options.engine}.offline_plan")
+    offline = importlib.import_module(f"engine_ext.adapters.{options.engine}.offline_engine")
     try:
         with output_on_stderr():
             plan: list[list[Row]] = offline.load_plan(options.target, engine_flags)

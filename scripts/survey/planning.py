@@ -20,7 +20,7 @@ _PRELOADED: Final = (
     "vllm",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
-    "engine_ext.adapters.vllm.offline_plan",
+    "engine_ext.adapters.vllm.offline_engine",
     "engine_ext.adapters.vllm.worker",
     "engine_ext.cli.plan",
     "scripts.live_engine.tiny_models",
@@ -78,7 +78,7 @@ def _plan(name: str, folder: Path, *, flags: Sequence[str]) -> None:
 def _planned(name: str, model: Path, flags: Sequence[str]) -> Result:
     from vllm import ModelRegistry
 
-    from engine_ext.adapters.vllm.offline_plan import load_plan
+    from engine_ext.adapters.vllm.offline_engine import load_plan
     from engine_ext.cli import plan as delta_plan
     from engine_ext.settings import Settings
     from scripts.live_engine.tiny_models import write

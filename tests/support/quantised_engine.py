@@ -19,7 +19,7 @@ from torch import nn
 
 from engine_ext.conformance.thread_group import Group, ThreadRanks
 from engine_ext.conformance.toy_models import Checkpoint
-from engine_ext.conformance.toy_models.device import DEVICE
+from engine_ext.conformance.toy_models.base import DEVICE
 from engine_ext.format import ParamDelta
 from engine_ext.model.constants import Constants, is_constant
 from engine_ext.model.module_walk import reachable_tensors

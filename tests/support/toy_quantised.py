@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from engine_ext.conformance.toy_models import Checkpoint, Weights
-from engine_ext.conformance.toy_models.device import DEVICE
-from engine_ext.conformance.toy_models.open_module import OpenModule
+from engine_ext.conformance.toy_models.base import DEVICE, OpenModule
 from tests.support.served_models import random_tensor
 
 IN, OUT = 6, 8

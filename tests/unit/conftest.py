@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_ext.conformance.toy_models.device import DEVICE
+from engine_ext.conformance.toy_models.base import DEVICE
 from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT
 from tests.support.endpoint_rig import Rig
 

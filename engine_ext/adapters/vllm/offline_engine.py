@@ -9,7 +9,7 @@ from typing import Any
 from engine_ext.adapters.vllm import plugin
 from engine_ext.errors import DeltaError
 from engine_ext.model import hash_tensor, is_cache, layout, reachable_tensors
-from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
+from engine_ext.ranks.operations import GetPlan, Operation, ReplyT, decode_answers, encode_request
 
 _POSITIONS = 256
 
@@ -64,6 +64,28 @@ class OfflineEngine:
     def close(self) -> None:
         """End vLLM's processes."""
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def load_plan(model: str, flags: Sequence[str]) -> list[list[dict[str, Any]]]:
+    """Load a checkpoint's folder with vLLM, with its own flags, and return every rank's plan.
+
+    Raises:
+        Exception: vLLM could not load the model, or nothing could be certified.
+        SystemExit: vLLM's parser did not understand a flag.
+    """
+    engine = OfflineEngine(model, flags, prog="delta-plan")
+    try:
+        answers = engine.call(GetPlan())
+    finally:
+        engine.close()  # its log lines must not follow the printed plan
+    plans = []
+    for reply in answers:
+        if isinstance(reply, DeltaError):
+            raise reply
+        if reply.tensors is None:
+            raise RuntimeError("vLLM has loaded no checkpoint, so there is nothing to plan")
+        plans.append(reply.tensors)
+    return plans
 
 
 def live_hashes(worker: Any) -> dict[str, str]:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import nn
 
-from engine_ext.conformance.toy_models.device import DEVICE
-from engine_ext.conformance.toy_models.open_module import OpenModule
 from engine_ext.placement import TensorSpec
+
+# On the CPU, or as this variable says.
+DEVICE: Final = torch.device(os.environ.get("DELTA_TEST_DEVICE", "cpu"))
+
+if TYPE_CHECKING:
+
+    class OpenModule(nn.Module):
+        """A module whose attributes can be anything; torch declares tensors and modules."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+else:
+    OpenModule = nn.Module
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Checkpoint = dict[str, torch.Tensor]

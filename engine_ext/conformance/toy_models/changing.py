@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from engine_ext.conformance.toy_models.base import Checkpoint, ToyModel, parameter
-from engine_ext.conformance.toy_models.device import DEVICE
+from engine_ext.conformance.toy_models.base import DEVICE, Checkpoint, ToyModel, parameter
 
 
 class Widened(ToyModel):

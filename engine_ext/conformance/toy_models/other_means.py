@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from engine_ext.conformance.toy_models.base import ToyModel
-from engine_ext.conformance.toy_models.device import DEVICE
+from engine_ext.conformance.toy_models.base import DEVICE, ToyModel
 
 
 class SetItem(ToyModel):

@@ -25,18 +25,19 @@ from engine_ext.startup.recomputed.compare import (
     check_replaceable,
     pairs,
 )
-from engine_ext.startup.recomputed.elements import AttributeElements, Replacement
-from engine_ext.startup.recomputed.perturbation import Perturbation
 from engine_ext.startup.recomputed.plain_objects import opaque_part
 from engine_ext.startup.recomputed.rebuild import (
     Context,
     Difference,
+    Perturbation,
     Probe,
     RebuildResult,
     tensor_differences,
 )
 from engine_ext.startup.recomputed.unprocessed_modules import (
+    AttributeElements,
     Change,
+    Replacement,
     UnprocessedModule,
     storage_of,
 )

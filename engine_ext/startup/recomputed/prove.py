@@ -36,10 +36,9 @@ from engine_ext.model import content_changed, hash_tensor, reachable_containers
 from engine_ext.placement import Placed, Placement, Status, flat_bits
 from engine_ext.ranks import RankGroup
 from engine_ext.startup.recomputed.compare import RebuildError
-from engine_ext.startup.recomputed.elements import Replacement
 from engine_ext.startup.recomputed.lockstep import LockstepRunner
-from engine_ext.startup.recomputed.perturbation import Perturbation
-from engine_ext.startup.recomputed.rebuild import Difference, Probe, Rebuild
+from engine_ext.startup.recomputed.rebuild import Difference, Perturbation, Probe, Rebuild
+from engine_ext.startup.recomputed.unprocessed_modules import Replacement
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from delta_sender.diff import device_batch as diff_batch
 from delta_sender.diff import snapshot as sender_snapshot
 from delta_sender.diff.snapshot import Changes, Snapshot
 from engine_ext.conformance.toy_models import ColumnShard, FusedQkv, RowShard, ToyModel
-from engine_ext.conformance.toy_models.device import DEVICE
+from engine_ext.conformance.toy_models.base import DEVICE
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import (
     ChangedElements,

@@ -18,7 +18,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine_ext.conformance.toy_models import Checkpoint, FusedQkv, PlainCopy, ToyModel
-from engine_ext.conformance.toy_models.device import DEVICE
+from engine_ext.conformance.toy_models.base import DEVICE
 from engine_ext.conformance.verified_file import verified_file
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.conformance.toy_models.device import DEVICE
+from engine_ext.conformance.toy_models.base import DEVICE
 from engine_ext.kernels import HostLink, download_box, upload_box
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_ext.conformance.toy_models.device import DEVICE
+from engine_ext.conformance.toy_models.base import DEVICE
 from engine_ext.placement import DeviceElements, DeviceMemory, DeviceRows, device_memory
 from tests.support.served_models import PROPERTY
 

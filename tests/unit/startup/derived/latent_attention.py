@@ -13,7 +13,7 @@ from torch import nn
 
 from engine_ext.conformance.thread_group import Group, ThreadRanks
 from engine_ext.conformance.toy_models import UNTOUCHED, Checkpoint, ToyModel, Weights, parameter
-from engine_ext.conformance.toy_models.open_module import OpenModule
+from engine_ext.conformance.toy_models.base import OpenModule
 from engine_ext.model.constants import Constants, Known, is_constant
 from engine_ext.settings import Settings
 from engine_ext.startup import LoadedModel

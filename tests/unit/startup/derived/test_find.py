@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from engine_ext.conformance.toy_models import UNTOUCHED, ToyModel, Weights, parameter
-from engine_ext.conformance.toy_models.open_module import OpenModule
+from engine_ext.conformance.toy_models.base import OpenModule
 from engine_ext.model.constants import Constants, is_constant
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.certify import certify_placement

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from engine_ext.conformance.toy_models import parameter
-from engine_ext.conformance.toy_models.device import DEVICE
+from engine_ext.conformance.toy_models.base import DEVICE
 from engine_ext.model.state_guard import TracingError
 from engine_ext.startup.derived.proof import _MANTISSA, varied
 from engine_ext.startup.derived.recompute import Recomputation
-from engine_ext.startup.recomputed.perturbation import Perturbation
+from engine_ext.startup.recomputed.rebuild import Perturbation
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import PROPERTY, random_tensor
 from tests.unit.startup.derived.latent_attention import (

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from engine_ext.conformance.toy_models.device import DEVICE
+from engine_ext.conformance.toy_models.base import DEVICE
 from engine_ext.startup import UnprocessedModules
 from engine_ext.startup.recomputed import host_copies
 from engine_ext.startup.recomputed.host_copies import HostMemory

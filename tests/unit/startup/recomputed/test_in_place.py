@@ -13,7 +13,7 @@ import torch
 from engine_ext.model import StorageIndex
 from engine_ext.startup.recomputed import ModuleRebuild, share_in_place
 from engine_ext.startup.recomputed.compare import RebuildError
-from engine_ext.startup.recomputed.perturbation import Perturbation
+from engine_ext.startup.recomputed.rebuild import Perturbation
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed

@@ -16,8 +16,8 @@ from engine_ext.placement import DeviceElements, HostElements, flat_bits
 from engine_ext.startup.recomputed import ModuleRebuild, UnprocessedModules
 from engine_ext.startup.recomputed import rebuild as rebuild_module
 from engine_ext.startup.recomputed.compare import RebuildError
-from engine_ext.startup.recomputed.elements import Replacement
 from engine_ext.startup.recomputed.rebuild import tensor_differences
+from engine_ext.startup.recomputed.unprocessed_modules import Replacement
 from tests.support.quantised_engine import probe, processing
 from tests.support.served_models import bits, random_tensor
 from tests.support.toy_quantised import IN, OUT, Int8, Layer, Method, Packed

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine_ext.startup import Rebuild, RebuildError
-from engine_ext.startup.recomputed.elements import Replacement
 from engine_ext.startup.recomputed.loader_rebuild import LoaderRebuild
-from engine_ext.startup.recomputed.perturbation import Perturbation
+from engine_ext.startup.recomputed.rebuild import Perturbation
+from engine_ext.startup.recomputed.unprocessed_modules import Replacement
 from tests.support.quantised_engine import process, served
 from tests.support.served_models import changed
 from tests.support.toy_quantised import Int8, Layer, Method, Packed, SecondCopy
