@@ -348,7 +348,10 @@ def _fold(options: argparse.Namespace) -> int:
         before=_before(listing, options),
         progress=lambda entries: _with_progress(entries, "reading"),
     )
-    folded = next(entry for entry in _listing(options.log).entries if entry.folder == folder)
+    found = [entry for entry in _listing(options.log).entries if entry.folder == folder]
+    if not found:
+        raise CannotFold(f"version {target} was refused meanwhile; nothing takes the folded one")
+    [folded] = found
     with options.log.fetched(folded):
         delta_log.verify_version(folded)
     old = sum(entry.nbytes for entry in steps)

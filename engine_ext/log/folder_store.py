@@ -245,9 +245,8 @@ class FolderTurn:
     """The lock of a log in a folder; see `engine_ext.log.store.Turn`."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        conflict = f"another sender writes into the log {folder}"
-        self._lock = FileLock(folder / _LOCK, os.O_RDWR | os.O_CREAT, conflict)
+        self._folder = folder
+        self._lock = self._locked()
         if not self._lock.is_enforced:
             logger.warning(
                 "the file system of %s has no locks: make sure that no other sender writes there",
@@ -255,11 +254,22 @@ class FolderTurn:
             )
 
     def claim(self, version: int, *, refuses: bool = False) -> None:
-        """Nobody else writes while the lock is held."""
+        """Nobody else writes while the lock is held; it is taken again if the log was emptied."""
+        if not self._lock.is_in_place():
+            self._lock.close()
+            self._lock = self._locked()
 
     def close(self) -> None:
         """Release the lock, so that another sender can write."""
         self._lock.close()
+
+    def _locked(self) -> FileLock:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        conflict = f"another sender writes into the log {self._folder}"
+        lock = FileLock(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, conflict)
+        with contextlib.suppress(OSError):  # whoever can write into the log can lock it
+            (self._folder / _LOCK).chmod(self._folder.stat().st_mode & 0o666)
+        return lock
 
 
 def _lock_of(partial: Path) -> FileLock:

@@ -125,8 +125,9 @@ class SpoolFile:
                     self.size = end
                     continue
                 if (end := self.size + sum(map(len, views))) > self._has_room:
-                    self._has_room = end + _LARGE  # the next small pieces ask again after that
-                    self._files.require_room(self._has_room - self.size)
+                    room = self._files.require_room(end - self.size)
+                    # The next small pieces ask again after that.
+                    self._has_room = min(self.size + room, end + _LARGE)
                 try:
                     written = os.pwritev(file.descriptor, views, self.size)
                 except OSError as error:
@@ -238,15 +239,20 @@ class SpoolFiles:
         made.lock()
         return SpoolFile(self, made)
 
-    def require_room(self, size: int) -> None:
-        """Check that shared memory has room for so many bytes; a disk shows that when it is full.
+    def require_room(self, size: int) -> int:
+        """Return the bytes that there is room for in shared memory, so many at least.
+
+        A disk shows that it has none when it is full.
 
         Raises:
-            SpoolFull: it has not, even without unused files.
+            SpoolFull: it has less, even without unused files.
         """
-        while self.in_memory and room_in_memory(self._folder) < size:
+        if not self.in_memory:
+            return sys.maxsize
+        while (room := room_in_memory(self._folder)) < size:
             if not self.delete_unused():
                 raise _full(self._folder)
+        return room
 
     def release(self, file: _Unused) -> None:
         """Keep a file for another part if that is worth it; else delete it."""

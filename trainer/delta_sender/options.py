@@ -169,7 +169,8 @@ class SenderOptions:
         if self.posts_in_flight < 1:
             raise ValueError("posts_in_flight is 1 at least")
         if self.api_key is not None:
-            object.__setattr__(self, "api_key", api_key(self.api_key))
+            given = self.api_key.strip()
+            object.__setattr__(self, "api_key", api_key(given) if given else None)
         if isinstance(limit := self.bandwidth_limit, (int, float)):
             object.__setattr__(self, "bandwidth_limit", RateLimit(limit))
 

@@ -30,7 +30,7 @@ from delta_sender.publish.publisher import Publisher
 from delta_sender.results import EngineUnreachable, PartialSyncError, SyncError, SyncReport
 from engine_ext.answers import failure_in_words
 from engine_ext.commands import output_may_be_unread
-from engine_ext.errors import LogDamaged
+from engine_ext.errors import DeltaError
 from engine_ext.files import checkpoint_entries, read_entries
 from engine_ext.log import open_log
 from engine_ext.ranks.status import EngineStatus
@@ -93,6 +93,8 @@ def open_sender(arguments: argparse.Namespace, base: NamedTensors) -> Publisher:
         for log in logs:
             if not arguments.sends_all:
                 _check_base(publisher, log, options.base_version)
+            # Again, as that takes long: in a store, a sender that is at work would lose its turn.
+            _check_continues(log, options.base_version, sends_all=arguments.sends_all)
             log.take_turn()
         opened.pop_all()
     return publisher
@@ -300,10 +302,10 @@ def _run(options: argparse.Namespace, console: Console, printer: _Printer) -> in
                 except PartialSyncError as some:
                     reports, failures = some.reports, {**some.failures}
         late = sender.late_outcomes  # closing has waited for engines that lagged
-    except EngineUnreachable as error:  # before the sender was there
+    except SyncError as error:  # before the sender was there
         console.print(f"failed: {error}")
         return 1
-    except (ValueError, KeyError, OSError, LogDamaged, httpx.InvalidURL) as error:
+    except (ValueError, KeyError, OSError, DeltaError, httpx.InvalidURL) as error:
         console.print(f"{type(error).__name__}: {error}")
         return 2
     except _Terminated:

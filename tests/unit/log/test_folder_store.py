@@ -161,6 +161,24 @@ def test_writer_warns_where_there_are_no_locks(
     assert f"the file system of {tmp_path} has no locks" in caplog.text
 
 
+def test_whoever_can_write_the_log_can_lock_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2777)
+    before = os.umask(0o022)
+    try:
+        open_log(tmp_path).writer().close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o666
+
+
+def test_writer_of_emptied_log_takes_the_lock_again(tmp_path: Path) -> None:
+    with open_log(tmp_path).writer() as writer:
+        (tmp_path / ".lock").unlink()
+        writer.begin(1)
+        with pytest.raises(BlockingIOError, match="another sender"):
+            open_log(tmp_path).writer()
+
+
 def test_lock_ends_with_its_writer(tmp_path: Path) -> None:
     log = open_log(tmp_path / "new" / "log")
     with log.writer(), pytest.raises(BlockingIOError, match="another sender"):

@@ -29,6 +29,7 @@ from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, tensor_digest
 from engine_ext.format.part import DecodedPart, decode_part
 from engine_ext.format.zstd_frames import FrameReader
+from engine_ext.log import open_log
 from tests.support.statuses import engine_status
 from tests.unit.log.places import folders
 from tests.unit.sender.test_log_sender import interrupt_while_writing
@@ -140,14 +141,16 @@ def digest_of(model: dict[str, torch.Tensor], ignored: str = "") -> str:
 def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Put a handler in the engine's place; returns the POST requests it gets."""
 
-    def install(handler: Handler, status: dict[str, object] | None = None) -> list[httpx.Request]:
+    def install(
+        handler: Handler, status: dict[str, object] | None = None, code: int = 200
+    ) -> list[httpx.Request]:
         requests: list[httpx.Request] = []
 
         def record(request: httpx.Request) -> httpx.Response:
             if request.url.path == "/delta_run":
                 return httpx.Response(404)
             if request.method == "GET":
-                return httpx.Response(404) if status is None else httpx.Response(200, json=status)
+                return httpx.Response(404) if status is None else httpx.Response(code, json=status)
             requests.append(request)
             return handler(request)
 
@@ -299,6 +302,32 @@ def test_log_takes_no_version_of_another_base(
     wrong = "the base is not what version 1 in" if asks else "no digest shows whether --base"
     assert wrong in send.err
     assert folders(tmp_path / "log") == ["weight_v000001", "weight_v000002"][: 1 if asks else 2]
+
+
+def test_log_continues_if_the_digest_is_that_of_the_base(
+    send: Command, serve: Serve, base: Path, target: Path, tmp_path: Path
+) -> None:
+    rows = [{"name": name, "status": "exact", "digested": True} for name in tensors()]
+    serve(accept, msgspec.to_builtins(engine_status(plan=[rows])))
+    options = ["--log", str(tmp_path / "log"), "--url", URL]
+    assert send(*options) == 0
+    back = ["--base", str(target), "--target", str(base), "--base-version", "1"]
+    assert cli.main([*back, *options]) == 0
+    first, second = open_log(tmp_path / "log").listing().entries
+    assert first.publication is not None
+    assert second.publication is not None
+    assert second.publication.run == first.publication.run
+    assert second.publication.digest_before == first.publication.digest_after
+
+
+def test_refusal_of_engine_that_is_asked_is_a_line(
+    send: Command, serve: Serve, tmp_path: Path
+) -> None:
+    assert send("--log", str(tmp_path / "log")) == 0
+    serve(accept, {"error": {"type": "Unauthorized", "message": "no"}}, code=401)
+    options = ["--log", str(tmp_path / "log"), "--notify", URL, "--base-version", "1"]
+    assert send(*options) == 1
+    assert "failed: HTTP 401" in send.err
 
 
 def test_a_damaged_log_is_said_in_a_line(send: Command, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ class Publisher:
 
         To be called before the first sync, for a log alone: engines are claimed for a run.
         """
-        assert self._is_log
+        assert not any(session.is_claimed for session in self.sessions)
         self._run = Run.opened(name, epoch)
 
     @property
