@@ -101,9 +101,9 @@ def proxy_variable(url: str) -> str | None:
 
 def _proxy_hint(url: str) -> str:
     variable = proxy_variable(url)
-    if variable is None:
-        return ""
     host = urlsplit(url).hostname
+    if variable is None or host is None:
+        return ""
     return f"; {variable} sends this request to a proxy: to go without it, add {host} to NO_PROXY"
 
 

@@ -137,7 +137,7 @@ class SyncOperations:
         complete = holds and self._complete()
         # A replica that has fallen asleep has dropped it, or the parts before it: the others must
         # not wait for its vote.
-        if set(self._ranks.all_gather((holds, complete))) != {(True, complete)}:
+        if any(vote != [True, complete] for vote in self._ranks.all_gather([holds, complete])):
             raise Conflict(_DROPPED)
         if complete:
             done = self._applier.is_prepared(self._agree(self._checked))

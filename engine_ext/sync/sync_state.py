@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -145,11 +145,11 @@ class SyncState:
         return "mismatched" if self.mismatched else "certain"
 
     @property
-    def doubts(self) -> tuple[bool, list[str]]:
+    def doubts(self) -> list[Any]:
         """Facts that this rank might know alone: that it is uncertain, and what is mismatched."""
-        return self.uncertain, sorted(self.mismatched)
+        return [self.uncertain, sorted(self.mismatched)]
 
-    def share(self, doubts: Iterable[tuple[bool, list[str]]]) -> None:
+    def share(self, doubts: Iterable[list[Any]]) -> None:
         """Take the doubts of all ranks, so that all of them admit a part or none does."""
         for uncertain, mismatched in doubts:
             self.uncertain |= uncertain

@@ -58,7 +58,10 @@ def find_change(
             indices, flipped = _differing(new)
             cleared = np.zeros_like(flipped)
         else:
-            most = min(_COUNT + nbytes * (_COUNT + 1), limits.max_part_bytes)
+            # Here an element has 5 bytes for each of its own; as a change, 4 and its own.
+            width = bits.itemsize
+            changed = min(nbytes // width, limits.max_part_bytes // (_COUNT + width))
+            most = _COUNT + changed * width * (_COUNT + 1)
             positions, values = _positions(inflate(frame, _COUNT, most, name), nbytes)
             begins = _begins(positions // bits.itemsize)
             _check_size(name, int(np.count_nonzero(begins)), bits, limits)

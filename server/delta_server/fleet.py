@@ -285,10 +285,17 @@ class FleetCommits:
         try:
             answer = await self._coordinator.roll_back(options)
         except CommittedNotResumed:
-            await self._records.update(lambda known: known.rolled_back(version))
+            await self._note_undone(version)
             raise
-        await self._records.update(lambda known: known.rolled_back(version))
+        await self._note_undone(answer["rolled_back"])
         return answer
+
+    async def _note_undone(self, version: int) -> None:
+        """Write that a version is undone; the answer says so also if that fails."""
+        try:
+            await self._records.update(lambda known: known.rolled_back(version))
+        except Exception:
+            logger.exception("the rollback of version %d could not be noted", version)
 
     # The steps -----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, BinaryIO
 
 from delta_server.spool import Spool
@@ -82,13 +83,9 @@ class Intake:
         """The spool's folder."""
         return self._spool.directory
 
-    def require_room(self, size: int) -> None:
-        """Check that what is no part yet has room in the spool's folder; see `SpoolFiles`.
-
-        Raises:
-            SpoolFull: it has none.
-        """
-        self._files.require_room(size)
+    def scratch(self, prefix: str, size: int) -> TemporaryDirectory[str]:
+        """Make a folder in the spool's, see `SpoolFiles.scratch`."""
+        return self._files.scratch(prefix, size)
 
     def close(self) -> None:
         """Remove the spool and everything in it."""

@@ -23,6 +23,7 @@ import mmap
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -238,6 +239,24 @@ class SpoolFiles:
             raise spool_error(error, path.parent) from error
         made.lock()
         return SpoolFile(self, made)
+
+    def scratch(self, prefix: str, size: int) -> tempfile.TemporaryDirectory[str]:
+        """Make a folder for what is no part yet; the next start removes it if this one dies.
+
+        Raises:
+            SpoolFull: there is no room for so many bytes.
+        """
+        try:
+            self.require_room(size)
+            return self._scratch(prefix)
+        except FileNotFoundError:
+            self._make_again()
+            return self._scratch(prefix)
+
+    def _scratch(self, prefix: str) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(
+            prefix=prefix, dir=self._folder, ignore_cleanup_errors=True
+        )
 
     def require_room(self, size: int) -> int:
         """Return the bytes that there is room for in shared memory, so many at least.

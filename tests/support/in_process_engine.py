@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,7 +48,8 @@ class Rank:
             raise ConnectionError("the other ranks are gone")
         self._values[self.rank] = value
         self._barrier.wait(timeout=HANGS_AFTER_S)
-        gathered = list(self._values)
+        # As replicas get it: their values travel as bytes.
+        gathered: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(list(self._values)))
         self._barrier.wait(timeout=HANGS_AFTER_S)
         return gathered
 

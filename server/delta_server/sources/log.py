@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import tempfile
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from functools import partial
@@ -464,12 +463,8 @@ class LogReplay:
         If not, the engine is as it was. Applied one after another, the versions show why.
         """
         try:
-            make = partial(
-                tempfile.TemporaryDirectory,
-                prefix="delta-fold-",
-                dir=self._inlet.intake.directory,  # the next start removes it if this one dies
-                ignore_cleanup_errors=True,
-            )
+            size = sum(entry.nbytes for entry in entries)
+            make = partial(self._inlet.intake.scratch, "delta-fold-", size)
             async with held_by_thread(make) as scratch:
                 log = open_log(Path(await asyncio.to_thread(os.path.realpath, scratch)))
                 record = await self._history.record(entries[-1])
@@ -477,9 +472,10 @@ class LogReplay:
                 [folded] = (await asyncio.to_thread(log.listing)).entries
                 records = {} if record is None else {entries[-1].folder.name: record}
                 await self._apply(folded, digest, options, log, records=records, holds=holds)
-        except ENGINE_ERRORS:
-            raise
         except (CannotFold, DeltaError, OSError) as error:
+            # A single version can have room where a fold next to its parts has none.
+            if isinstance(error, ENGINE_ERRORS) and not isinstance(error, SpoolFull):
+                raise
             why = error.message if isinstance(error, DeltaError) else str(error)
             versions = f"{entries[0].version} to {entries[-1].version}"
             logger.info("delta log: versions %s are applied one by one: %s", versions, _shown(why))

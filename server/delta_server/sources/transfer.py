@@ -10,7 +10,6 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -181,8 +180,7 @@ class WeightTransfer:
         limit = self._inlet.settings.max_body_bytes
         if size > limit:
             raise TooLarge.of_part(f"the part has {size} bytes", limit)
-        self._inlet.intake.require_room(size)
-        make = partial(tempfile.TemporaryDirectory, dir=self._inlet.intake.directory)
+        make = partial(self._inlet.intake.scratch, "delta-broadcast-", size)
         async with held_by_thread(make) as folder:
             path = Path(folder) / "broadcast"
             await self._receive(path, size)

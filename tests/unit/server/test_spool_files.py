@@ -366,8 +366,8 @@ def test_spool_leaves_shared_memory_to_the_engine(
         with pytest.raises(SpoolFull):
             await receive(spool, bigger)
         with pytest.raises(SpoolFull):
-            spool.require_room(3 << 20)
-        spool.require_room(2 << 20)
+            spool.scratch("delta-", 3 << 20)
+        spool.scratch("delta-", 2 << 20).cleanup()
         assert len(names(spool)) == 2
         parts[0].remove()
         # It takes the room of the unused file.
