@@ -302,6 +302,24 @@ def test_a_fold_of_the_engines_version_is_no_other_history(tmp_path: Path, diges
         rig.close()
 
 
+def test_fold_that_is_made_again_is_no_other_history(tmp_path: Path) -> None:
+    """A damaged one was deleted; no two folds of the same versions have the same bytes."""
+    (tmp_path / "log").mkdir()
+    log = open_log(tmp_path / "log")
+    write_run(log, STEPS[:2])
+    entries = log.listing().entries
+    folded = fold_versions(log, entries, VERSION)
+    rig = Rig(tmp_path / "spool", log=log.location)
+    try:
+        for number in (VERSION + 3, VERSION + 4):
+            write(log, delta_part(STEPS[2], number, base_version=number - 1), number)
+            assert rig.post(CATCH_UP).json()["applied"] == [number]
+            log.discard(folded.name)
+            folded = fold_versions(log, entries, VERSION)
+    finally:
+        rig.close()
+
+
 def test_another_version_than_the_pushed_one_shows(
     log: DeltaLog, started: Callable[..., Rig]
 ) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from delta_server.board import LOG
 from delta_server.service import DeltaService
-from engine_ext.errors import SaltUnavailable
+from delta_server.spool_files import SpoolFiles
+from engine_ext.errors import SaltUnavailable, SpoolFull
 from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
 from engine_ext.log.catalog import DONE, folder_name
 from engine_ext.ranks.operations import LeaseItem
@@ -297,6 +298,21 @@ def test_without_room_to_fold_versions_come_one_by_one(
     rig = started(follow=True, follow_interval=1000.0)
     assert rig.status().version.number == NEWEST
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
+    assert rig.engine.writes == [len(STEPS)] * 2
+
+
+def test_fold_that_does_not_fit_is_applied_one_by_one(
+    log: Path, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fold takes room of its own in the spool, which one version alone does not need."""
+    write_steps(log)
+
+    def full(*_: object) -> Any:
+        raise SpoolFull("no room")
+
+    monkeypatch.setattr(SpoolFiles, "scratch", full)
+    rig = started(follow=True, follow_interval=1000.0)
+    assert rig.status().version.number == NEWEST
     assert rig.engine.writes == [len(STEPS)] * 2
 
 
