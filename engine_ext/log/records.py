@@ -31,6 +31,7 @@ from engine_ext.format import (
 )
 from engine_ext.log.catalog import Entry, FileFacts
 from engine_ext.log.folder_store import open_regular
+from engine_ext.log.publication import done_of, is_signed
 from engine_ext.version_folders import INDEX
 
 if TYPE_CHECKING:
@@ -83,11 +84,17 @@ def read_record(entry: Entry) -> str:
 def read_digests(entry: Entry) -> Digests:
     """Return the digests that a version's parts declare, from the beginnings of its files.
 
-    A folder with an index declares none.
+    A folder with an index declares none. With a key, a signed ``DONE`` has them already; the files
+    are read whole if it is not signed.
 
     Raises:
         LogDamaged: a file is missing, is not signed, or begins with no valid manifest.
     """
+    done, key = done_of(entry), signing_key()
+    if key is not None and done is not None and is_signed(done, key):
+        said = done.publication
+        assert said is not None
+        return Digests(said.digest_before, said.digest_after)
     parts = [] if entry.foreign else _read_parts(entry, read_header)
     return declared_digests(part.manifest for part in parts)
 

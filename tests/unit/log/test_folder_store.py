@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from engine_ext.errors import LogDamaged, MalformedPart
-from engine_ext.log import Heartbeat, live_heartbeats, open_log, write_heartbeat
+from engine_ext.log import Heartbeat, live_heartbeats, open_log, read_digests, write_heartbeat
 from engine_ext.log.catalog import DONE, REFUSED
 from engine_ext.log.heartbeats import FOLDER
+from engine_ext.log.records import Digests
 from engine_ext.log.writer import manifest_of
+from engine_ext.settings import HMAC_KEY_ENVIRONMENT
 from tests.unit.log.places import folders, part, versions, write
 from tests.unit.log.test_log import heartbeat
 
@@ -159,6 +161,27 @@ def test_writer_warns_where_there_are_no_locks(
     monkeypatch.setattr("fcntl.flock", no_locks)
     write(open_log(tmp_path), 1)
     assert f"the file system of {tmp_path} has no locks" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["key", "another"])
+def test_signed_mark_has_the_digests_of_the_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """The parts are not read for them; with another key, the mark does not count."""
+    digests = {"digest_before": "0" * 32, "digest_after": "1" * 32}
+    with open_log(tmp_path).writer() as writer:
+        draft = writer.begin(1)
+        draft.add(part(1, 0, **digests))
+        folder = draft.finish("key")
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    [entry] = open_log(tmp_path).listing().entries
+    monkeypatch.setenv(HMAC_KEY_ENVIRONMENT, key)
+    if key == "key":
+        assert read_digests(entry) == Digests("0" * 32, "1" * 32)
+    else:
+        with pytest.raises(LogDamaged):
+            read_digests(entry)
 
 
 def test_whoever_can_write_the_log_can_lock_it(tmp_path: Path) -> None:
