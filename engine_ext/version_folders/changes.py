@@ -60,7 +60,7 @@ def find_change(
         else:
             # Here an element has 5 bytes for each of its own; as a change, 4 and its own.
             width = bits.itemsize
-            changed = min(nbytes // width, limits.max_part_bytes // (_COUNT + width))
+            changed = min(nbytes // width, limits.max_part_bytes // (_INDEX + width))
             most = _COUNT + changed * width * (_COUNT + 1)
             positions, values = _positions(inflate(frame, _COUNT, most, name), nbytes)
             begins = _begins(positions // bits.itemsize)

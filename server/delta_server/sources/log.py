@@ -237,7 +237,7 @@ class LogReplay:
                 await self._run_again(options)
         except DeltaError as error:
             self.problem = self.problem or error.to_wire()
-            why = _shown(f"{type(error).__name__}: {error.message}")
+            why = shown(f"{type(error).__name__}: {error.message}")
             message = "delta log: replay failed, the engine serves the version that it has: %s"
             if not self._was_read:
                 message = "delta log: the engine waits for its log and serves what it has loaded: "
@@ -256,7 +256,7 @@ class LogReplay:
                 wait = next(waits, None)
                 if wait is None:
                     raise
-                logger.warning("delta log: read again in %.0f s: %s", wait, _shown(error.message))
+                logger.warning("delta log: read again in %.0f s: %s", wait, shown(error.message))
                 await asyncio.sleep(wait)
 
     async def run(self, options: Options, *, fold: bool = False) -> dict[str, Any]:
@@ -309,7 +309,7 @@ class LogReplay:
                 continue
             if other is not None:
                 message = "delta log: version %d, a full one, is taken instead of version %d: %s"
-                logger.warning(message, entries[0].version, version, _shown(other.message))
+                logger.warning(message, entries[0].version, version, shown(other.message))
             if compared.is_gone:  # the first one is to show that it starts from here
                 await self._follow(entries[:1], options, applied, unusable, proves=True)
                 continue
@@ -440,7 +440,7 @@ class LogReplay:
                 raise
             except DeltaError as error:
                 unusable[entry.folder.name] = error
-                why = _shown(error.message)
+                why = shown(error.message)
                 logger.error("delta log: %s cannot be used: %s", entry.folder.name, why)
                 return
             applied.append(entry.version)
@@ -478,7 +478,7 @@ class LogReplay:
                 raise
             why = error.message if isinstance(error, DeltaError) else str(error)
             versions = f"{entries[0].version} to {entries[-1].version}"
-            logger.info("delta log: versions %s are applied one by one: %s", versions, _shown(why))
+            logger.info("delta log: versions %s are applied one by one: %s", versions, shown(why))
             return False
         applied.extend(entry.version for entry in entries)
         return True
@@ -496,7 +496,7 @@ class LogReplay:
         if other is not None:
             self.problem = other.to_wire()
             if before is None or before["message"] != other.message:
-                logger.error("delta log: %s", _shown(other.message))
+                logger.error("delta log: %s", shown(other.message))
             raise other
         why = why_not_newer(listing, version, unusable)
         if why is None:
@@ -591,7 +591,7 @@ class LogReplay:
                 logger.exception("the lease of the delta log could not be released")
 
 
-def _shown(why: str) -> str:
+def shown(why: str) -> str:
     """Return why a version is not taken, for the log: a sender might have chosen some of it."""
     return in_one_line(why, _MOST_SHOWN)
 

@@ -22,10 +22,9 @@ from delta_server import metrics
 from delta_server.engine import Engine
 from delta_server.follow_state import Following, FollowState, LogLook
 from delta_server.request_options import Options
-from delta_server.sources.log import LogReplay
+from delta_server.sources.log import LogReplay, shown
 from delta_server.sources.log_group import FollowGroup
 from delta_server.waiting import wait_for_event
-from engine_ext.answers import in_one_line
 from engine_ext.errors import DeltaError, LogDiverged, VersionConflict, WeightsAsleep
 from engine_ext.log import (
     FollowerState,
@@ -46,7 +45,6 @@ _BEATS_TO_EXPIRE: Final = 10
 _BEATS_OF_A_LOOK: Final = 4  # per expiry, while a look takes long
 _SHORTEST_EXPIRY_S: Final = 120.0
 _MARKS_READ_EVERY_S: Final = 1.0  # while a version is prepared for the group
-_MOST_SHOWN: Final = 500  # characters of an error, in the log
 _LONGEST_GOODBYE_S: Final = 5.0  # to remove the heartbeat, which expires anyway
 
 
@@ -179,8 +177,8 @@ class LogFollower:
             known = error if isinstance(error, DeltaError) else None
             message = f"{type(error).__name__}: {known.message if known else error}"
             if self._in_a_row == 1:  # the same again is in the status
-                shown = in_one_line(message, _MOST_SHOWN)
-                logger.error("delta log: not followed for now: %s", shown, exc_info=not known)
+                what = "delta log: not followed for now: %s"
+                logger.error(what, shown(message), exc_info=not known)
 
     async def catch_up(self, options: Options) -> dict[str, Any]:
         """Look at once; see `LogReplay.run` for what it returns and raises."""
