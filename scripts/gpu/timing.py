@@ -162,7 +162,9 @@ def _time(
         other, facts["stock_start_s"] = up("stock") if stock else (None, None)
         facts["stock_loading"] = _lines(other, "oading took", "init engine") if other else []
         live, facts["start_s"] = up("live")
-        facts["loading"] = _lines(live, "delta updates:", "Triton", "oading took", "init engine")
+        facts["loading"] = _lines(
+            live, "delta updates:", "Triton kernels", "oading took", "init engine"
+        )
         facts["gpu_mib"] = {"before": gpu_mib(live)}
         facts["syncs"] = []
         is_up(folder, facts["tree"]).touch()
