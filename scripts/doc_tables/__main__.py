@@ -32,8 +32,11 @@ FAST: Final[dict[str, Callable[[], str]]] = {
     "versions": support.versions,
     "features": support.features,
     "survey": survey.stored_table,
+    "hardware": gpu.hardware,
     "gpu": gpu.rows,
+    "gpu-not-run": gpu.not_run,
     "gpu-syncs": gpu.syncs,
+    "gpu-compared": gpu.compared,
 }
 # Runs every receiver on every loader: most of a minute.
 SLOW: Final[dict[str, Callable[[], str]]] = {"conformance": conformance.default_table}

@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +40,7 @@ class Row:
     """One kind of model, and how it is served.
 
     Attributes:
+        title: For people.
         checkpoint: Writes the base checkpoint into a folder, and returns it.
         flags: Arguments of the engine.
         dtype: What the engine serves it in.
@@ -51,6 +52,7 @@ class Row:
         environment: Further variables of both engines.
     """
 
+    title: str
     checkpoint: Callable[[Path], Path]
     flags: tuple[str, ...] = _EAGER
     dtype: str = "bfloat16"
@@ -165,7 +167,7 @@ def run(name: str, folder: Path, engine: str = "vllm") -> Facts:
     ends of the engines' logs.
     """
     row, started = rows_of(engine)[name], time.monotonic()
-    facts: Facts = {"row": name}
+    facts: Facts = {"row": name, "title": row.title}
     folder.mkdir(parents=True, exist_ok=True)
     try:
         _prove(row, folder, facts, ENGINES[engine])
@@ -281,95 +283,107 @@ def _keep(live: GpuServer, sender: DeltaSender, weights: Weights, facts: Facts) 
     live.drop_prefixes()
 
 
+_PACKED_EXPERTS: Final = {  # sizes that the kernels for packed weights take
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "intermediate_size": 256,
+}
+_ONLINE_FP8: Final = ("--quantization", "fp8")
+_SLEEPS: Final = (*_EAGER, "--enable-sleep-mode")
+_GRAPHS: Final = ("--compilation-config", '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')
+
+
+def _plain(title: str, kind: str, flags: tuple[str, ...] = _EAGER, **options: Any) -> Row:
+    heads = _MLA_HEADS if kind == "deepseek_v3" else {}
+    return Row(title, checkpoints.plain(kind, **heads), flags, **options)
+
+
+def _quantised(title: str, form: str, flags: tuple[str, ...] = _EAGER, **options: Any) -> Row:
+    dtype = quantised_checkpoints.serving_dtype(form)
+    return Row(title, checkpoints.quantised(form), flags, dtype, **options)
+
+
+def _experts(title: str, form: str) -> Row:
+    write = checkpoints.quantised(form, "qwen3_moe", **_PACKED_EXPERTS)
+    return Row(title, write, dtype=quantised_checkpoints.serving_dtype(form))
+
+
+def _sleeping(title: str, level: int, write: Callable[[Path], Path], *flags: str) -> Row:
+    return Row(title, write, (*_SLEEPS, *flags), more=partial(_sleep, level))
+
+
+# In the order of their worth. Runs are recorded by these names.
 ROWS: Final[dict[str, Row]] = {
-    "mla": Row(checkpoints.plain("deepseek_v3", **_MLA_HEADS)),
-    "mla-triton": Row(
-        checkpoints.plain("deepseek_v3", **_MLA_HEADS),
+    "mla": _plain("DeepSeek-V3 (MLA)", "deepseek_v3"),
+    "mla-triton": _plain(
+        *("DeepSeek-V3, TRITON_MLA", "deepseek_v3"),
         (*_EAGER, "--attention-backend", "TRITON_MLA"),
     ),
-    "moe-fp8-online": Row(checkpoints.plain("qwen3_moe"), (*_EAGER, "--quantization", "fp8")),
-    "moe-fp8-block": Row(checkpoints.fp8_block("qwen3_moe")),
-    "moe-w4a16": Row(
-        checkpoints.quantised(
-            "w4a16", "qwen3_moe", hidden_size=256, moe_intermediate_size=128, intermediate_size=256
-        )
-    ),
-    "moe-bf16": Row(checkpoints.plain("qwen3_moe")),
-    "fp8-block": Row(checkpoints.fp8_block("qwen3")),
-    "fp8-channel": Row(checkpoints.quantised("fp8_channel")),
-    "fp8-tensor": Row(checkpoints.quantised("fp8_tensor")),
-    "w8a8": Row(checkpoints.quantised("w8a8")),
-    "awq": Row(checkpoints.quantised("awq"), dtype="float16"),
-    "gpt-oss-mxfp4": Row(checkpoints.gpt_oss_mxfp4),
-    "gpt-oss-bf16": Row(checkpoints.plain("gpt_oss")),
-    "hybrid": Row(
-        checkpoints.plain("qwen3_next"),
+    "moe-fp8-online": _plain("Qwen3-MoE online fp8", "qwen3_moe", (*_EAGER, *_ONLINE_FP8)),
+    "moe-fp8-block": Row("Qwen3-MoE fp8, blocks of 128", checkpoints.fp8_block("qwen3_moe")),
+    "moe-fp8-channel": _experts("Qwen3-MoE fp8, a scale per channel", "fp8_channel"),
+    "moe-w4a16": _experts("Qwen3-MoE W4A16", "w4a16"),
+    "moe-gptq": _experts("Qwen3-MoE GPTQ", "gptq"),
+    "moe-awq": _experts("Qwen3-MoE AWQ", "awq"),
+    "moe": _plain("Qwen3-MoE bf16", "qwen3_moe"),
+    "fp8-block": Row("fp8, blocks of 128 (no DeepGEMM)", checkpoints.fp8_block("qwen3")),
+    "fp8-channel": _quantised("fp8, a scale per channel", "fp8_channel"),
+    "fp8-tensor": _quantised("fp8, a scale per tensor", "fp8_tensor"),
+    "fp8-static": _quantised("fp8, static input scales", "compressed_fp8_tensor_static"),
+    "fp8-online": _plain("online fp8", "qwen3", (*_EAGER, *_ONLINE_FP8)),
+    "fp8-kv": _plain("fp8 KV cache", "qwen3", (*_EAGER, "--kv-cache-dtype", "fp8")),
+    "w8a8": _quantised("W8A8 int8", "w8a8"),
+    "w4a16": _quantised("W4A16 (compressed-tensors)", "w4a16"),
+    "gptq": _quantised("GPTQ", "gptq"),
+    "awq": _quantised("AWQ", "awq"),
+    "gpt-oss-mxfp4": Row("gpt-oss MXFP4", checkpoints.gpt_oss_mxfp4),
+    "gpt-oss-bf16": _plain("gpt-oss bf16", "gpt_oss"),
+    "hybrid": _plain(
+        *("Qwen3-Next", "qwen3_next"),
         (*_EAGER, "--additional-config", '{"gdn_prefill_backend":"triton"}'),
     ),
-    "hybrid-mamba": Row(checkpoints.plain("falcon_h1")),
-    "gemma3-vision": Row(checkpoints.vision),
-    "tied-with-head": Row(checkpoints.tied_with_head),
-    "sleep-1": Row(
-        checkpoints.plain("qwen3"), (*_EAGER, "--enable-sleep-mode"), more=partial(_sleep, 1)
-    ),
-    "sleep-2": Row(
-        checkpoints.plain("qwen3"), (*_EAGER, "--enable-sleep-mode"), more=partial(_sleep, 2)
-    ),
+    "hybrid-mamba": _plain("Falcon-H1", "falcon_h1"),
+    "gemma3-vision": Row("Gemma 3 with vision", checkpoints.vision),
+    "tied-with-head": Row("tied Qwen3 whose checkpoint has the head", checkpoints.tied_with_head),
+    "sleep-1": _sleeping("sleep at level 1 between syncs", 1, checkpoints.plain("qwen3")),
+    "sleep-2": _sleeping("sleep at level 2 between syncs", 2, checkpoints.plain("qwen3")),
     # It has buffers that no checkpoint holds.
-    "sleep-2-vision": Row(
-        checkpoints.vision, (*_EAGER, "--enable-sleep-mode"), more=partial(_sleep, 2)
-    ),
+    "sleep-2-vision": _sleeping("sleep at level 2, Gemma 3", 2, checkpoints.vision),
     # They are rebuilt, and what is kept for that on the device is lost with the weights.
-    "sleep-2-w4a16": Row(
-        checkpoints.quantised("w4a16"), (*_EAGER, "--enable-sleep-mode"), more=partial(_sleep, 2)
+    "sleep-2-w4a16": _sleeping("sleep at level 2, W4A16", 2, checkpoints.quantised("w4a16")),
+    "sleep-2-moe-fp8-online": _sleeping(
+        "sleep at level 2, Qwen3-MoE online fp8", 2, checkpoints.plain("qwen3_moe"), *_ONLINE_FP8
     ),
-    "sleep-2-moe-fp8-online": Row(
-        checkpoints.plain("qwen3_moe"),
-        (*_EAGER, "--enable-sleep-mode", "--quantization", "fp8"),
-        more=partial(_sleep, 2),
-    ),
-    "keep": Row(checkpoints.plain("qwen3"), more=_keep),
-    "lora": Row(checkpoints.plain("qwen3"), (*_EAGER, "--enable-lora", "--max-lora-rank", "8")),
-    "draft-ngram": Row(
-        checkpoints.plain("qwen3"),
+    "keep": _plain("20 syncs under load that keep KV entries", "qwen3", more=_keep),
+    "lora": _plain("LoRA enabled", "qwen3", (*_EAGER, "--enable-lora", "--max-lora-rank", "8")),
+    "draft-ngram": _plain(
+        *("speculative decoding by n-grams", "qwen3"),
         (
-            *_EAGER,
-            "--speculative-config",
+            *(*_EAGER, "--speculative-config"),
             '{"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}',
         ),
     ),
-    "dense-change": Row(checkpoints.plain("qwen3"), changed=0.3),
-    "qwen3": Row(checkpoints.plain("qwen3")),
-    "compiled": Row(checkpoints.plain("qwen3"), ()),
-    "compiled-moe": Row(checkpoints.plain("qwen3_moe"), ()),
+    "dense-change": _plain("30 % changed", "qwen3", changed=0.3),
+    "qwen3": _plain("Qwen3 bf16", "qwen3"),
+    "graphs": _plain("Qwen3 bf16, CUDA graphs", "qwen3", _GRAPHS),
+    "qwen3-compiled": _plain("Qwen3 bf16, torch.compile and graphs", "qwen3", ()),
+    "compiled-moe": _plain("Qwen3-MoE bf16, torch.compile and graphs", "qwen3_moe", ()),
 }
 
 _NO_GRAPHS: Final = ("--disable-cuda-graph",)
-_FP8: Final = (*_NO_GRAPHS, "--quantization", "fp8")
-
-
-def _sglang(checkpoint: Callable[[Path], Path], *flags: str, **options: Any) -> Row:
-    return Row(checkpoint, flags or _NO_GRAPHS, **options)
-
-
+_SGLANG_FLAGS: Final[dict[str, tuple[str, ...]]] = {
+    "graphs": (),
+    "fp8-online": (*_NO_GRAPHS, *_ONLINE_FP8),
+    "moe-fp8-online": (*_NO_GRAPHS, *_ONLINE_FP8),
+    "hybrid": (*_NO_GRAPHS, "--max-mamba-cache-size", "16"),
+}
+_SGLANG: Final = (
+    *("qwen3", "graphs", "moe", "mla", "fp8-online", "moe-fp8-online", "fp8-block"),
+    *("moe-fp8-block", "fp8-channel", "moe-fp8-channel", "fp8-tensor", "fp8-static", "w8a8"),
+    *("w4a16", "moe-w4a16", "gptq", "moe-gptq", "awq", "moe-awq", "gpt-oss-mxfp4"),
+    *("gpt-oss-bf16", "hybrid", "gemma3-vision", "tied-with-head", "dense-change", "keep"),
+)
+# The same models, in the order of their worth for SGLang, with its flags.
 SGLANG_ROWS: Final[dict[str, Row]] = {
-    "qwen3": _sglang(checkpoints.plain("qwen3")),
-    "graphs": Row(checkpoints.plain("qwen3"), ()),
-    "moe-bf16": _sglang(checkpoints.plain("qwen3_moe")),
-    "mla": _sglang(checkpoints.plain("deepseek_v3", **_MLA_HEADS)),
-    "fp8-online": _sglang(checkpoints.plain("qwen3"), *_FP8),
-    "moe-fp8-online": _sglang(checkpoints.plain("qwen3_moe"), *_FP8),
-    "fp8-block": _sglang(checkpoints.fp8_block("qwen3")),
-    "moe-fp8-block": _sglang(checkpoints.fp8_block("qwen3_moe")),
-    "fp8-channel": _sglang(checkpoints.quantised("fp8_channel")),
-    "fp8-tensor": _sglang(checkpoints.quantised("fp8_tensor")),
-    "w8a8": _sglang(checkpoints.quantised("w8a8")),
-    "awq": _sglang(checkpoints.quantised("awq"), dtype="float16"),
-    "gpt-oss-mxfp4": _sglang(checkpoints.gpt_oss_mxfp4),
-    "gpt-oss-bf16": _sglang(checkpoints.plain("gpt_oss")),
-    "hybrid": _sglang(checkpoints.plain("qwen3_next"), *_NO_GRAPHS, "--max-mamba-cache-size", "16"),
-    "gemma3-vision": _sglang(checkpoints.vision),
-    "tied-with-head": _sglang(checkpoints.tied_with_head),
-    "dense-change": _sglang(checkpoints.plain("qwen3"), changed=0.3),
-    "keep": _sglang(checkpoints.plain("qwen3"), more=_keep),
+    name: replace(ROWS[name], flags=_SGLANG_FLAGS.get(name, _NO_GRAPHS)) for name in _SGLANG
 }

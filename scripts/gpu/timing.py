@@ -1,32 +1,32 @@
 """Time syncs of a large model whose trainer's tensors are on the engine's GPU.
 
 Two trees of the product can be timed in one run, in turns: each is a process of its own, and a lock
-says whose turn it is, once the engines of both are up. A stock engine's ``reload_weights`` of the
-same weights is timed with them, and shows in the end whether the synced engine holds these.
+says whose turn it is, once the engines of both are up; these start one after another. A stock
+engine's own ways to take the same weights are timed with them (`own_ways`); its reload shows
+whether the synced engine holds these.
 ``python -m scripts.gpu --timing SIZE`` runs it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
-import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import psutil
 import torch
 from safetensors.torch import save_file
 
 from delta_sender import DeltaSender
-from scripts.gpu.engine import MODEL, GpuVllm, gpu_mib, on_cpu, running
+from scripts.gpu import own_ways
+from scripts.gpu.engine import GpuVllm, gpu_mib, on_cpu, running
+from scripts.gpu.stream import Stream
 from scripts.live_engine import tiny_models
 
 Weights = dict[str, torch.Tensor]
@@ -154,19 +154,24 @@ def _time(
         if not (base / "config.json").exists():
             write_checkpoint(weights, size, base)
     flags = ("--dtype", "bfloat16", *(("--enforce-eager",) if on_cpu() else _GRAPHS))
-    more: Facts = {"kv_bytes": 2 << 30, "length": 2048}
-    live = GpuVllm(base, flags, delta=True, log_path=own / "live.log", **more)
-    other = GpuVllm(base, flags, delta=False, log_path=own / "stock.log", **more)
-    with running(live, *([other] if stock else [])) as ups:
-        facts["start_s"], *rest = (up.result() for up in ups)
-        facts["stock_start_s"] = rest[0] if rest else None
-        facts["loading"] = _lines(live, "delta updates:", "oading took", "init engine")
-        facts["stock_loading"] = _lines(other, "oading took", "init engine") if stock else []
+    with ExitStack() as stack:
+
+        def up(name: str) -> tuple[GpuVllm, float]:
+            return stack.enter_context(_started(name, base, own, flags))
+
+        other, facts["stock_start_s"] = up("stock") if stock else (None, None)
+        facts["stock_loading"] = _lines(other, "oading took", "init engine") if other else []
+        live, facts["start_s"] = up("live")
+        facts["loading"] = _lines(
+            live, "delta updates:", "Triton kernels", "oading took", "init engine"
+        )
         facts["gpu_mib"] = {"before": gpu_mib(live)}
         facts["syncs"] = []
         is_up(folder, facts["tree"]).touch()
         while not all(is_up(folder, tree).exists() for tree in trees):
             time.sleep(_POLL_S)
+        with _turn(folder / "measure.lock"):
+            facts["read_both_ms"] = _read_both(weights)
         for number, encoding in enumerate((*ENCODINGS, FULL)):
             with _turn(folder / "measure.lock"):
                 _sync(live, weights, encoding, 100 * number, facts)
@@ -178,11 +183,61 @@ def _time(
             facts["scan_s"] = round(time.monotonic() - started, 2)
             facts["corrupted"] = scan.get("corrupted")
             facts["digest_as_answered"] = scan.get("digest") == facts["syncs"][-1]["digest"]
-            if stock:
+            if other is not None:
                 target = own / "target"
                 write_checkpoint(weights, size, target)
-                weights.clear()
-                _reload(live, other, target, facts)
+                with Stream(other):
+                    facts["gpu_mib"]["stock"] = gpu_mib(other)
+                facts["own_ways"] = own_ways.time_files(other, target, _DENSITY)
+                facts["verdict"] = _difference(live, other)
+                if not on_cpu():
+                    facts["own_ways"] += own_ways.time_ipc(other, weights)
+
+
+def _difference(live: GpuVllm, other: GpuVllm) -> str:
+    ours, theirs = live.checksums(), other.checksums()
+    wrong = sorted(name for name in theirs if ours.get(name) != theirs[name])
+    return f"DIFFERS: {wrong[:6]}" if wrong else f"exact ({len(theirs)} tensors)"
+
+
+@contextmanager
+def _started(
+    name: str, base: Path, own: Path, flags: Sequence[str]
+) -> Iterator[tuple[GpuVllm, float]]:
+    """Run the engine ``live`` or ``stock``; yield it, and the seconds that its start has taken.
+
+    Nothing else starts meanwhile, in any tree, and no kernel is compiled yet.
+    """
+    is_stock = name == "stock"
+    environment = {"TRITON_CACHE_DIR": str(own / f"triton-{name}")}
+    engine = GpuVllm(
+        base,
+        (*flags, *(own_ways.flags() if is_stock else ())),
+        delta=not is_stock,
+        log_path=own / f"{name}.log",
+        kv_bytes=2 << 30,
+        length=2048,
+        environment={**environment, **(own_ways.ENVIRONMENT if is_stock else {})},
+    )
+    with ExitStack() as stack:
+        with _turn(own.parent / "start.lock"):
+            [up] = stack.enter_context(running(engine))
+            seconds = up.result()
+        yield engine, seconds
+
+
+def _read_both(weights: Weights) -> float:
+    """Return the milliseconds in which PyTorch reads all weights twice; the fastest of three."""
+    found = []
+    for _ in range(3):
+        _synchronize()
+        began = time.perf_counter()
+        for _ in range(2):
+            for tensor in weights.values():
+                tensor.view(torch.int16).amax()
+        _synchronize()
+        found.append(1e3 * (time.perf_counter() - began))
+    return round(min(found), 2)
 
 
 def _sync(live: GpuVllm, weights: Weights, encoding: str, seed: int, facts: Facts) -> None:
@@ -225,24 +280,6 @@ def _sync(live: GpuVllm, weights: Weights, encoding: str, seed: int, facts: Fact
                     "gpu_mib": gpu_mib(live),
                 }
             )
-
-
-def _reload(live: GpuVllm, other: GpuVllm, target: Path, facts: Facts) -> None:
-    """Time the stock engine's own reload of the checkpoint, and compare the two engines."""
-    body = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
-    found = []
-    with Stream(other) as stream:
-        for _ in range(2):
-            began = time.monotonic()
-            answer = other.post("/collective_rpc", json=body, timeout=180)
-            ended = time.monotonic()
-            gaps = stream.gaps(began - 0.5, ended + 0.5)
-            wall = round(1e3 * (ended - began), 1)
-            found.append({"status": answer.status_code, "wall_ms": wall, "token_gap_ms": gaps})
-    facts["reload_weights"] = found
-    ours, theirs = live.checksums(), other.checksums()
-    wrong = sorted(name for name in theirs if ours.get(name) != theirs[name])
-    facts["verdict"] = f"DIFFERS: {wrong[:6]}" if wrong else f"exact ({len(theirs)} tensors)"
 
 
 def random_weights(size: Size, device: torch.device) -> Weights:
@@ -294,51 +331,7 @@ def write_checkpoint(weights: Weights, size: Size, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(size.config()))
 
 
-class Stream:
-    """A client that streams tokens without end; the gaps between them are what a user feels."""
-
-    def __init__(self, engine: GpuVllm) -> None:
-        self._url, self._times, self._ended = engine.url, list[float](), threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Stream:
-        self._thread.start()
-        time.sleep(2.0)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._ended.set()
-        self._thread.join(30)
-
-    def gaps(self, start: float, end: float) -> dict[str, float]:
-        """Return the median and the largest gap, in ms, of the tokens from `start` to `end`."""
-        time.sleep(max(0.0, end - time.monotonic()))
-        inside = [one for one in self._times if start <= one <= end]
-        found = sorted(1e3 * (after - before) for before, after in pairwise(inside))
-        if not found:
-            return {}
-        return {"median": round(found[len(found) // 2], 1), "largest": round(found[-1], 1)}
-
-    def _run(self) -> None:
-        body = {
-            **{"model": MODEL, "prompt": "x" * 64, "temperature": 0, "ignore_eos": True},
-            **{"max_tokens": 100 if on_cpu() else 1800, "stream": True},
-        }
-        while not self._ended.is_set():
-            with contextlib.suppress(httpx.HTTPError):
-                self._read(body)
-            self._ended.wait(0.05)
-
-    def _read(self, body: Facts) -> None:
-        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=60) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data:"):
-                    self._times.append(time.monotonic())
-                if self._ended.is_set():
-                    return
-
-
-@contextlib.contextmanager
+@contextmanager
 def _turn(lock: Path) -> Iterator[None]:
     """Wait until no other tree of this run is measured."""
     with lock.open("w") as file:
@@ -355,7 +348,7 @@ def _cpu_seconds(engine: GpuVllm) -> tuple[float, float]:
     """Return the processor time of this process, and of the engine's processes."""
     spent = 0.0
     for pid in engine.pids():
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess):
             times = psutil.Process(pid).cpu_times()
             spent += times.user + times.system
     return time.process_time(), spent

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from engine_ext.errors import Conflict, SpoolFull, UploadTooSlow
+from engine_ext.kernels import same_device
 from engine_ext.ranks.operations import (
     Operation,
     PartProgress,
@@ -102,8 +103,10 @@ class TransferGroup:
     def _after(self, earlier: Future[None] | None, work: Callable[[], None]) -> Future[None]:
         """Begin something once another has ended; a worker that exits does not wait for it."""
         ended: Future[None] = Future()
+        use_device = same_device()
 
         def run() -> None:
+            use_device()
             if earlier is not None:
                 wait([earlier])
             try:

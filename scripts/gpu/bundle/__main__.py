@@ -54,6 +54,7 @@ _LEFT_OUT: Final = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make a bundle; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu.bundle", description=__doc__)
+    parser.add_argument("--vllm", metavar="VERSION", help="other than the one in the list")
     parser.add_argument("--python", default="3.12", help="of the GPU host (%(default)s)")
     parser.add_argument("--arch", type=int, default=90, help="90: H100 and H200 (%(default)s)")
     parser.add_argument("--into", type=Path, default=Path("build/gpu-vllm"), help="(%(default)s)")
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="gpu-bundle-") as folder:
         site = Path(folder) / "site"
-        _install(chosen.python, chosen.wheel, site)
+        _install(wanted(chosen.vllm, chosen.wheel), chosen.python, site)
         thin(site, chosen.arch)
         made = pieces.pack(site, chosen.into, threads=usable_cores())
     for piece in made:
@@ -93,18 +94,24 @@ def thin(site: Path, arch: int) -> None:
             print(f"{library.relative_to(site)}: {blanked / 1e6:.0f} MB blanked", flush=True)
 
 
-def _install(python: str, wheels: Sequence[Path], site: Path) -> None:
-    """Install the wheels for another Python; raises CalledProcessError if one cannot be had."""
+def wanted(vllm: str | None, wheels: Sequence[Path]) -> list[str]:
+    """Return what to install: the list, with another version of vLLM and wheels that are here."""
     listed = _REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    if vllm is not None:
+        listed = [f"vllm=={vllm}" if line.startswith("vllm==") else line for line in listed]
     own = {_normal(wheel.name.partition("-")[0]) for wheel in wheels}
-    wanted = [line for line in listed if line and not line.startswith("#")]
-    wanted = [line for line in wanted if _normal(line.partition("==")[0]) not in own]
+    rest = [line for line in listed if line and not line.startswith("#")]
+    return [*map(str, wheels), *(o for o in rest if _normal(o.partition("==")[0]) not in own)]
+
+
+def _install(wheels: Sequence[str], python: str, site: Path) -> None:
+    """Install wheels for another Python; raises CalledProcessError if one cannot be had."""
     platforms = [f"--platform=manylinux_{one}_x86_64" for one in _PLATFORMS]
     platforms += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"]
     command = [
         *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"),
         *("--only-binary=:all:", "--implementation=cp", f"--python-version={python}", *platforms),
-        *("--disable-pip-version-check", "--target", str(site), *map(str, wheels), *wanted),
+        *("--disable-pip-version-check", "--target", str(site), *wheels),
     ]
     subprocess.run(command, check=True)
 

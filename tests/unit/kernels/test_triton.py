@@ -36,16 +36,25 @@ PLACES = ["interpreter", *(["cuda"] if torch.cuda.is_available() else [])]
 SANITIZER = shutil.which("compute-sanitizer")
 if torch.cuda.is_available() and SANITIZER:
     PLACES.append("sanitizer")
+# The conformance suite reads models in host memory.
+RUNS = [
+    *(
+        (place, cases, "not full")
+        for place in PLACES
+        for cases in ("kernels_alone", "streams_alone")
+    ),
+    ("interpreter", "conformance_alone", "not full"),
+    pytest.param("interpreter", "conformance_alone", "full", marks=pytest.mark.full),
+]
 BITS = ("*u8", "*i16", "*i32", "*i64")
 
 
-@pytest.mark.parametrize("cases", ["kernels_alone", "streams_alone"])
-@pytest.mark.parametrize("place", PLACES)
-def test_the_kernels_do_what_the_host_does(place: str, cases: str) -> None:
+@pytest.mark.parametrize(("place", "cases", "marked"), RUNS)
+def test_the_kernels_do_what_the_host_does(place: str, cases: str, marked: str) -> None:
     interpreted = place == "interpreter"
     environment = {**os.environ, "TRITON_INTERPRET": "1" if interpreted else "0"}
     environment["DELTA_TEST_DEVICE"] = "cpu" if interpreted else "cuda:0"
-    options = "-q", "-p", "no:cacheprovider", "-W", "ignore"
+    options = "-q", "-p", "no:cacheprovider", "-W", "ignore", "-m", marked
     checked: list[str] = []
     if place == "sanitizer":  # an access outside of a tensor must be one outside of any memory
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -56,7 +65,7 @@ def test_the_kernels_do_what_the_host_does(place: str, cases: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=1200 if checked else 480,
+        timeout=1200 if checked or marked == "full" else 480,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

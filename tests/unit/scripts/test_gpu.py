@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
-import re
+import signal
 import sys
 import threading
 import time
@@ -21,7 +22,6 @@ from scripts.gpu.rows import ROWS, Row
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineError
 
-ROOT = Path(__file__).parents[3]
 SYNCS = {f"sync{n}": {"pause_ms": 10.0 + n, "commit_ms": 1.0} for n in (1, 2, 3)}
 EXACT: dict[str, Any] = {
     "row": "awq",
@@ -108,13 +108,22 @@ def test_timings_are_in_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None
         assert not run.is_exact, wrong
 
 
-def test_the_readme_counts_the_exact_rows() -> None:
-    [count] = re.findall(
-        r"\[(\d+) of \d+ rows exact\]\(docs/gpu\.md\)", (ROOT / "README.md").read_text()
-    )
-    own = [run for run in results.recorded() if run["engine"].lower().startswith("vllm")]
-    exact = {row["row"] for run in own for row in run["rows"] if results.is_exact(row)}
-    assert int(count) == len(exact)
+def test_the_hardware_has_the_newest_of_each_row() -> None:
+    older = {**RUN, "rows": [{**DIFFERS, "verdict": "exact (3)"}, {**EXACT, "row": "moe"}]}
+    other = {**RUN, "engine": "SGLang 2", "rows": [EXACT]}
+    lines = doc_table.hardware_of([RUN, older]).splitlines()[2:]
+    assert lines[1] == "| H9 | vLLM 1: [2 of 4 rows exact](docs/gpu.md); not MLA; not lora |"
+    assert "SGLang on a GPU" in lines[2]
+    lines = doc_table.hardware_of([other, RUN]).splitlines()[2:]
+    assert lines[1].startswith("| H9 | SGLang 2: [1 of 1 rows")
+    assert "on a GPU" not in lines[3]
+
+
+def test_what_was_recorded_can_be_run_again() -> None:
+    for run in results.recorded():
+        rows = rows_module.rows_of(run["engine"].partition(" ")[0].lower())
+        assert {row["row"] for row in run["rows"]} <= rows.keys()
+    assert "W8A8" not in doc_table.not_run().partition("SGLang")[0]
 
 
 def test_a_row_that_fails_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,12 +134,33 @@ def test_a_row_that_fails_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.Mon
     def interrupt(folder: Path) -> Path:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rows_module, "ROWS", {"a": Row(write), "b": Row(interrupt)})
+    monkeypatch.setattr(rows_module, "ROWS", {"a": Row("", write), "b": Row("", interrupt)})
     found = rows_module.run("a", tmp_path / "a")
     assert found["error"] == "RuntimeError: no checkpoint"
     assert found["logs"]["live"].endswith("the kernel is missing")
     assert (len(found["logs"]["live"]), found["logs"]["fresh"]) == (4000, "")
     assert rows_module.run("b", tmp_path / "b")["error"] == "time ran out"
+
+
+def test_a_row_of_a_background_job_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(folder: Path) -> Path:
+        signal.raise_signal(signal.SIGINT)
+        raise RuntimeError("not interrupted")
+
+    monkeypatch.setattr(rows_module, "ROWS", {"a": Row("", interrupt)})
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--one", "a", "--folder", str(tmp_path)])
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    try:
+        assert program.main() == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert json.loads(shown.getvalue().removeprefix("FACTS "))["error"] == "time ran out"
 
 
 class Starting:
@@ -159,7 +189,7 @@ def test_an_interrupted_row_stops_what_starts(
     def write(folder: Path) -> Path:
         return tiny_models.build("qwen3", folder)
 
-    monkeypatch.setattr(rows_module, "ROWS", {"a": Row(write)})
+    monkeypatch.setattr(rows_module, "ROWS", {"a": Row("", write)})
     monkeypatch.setattr(rows_module, "ENGINES", {"vllm": Starting})
     found = rows_module.run("a", tmp_path / "a")
     assert found["error"] == "time ran out"
@@ -254,9 +284,33 @@ def test_the_table_of_syncs_has_the_last_of_each_encoding() -> None:
     sync = {"encoding": "gap8_exp", "wire_bytes": 178_195_818, "wall_ms": 3807.0}
     sync |= {"encode_ms": 2125.0, "timings_ms": times, "token_gap_ms": {"largest": 166.4}}
     other = {**sync, "encoding": "gap8_ulp", "token_gap_ms": {}}
+    other |= {"sender_cpu_s": 0.21, "engine_cpu_s": 1.48}
     new = {"tree": "new", "weights": 4.02e9, "syncs": [{**sync, "wall_ms": 6570.0}, sync, other]}
     run = {**RUN, "timing": [new, {**new, "tree": "base"}, {"tree": "new", "error": "no"}]}
     assert doc_table.syncs_of([RUN, run]).splitlines()[2:] == [
-        "| H9, 4.0 billion weights | `gap8_exp` | 178 | 3807 | 2125 | 106 | 6 | 166 |",
-        "| H9, 4.0 billion weights | `gap8_ulp` | 178 | 3807 | 2125 | 106 | 6 |  |",
+        "| H9, 4.0 billion weights | `gap8_exp` | 178 | 3807 | 2125 | 106 | 6 | 166 |  |",
+        "| H9, 4.0 billion weights | `gap8_ulp` | 178 | 3807 | 2125 | 106 | 6 |  | 0.2, 1.5 |",
     ]
+
+
+def test_the_table_of_what_syncs_are_compared_with() -> None:
+    way = {"way": "ipc", "wall_ms": 900.0, "token_gap_ms": {"largest": 80.2}}
+    new: dict[str, Any] = {
+        "tree": "new",
+        "weights": 4.02e9,
+        "own_ways": [way, {**way, "wall_ms": 5}],
+    }
+    new |= {"read_both_ms": 4.96, "start_s": 31.0, "stock_start_s": 29.5}
+    new |= {"gpu_mib": {"before": 9, "stock": 100, "after": 350}}
+    new["own_ways"].append({"way": "reload_weights", "error": "HTTPError: 500\nmore"})
+    bare = {"tree": "new", "weights": 1e9, "gpu_mib": {"before": 9}, "stock_start_s": None}
+    run = {**RUN, "timing": [new, {**new, "tree": "base"}, bare]}
+    where = "| H9, 4.0 billion weights |"
+    assert doc_table.compared_of([run]).splitlines()[2:] == [
+        f"{where} stock vLLM: ipc, ms | 5 | 80 |",
+        f"{where} stock vLLM: reload_weights, ms | not done: HTTPError: 500 |  |",
+        f"{where} reading both copies of the weights, ms | 5.0 |  |",
+        f"{where} start beyond stock, s | 1.5 |  |",
+        f"{where} GPU memory beyond stock, MiB | 250 |  |",
+    ]
+    assert "No recorded run" in doc_table.compared_of([RUN])

@@ -126,6 +126,15 @@ def test_a_bundle_leaves_out_what_no_row_uses(tmp_path: Path) -> None:
     assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()} == {*kept}
 
 
+def test_a_bundle_has_one_vllm() -> None:
+    wheel = Path("there/oss_harmony-1-cp312-cp312-linux_x86_64.whl")
+    found, usual = program.wanted("0.33.0", [wheel]), program.wanted(None, [])
+    assert found[:2] == [str(wheel), "vllm==0.33.0"]
+    assert [one for one in usual if one not in found] == [
+        *("vllm==0.32.0", next(one for one in usual if one.startswith("oss_harmony=="))),
+    ]
+
+
 def test_unpacking_needs_the_standard_library_alone() -> None:
     """The host has nothing else before it: isolated Python does not even see this environment."""
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import scripts.gpu.trees, sys"

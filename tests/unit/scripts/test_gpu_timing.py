@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from scripts.gpu import timing
+from scripts.gpu import own_ways, sparse_apply, timing
 from scripts.gpu.trees import REHEARSAL
 from scripts.live_engine.tiny_models import load_tensors
 
@@ -35,6 +36,9 @@ class Engine:
         self.made.append(self)
 
     def __enter__(self) -> Engine:
+        with (self.log_path.parents[1] / "start.lock").open() as lock:
+            with pytest.raises(BlockingIOError):  # nothing else starts
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         time.sleep(0.0 if self.delta else 1.0)
         self.weights = load_tensors(self.model)
         self.is_up = True
@@ -55,10 +59,15 @@ class Engine:
         return httpx.Response(200, json={"corrupted": [], "digest": DIGEST})
 
     def post(self, path: str, json: Any, **_: Any) -> httpx.Response:
-        assert (path, json["method"]) == ("/collective_rpc", "reload_weights")
+        assert path == "/collective_rpc"
         self.assert_its_turn()
-        self.weights = load_tensors(Path(json["kwargs"]["weights_path"]))
-        return httpx.Response(200)
+        request, results = httpx.Request("POST", self.url), list[Any]([None])
+        if json["method"] == "reload_weights":
+            self.weights = load_tensors(Path(json["kwargs"]["weights_path"]))
+        else:
+            assert json["method"] == "time_sparse_apply"
+            self.weights, results = {}, [[3.5]]
+        return httpx.Response(200, json={"results": results}, request=request)
 
     def assert_its_turn(self) -> None:
         with (self.log_path.parents[1] / "measure.lock").open() as lock:
@@ -134,7 +143,12 @@ def test_two_trees_are_timed_and_compared(
     assert [sync["encoding"] for sync in facts["syncs"][::2]] == [*timing.ENCODINGS, timing.FULL]
     assert all(sync["token_gap_ms"]["largest"] >= 20 for sync in facts["syncs"])
     assert facts["loading"] == ["INFO Model loading took 1 s", "INFO delta updates: traced"]
-    assert (facts["digest_as_answered"], len(facts["reload_weights"])) == (True, 2)
+    assert facts["digest_as_answered"]
+    found = [(one["way"], one["wall_ms"] == 3.5) for one in facts["own_ways"]]
+    sparse, reload = ("sparse_nccl, apply alone", True), ("reload_weights", False)
+    assert found == [sparse, sparse, reload, reload]
+    assert facts["read_both_ms"] > 0
+    assert {*facts["gpu_mib"]} == {"before", "after", "stock"}
     assert facts["verdict"] == (f"DIFFERS: [{loses!r}]" if loses else "exact (25 tensors)")
     json.dumps(facts)
     assert ("error" in other, other["stock_start_s"]) == (False, None)
@@ -149,3 +163,46 @@ def test_a_timing_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     facts = timing.run("tiny", tmp_path, "new", stock=True, trees=["new"])
     assert facts["error"] == "RuntimeError: it exited"
     assert facts["weights"] > 1e6
+
+
+@pytest.mark.slow
+def test_the_stock_engines_own_sparse_apply(tmp_path: Path) -> None:
+    """Random elements, and no others, get the checkpoint's values, by the model's own loader."""
+    written = {"a": torch.full((40, 50), 2.0), "b": torch.full((30,), 3.0)}
+    save_file({name: one.bfloat16() for name, one in written.items()}, tmp_path / "x.safetensors")
+    model = torch.nn.ParameterDict(
+        {n: torch.zeros_like(one).bfloat16() for n, one in written.items()}
+    )
+    model.requires_grad_(False)
+
+    def load_weights(weights: Any) -> set[str]:
+        return {name for name, one in weights if model[name].copy_(one) is not None}
+
+    setattr(model, "load_weights", load_weights)  # noqa: B010 - a module has no such attribute
+    worker = sparse_apply.SparseApply()
+    setattr(worker, "model_runner", SimpleNamespace(get_model=lambda: model))  # noqa: B010
+    [spent] = worker.time_sparse_apply(str(tmp_path), 0.2)
+    assert spent > 0
+    for name, one in written.items():
+        changed = model[name] != 0
+        assert torch.equal(model[name][changed], one.bfloat16()[changed])
+        assert 0.05 < changed.float().mean() < 0.5
+
+
+def test_a_way_that_fails_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Broken:
+        url = ""
+
+        def post(self, path: str, json: Any, **_: Any) -> httpx.Response:
+            works = json["method"] == "reload_weights"
+            request = httpx.Request("POST", "http://engine")
+            return httpx.Response(200 if works else 500, json={"results": [None]}, request=request)
+
+    stock: Any = Broken()
+    found = own_ways.time_files(stock, tmp_path, 0.02)
+    assert [("error" in one, one["way"]) for one in found] == [
+        (True, "sparse_nccl, apply alone"),
+        *[(False, "reload_weights")] * 2,
+    ]

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from engine_ext.adapters.vllm import transfer_group
+from engine_ext.adapters.vllm.transfer_group import JoinGroup, Transfer
 from engine_ext.conformance.toy_models import PlainCopy
 from engine_ext.format import PartId
 from engine_ext.model import ModelStateGuard, hash_memory, state_guard
-from engine_ext.ranks.operations import BeginPart
+from engine_ext.ranks.operations import BeginPart, encode_request
 from engine_ext.sync.background_staging import BackgroundStaging
 from engine_ext.sync.disposer import Disposer
 from engine_ext.sync.scrubber import Scrubber
@@ -105,8 +107,18 @@ def in_freeing(seen: Seen, folder: Path) -> None:
     assert seen.called.wait(10)
 
 
+def in_transfers(seen: Seen, folder: Path) -> None:
+    joined = JoinGroup(master_address="localhost", master_port=1, backend="gloo", timeout=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer_group, "join_group", seen)
+        group = transfer_group.TransferGroup(torch.device("cpu"), receives=True)
+        group.handle(*encode_request(Transfer(step=joined)))
+        assert seen.called.wait(10)
+
+
 @pytest.mark.parametrize(
-    "use", [in_a_pool, in_staging, in_scrubbing, in_scans, in_hashing, in_freeing]
+    "use",
+    [in_a_pool, in_staging, in_scrubbing, in_scans, in_hashing, in_freeing, in_transfers],
 )
 def test_a_thread_uses_its_ranks_device(
     use: Callable[[Seen, Path], None], chosen: dict[int, int], tmp_path: Path
