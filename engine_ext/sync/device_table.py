@@ -49,7 +49,7 @@ class GatherResult:
     Attributes:
         chosen: which of `indices` they are.
         old: their old bits in host memory, if they are read.
-        batch: what they were read with; it can say later whether they are the same.
+        batch: what they were read with; it can say later whether they are the same, and write them.
     """
 
     chosen: Any
@@ -85,7 +85,7 @@ def gather(
             own = sent[end - found[number].count : end]
             located[number] = DeviceElements(requests[number].target.flat, own, lease)
     reading = [number for number, one in enumerate(requests) if one.reads]
-    batch = DeviceBatch([located[number] for number in reading])
+    batch = DeviceBatch([located[number] for number in reading], memory)
     read = batch.read()
     old = dict(zip(reading, read, strict=True))
     return [

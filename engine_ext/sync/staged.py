@@ -45,7 +45,8 @@ class Write(msgspec.Struct, eq=False, gc=False):
             `elements` are of many and have their names.
         keep: whether the old bits are kept for an undo.
         old: the old bits, in host memory; None until `read_old` or `put`.
-        batch: what they were read with, if it was a batch of elements on devices.
+        batch: of elements on devices, what has read `old` if that is known, and what writes.
+        digest: of `old`, if it is a box on a device.
         lease: of the memory of `new`, see `engine_ext.placement.device_memory`.
         memory: where the old bits of a box can be kept.
         written: whether `undo` must restore the old bits.
@@ -58,6 +59,7 @@ class Write(msgspec.Struct, eq=False, gc=False):
     old: Any = None
     memory: Any = None
     batch: DeviceBatch | None = None
+    digest: Digest | None = None
     lease: Lease | None = None
     written: bool = False
 
