@@ -119,6 +119,15 @@ class DeviceMemory:
         kept.bits.copy_(bits)
         return kept
 
+    def reserved(self, bits: torch.Tensor, device: torch.device) -> Kept | None:
+        """Copy bits, as `keep` does, to reserved memory; None if there is not enough of it."""
+        known = self._reserved.get(device)
+        found = None if known is None else known.lease(bits.nbytes)
+        if found is None:
+            return None
+        memory, lease = found
+        return Kept(memory.view(bits.dtype).copy_(bits), lease)
+
     def room(self, size: int, dtype: torch.dtype, device: torch.device) -> Kept:
         """Return uninitialised bits, [size], which kernels of a device can read and write."""
         reserved = self._reserved.get(device)

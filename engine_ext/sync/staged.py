@@ -40,7 +40,8 @@ class Write(msgspec.Struct, eq=False, gc=False):
     """Elements of live memory, with their old and new bits.
 
     Attributes:
-        new: the new bits, in the live dtype.
+        new: the new bits, in the live dtype; those of elements on devices are there, or in pinned
+            host memory.
         live: the live tensor's name; empty if the engine's own processing computes it, or if
             `elements` are of many and have their names.
         keep: whether the old bits are kept for an undo.

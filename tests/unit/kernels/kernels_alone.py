@@ -377,6 +377,15 @@ def test_a_write_that_fails_half_way_is_undone(
         assert all(map(torch.equal, flats, before))
 
 
+def one_element(write: Write) -> torch.Tensor:
+    """One of the live elements that it overwrites, a view."""
+    elements: Any = write.elements
+    if isinstance(elements, WholeBox):
+        return bits_of(elements.segment.live_view()).view(-1)[:1]
+    place = elements.offsets[-1].long()
+    return elements.flat[place : place + 1]
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_commit_only_launches(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The base is compared by its digest, and tables are there: both grow with the change."""
@@ -388,10 +397,14 @@ def test_a_commit_only_launches(dense: bool, monkeypatch: pytest.MonkeyPatch) ->
     if dense:
         deltas[0] = dense_delta(deltas[0].name, target[deltas[0].name])
     before = memory(served.model)
+    here = served.applier.plan.targets[next(iter(base))][0].flat.device
+    reserved = DeviceMemory(1 << 20, [here])
+    monkeypatch.setattr(served.applier, "_memory", reserved)
     staged = [served.applier.stage(part) for part in parts_of(deltas)]
     served.applier.check_sync(staged, full=False)
     boxes = [write for write in writes_of(*staged) if isinstance(write.elements, WholeBox)]
     assert len(boxes) == dense
+    assert all(write.lease for write in boxes)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("what could be there before is made in the pause")
@@ -402,20 +415,19 @@ def test_a_commit_only_launches(dense: bool, monkeypatch: pytest.MonkeyPatch) ->
     ):
         monkeypatch.setattr(module, name, refuse)
     served.applier.check_base(staged)
-    for write in writes_of(*staged):
-        elements: Any = write.elements
-        live = elements.segment.live_view() if write in boxes else elements.flat
-        place = 0 if write in boxes else elements.offsets[-1].long()
-        changed_one = bits_of(live).view(-1)[place : place + 1]
-        changed_one ^= 1
+    for one in map(one_element, writes_of(*staged)):
+        one ^= 1
         with pytest.raises(BaseMismatch, match="between staging and commit"):
             served.applier.check_base(staged)
-        changed_one ^= 1
+        one ^= 1
     served.applier.check_base(staged)
     served.applier.write(staged)
     assert memory(served.model) == memory(load(FusedQkv, target))
     served.applier.undo(staged)
     assert memory(served.model) == before
+    boxes.clear()
+    del staged
+    assert reserved.free(here) == 1 << 20
 
 
 # --- digests ---
