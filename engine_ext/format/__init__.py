@@ -23,7 +23,7 @@ from engine_ext.format.container import (
 )
 from engine_ext.format.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
-from engine_ext.format.digest_on_device import device_digest, device_factors
+from engine_ext.format.digest_on_device import device_digest, device_factors, device_sums
 from engine_ext.format.gap_streams import byte_stream, bytes_suffice, join_streams, read_streams
 from engine_ext.format.identity import Origin, PartId, RunSender, Unproven, continues, part_identity
 from engine_ext.format.manifest import (
@@ -101,6 +101,7 @@ __all__ = [
     "device_digest",
     "device_factors",
     "device_streams",
+    "device_sums",
     "differences_of",
     "digest_if_equal",
     "encode_part",

@@ -29,6 +29,16 @@ def device_digest(
 ) -> Digest:
     """Return the digest of elements of one tensor; it waits for the device.
 
+    Args: see `device_sums`.
+    """
+    return Digest(*device_sums(name, values, places, start).tolist())
+
+
+def device_sums(
+    name: str, values: torch.Tensor, places: torch.Tensor | None = None, start: int = 0
+) -> torch.Tensor:
+    """Return the lanes of the digest of elements of one tensor, int64 [2] on their device.
+
     Args:
         values: bit patterns, integers as wide as the checkpoint dtype, contiguous [n].
         places: their flat indices, int64 [n] on the same device; None if they are dense, at
@@ -41,7 +51,7 @@ def device_digest(
     if places is None and runs_kernels(device):
         from engine_ext.kernels.triton import block_sums
 
-        return Digest(*block_sums.dense(values, start, seeds, table).tolist())
+        return block_sums.dense(values, start, seeds, table)
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     for first in range(0, values.numel(), _CHUNK):
         chunk = slice(first, min(first + _CHUNK, values.numel()))
@@ -51,7 +61,7 @@ def device_digest(
             else places[chunk]
         )
         sums += _sums(values[chunk], where, seeds, table)
-    return Digest(*sums.tolist())
+    return sums
 
 
 def _on(device: torch.device, numbers: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> torch.Tensor:

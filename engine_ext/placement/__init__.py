@@ -10,7 +10,7 @@ Imports: `engine_ext.model`, `engine_ext.format`, `engine_ext.kernels`, and the 
 
 from engine_ext.placement.casts import as_host, checkpoint_bits, has_nan, live_bits
 from engine_ext.placement.certify import Certified, certify_placement, summary, uncertified
-from engine_ext.placement.device_batch import DeviceBatch, joined
+from engine_ext.placement.device_batch import DeviceBatch, are_as_read, joined, overwrite
 from engine_ext.placement.device_memory import DeviceMemory, Lease
 from engine_ext.placement.live_elements import (
     SAMPLED,
@@ -19,6 +19,8 @@ from engine_ext.placement.live_elements import (
     HostElements,
     LiveElements,
     WholeBox,
+    box_digest,
+    hold_digests,
 )
 from engine_ext.placement.locator import box_loop
 from engine_ext.placement.ownership import boxes, resolve
@@ -48,8 +50,10 @@ __all__ = [
     "Target",
     "TensorSpec",
     "WholeBox",
+    "are_as_read",
     "are_whole",
     "as_host",
+    "box_digest",
     "box_loop",
     "boxes",
     "certify_placement",
@@ -57,10 +61,12 @@ __all__ = [
     "covered",
     "flat_bits",
     "has_nan",
+    "hold_digests",
     "joined",
     "keeps_bits",
     "live_bits",
     "make_plan",
+    "overwrite",
     "place_again",
     "resolve",
     "smallest_block",

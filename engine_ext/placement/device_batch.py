@@ -2,108 +2,194 @@
 
 One kernel visits all elements of a dtype, up to `_MOST` at a time, and its input or output crosses
 the bus in one copy. Without the kernels, PyTorch's operators visit one tensor after another.
+
+The kernel finds the elements by a table. `DeviceBatch.make_ready` sends it while the engine still
+generates, so that comparing and writing them, while it is paused, are launches alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Final
 
 import numpy as np
 import torch
 
-from engine_ext.format import Digest, device_digest
+from engine_ext.format import device_factors
 from engine_ext.kernels import gather_scatter as host
 from engine_ext.kernels.triton import runs_kernels
+from engine_ext.placement.device_memory import DeviceMemory, Kept
 from engine_ext.placement.live_elements import DeviceElements, DeviceRows
 
 Elements = DeviceElements | DeviceRows
 Bits = list[torch.Tensor]  # of each `Elements`, as integers, [n] each
+Sums = tuple[int, int]  # modulo 2 ** 64
 
 # Elements at a time. An undo needs the same memory of the device, tens of megabytes, too.
 _MOST: Final = 1 << 24
+_numbers = itertools.count()  # of groups: no two that are alive have the same
 
 
 class DeviceBatch:
     """Elements on accelerators; none of them twice.
 
     Args:
-        elements: of each live tensor, or of many.
+        elements: of each live tensor, or of many; each has a number, from 0 on.
+        memory: for the tables; None: nothing is reserved.
     """
 
-    def __init__(self, elements: Sequence[Elements]) -> None:
-        self._size = len(elements)
-        self._alone: list[tuple[int, Elements]] = []
+    def __init__(self, elements: Sequence[Elements], memory: DeviceMemory | None = None) -> None:
+        self.elements = elements
+        self._alone: list[int] = []  # their numbers
         self._groups: list[_Group] = []
-        self._read: list[tuple[Elements, torch.Tensor]] = []
+        self._read: dict[int, torch.Tensor] = {}  # of those alone
+        self._new: dict[int, torch.Tensor] = {}  # of those alone
+        memory = memory or DeviceMemory()
         groups: dict[tuple[torch.device, torch.dtype, torch.dtype], _Group] = {}
         for number, one in enumerate(elements):
             if not runs_kernels(one.flat.device):
-                self._alone.append((number, one))
+                self._alone.append(number)
                 continue
             key = one.flat.device, one.flat.dtype, one.offsets.dtype
             group = groups.get(key)
             if group is None or group.size + one.offsets.numel() > _MOST:
-                group = groups[key] = _Group()
+                group = groups[key] = _Group(memory)
                 self._groups.append(group)
             group.add(number, one)
 
     def read(self) -> Bits:
-        """Return their bits, copies in host memory, and keep what `is_as_read` compares.
+        """Return their bits, copies in host memory, and keep what `are_as_read` compares.
 
         That is a digest that the device computes. Without kernels it is the bits themselves.
         """
-        found: dict[int, torch.Tensor] = {number: one.read() for number, one in self._alone}
-        self._read = [(one, found[number]) for number, one in self._alone]
+        self._read = {number: self.elements[number].read() for number in self._alone}
+        found = dict(self._read)
         for group in self._groups:
             found.update(zip(group.numbers, group.read(), strict=True))
-        return [found[number] for number in range(self._size)]
+        return [found[number] for number in range(len(self.elements))]
 
     @classmethod
-    def as_read(cls, rows: DeviceRows, old: torch.Tensor) -> DeviceBatch:
-        """Return the batch of elements that are read already; their bits, [n], are on the device.
+    def as_read(
+        cls,
+        rows: DeviceRows,
+        new: torch.Tensor,
+        old: torch.Tensor,
+        kept: torch.Tensor,
+        memory: DeviceMemory,
+    ) -> DeviceBatch:
+        """Return the batch of elements that are read already, ready to be written.
 
-        Kernels run there.
+        Kernels run on their device.
+
+        Args:
+            new: their new bits, [n], see `make_ready`.
+            old: their bits, [n], on the device.
+            kept: the same in host memory, where they need not have arrived.
         """
-        batch = cls([rows])
+        batch = cls([rows], memory)
+        batch.make_ready({0: new})
         for group in batch._groups:
-            group.note(old)
+            group.note(old, kept)
         return batch
 
-    def is_as_read(self) -> bool:
-        """Return whether the elements have the bits that `read` has returned.
+    def make_ready(self, new: Mapping[int, torch.Tensor]) -> None:
+        """Make ready to overwrite elements.
 
-        With kernels no bits cross the bus.
+        Args:
+            new: bits by number, on their device or in pinned host memory, which stay there as long
+                as the batch is used. Elements that have none are not overwritten.
         """
-        return all(group.is_as_read() for group in self._groups) and all(
-            one.holds(bits) for one, bits in self._read
-        )
-
-    def holds(self, bits: Sequence[torch.Tensor]) -> bool:
-        """Return whether the elements have these bits."""
-        return all(group.holds(group.own(bits)) for group in self._groups) and all(
-            one.holds(bits[number]) for number, one in self._alone
-        )
-
-    def put(self, bits: Sequence[torch.Tensor]) -> None:
-        """Overwrite them by bits in host memory or on their device."""
+        self._new = {number: new[number] for number in self._alone if number in new}
         for group in self._groups:
-            group.put(group.own(bits))
-        for number, one in self._alone:
-            one.put(bits[number])
+            group.make_ready(new)
 
-    def swap(self, bits: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    def put(self) -> Iterator[int]:
+        """Overwrite the elements that have new bits; yield their numbers, before it is done."""
+        for group in self._groups:
+            yield from group.writes
+            group.put()
+        for number, bits in self._new.items():
+            yield number
+            self.elements[number].put(bits)
+
+    def swap(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Overwrite them like `put`, and yield the old bits in host memory, with their numbers.
 
-        If it raises, exactly the elements whose bits it has yielded are overwritten.
+        All elements have new bits. If it raises, exactly the elements whose bits it has yielded are
+        overwritten.
         """
         # All memory is allocated before anything is written.
-        ready = [(group, group.begin_swap(group.own(bits))) for group in self._groups]
+        ready = [(group, group.begin_swap()) for group in self._groups]
         for group, swap in ready:
             yield from zip(group.numbers, swap(), strict=True)
-        for number, one in self._alone:
+        for number, bits in self._new.items():
+            one = self.elements[number]
             assert isinstance(one, DeviceElements)
-            yield number, one.swap(bits[number])
+            yield number, one.swap(bits)
+
+    def undo(self) -> Iterator[int]:
+        """Put the old bits back where kernels have put new ones; yield the numbers of these."""
+        for group in self._groups:
+            if group.is_written:
+                group.undo()
+                yield from group.writes
+
+
+def overwrite(elements: Sequence[Elements], bits: Sequence[torch.Tensor]) -> None:
+    """Overwrite elements by bits in host memory or on their device, a group at a time."""
+    batch = DeviceBatch(elements)
+    for group in batch._groups:
+        own = [bits[number] for number in group.numbers]
+        device = elements[group.numbers[0]].flat.device
+        if not all(one.device == device or one.is_pinned() for one in own):
+            own = upload([one.cpu() for one in own], device)
+        group.make_ready(dict(zip(group.numbers, own, strict=True)))
+        group.put()
+        group.forget()  # another one needs its memory
+    for number in batch._alone:
+        elements[number].put(bits[number])
+
+
+def are_as_read(batches: Sequence[DeviceBatch]) -> bool:
+    """Return whether the elements of batches have the bits that `read` has returned.
+
+    With kernels no bits cross the bus: each device adds up one digest of all of its groups, which
+    is read once.
+    """
+    on_devices: dict[torch.device, list[_Group]] = defaultdict(list)
+    for group in (group for batch in batches for group in batch._groups):
+        on_devices[group.device].append(group)
+    added = [(_sum_up(groups), groups) for groups in on_devices.values()]
+    same = all(
+        _modulo(sums.tolist()) == _total(group.expected for group in groups)
+        for sums, groups in added
+    )
+    return same and all(
+        batch.elements[number].holds(bits)
+        for batch in batches
+        for number, bits in batch._read.items()
+    )
+
+
+def _sum_up(groups: Sequence[_Group]) -> torch.Tensor:
+    """Launch the digests of groups of one device; return their sum, int64 [2] there."""
+    sums = groups[0].sums
+    sums.zero_()
+    for group in groups:
+        group.add_to(sums)
+    return sums
+
+
+def _modulo(lanes: Sequence[int]) -> Sums:
+    one, other = (lane % (1 << 64) for lane in lanes)
+    return one, other
+
+
+def _total(sums: Iterator[Sums]) -> Sums:
+    return _modulo([sum(lane) for lane in zip(*sums, strict=True)])
 
 
 def upload(bits: Sequence[torch.Tensor], device: torch.device) -> Bits:
@@ -130,14 +216,29 @@ def _host_memory(size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Group:
-    """Elements of live tensors of one dtype on one device, with offsets of one dtype."""
+    """Elements of live tensors of one dtype on one device, with offsets of one dtype.
 
-    def __init__(self) -> None:
+    Attributes:
+        numbers, size: of the elements; how many single ones.
+        writes: the numbers of those that have new bits.
+        is_written: whether they are put, and not undone since.
+        expected: the digest of the elements as they were read.
+        sums: where digests are added up, int64 [2] on the device.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
         self.numbers: list[int] = []
         self.size = 0
-        self._digest = Digest.ZERO  # of the elements as they were read, one after another
+        self.writes: list[int] = []
+        self.is_written = False
+        self.expected: Sums = (0, 0)
+        self._memory = memory
+        self._number = next(_numbers)
         self._elements: list[Elements] = []
         self._counts: list[int] = []  # of each
+        self._table: Kept | None = None
+        self._new: Bits = []  # the table has only their addresses
+        self._kept: torch.Tensor | None = None  # the old bits of all, in host memory
 
     def add(self, number: int, elements: Elements) -> None:
         """Add elements under a number."""
@@ -147,68 +248,110 @@ class _Group:
         self._elements.append(elements)
         self._counts.append(count)
 
-    def own(self, bits: Sequence[torch.Tensor]) -> Bits:
-        """Return the bits of the group's tensors."""
-        return [bits[number] for number in self.numbers]
+    @property
+    def device(self) -> torch.device:
+        return self._flat.device
 
     @property
     def _flat(self) -> torch.Tensor:
         return self._elements[0].flat
 
-    def note(self, old: torch.Tensor) -> None:
-        """Keep what `is_as_read` compares with the bits of all elements, on their device."""
-        self._digest = device_digest("", old)
+    def make_ready(self, new: Mapping[int, torch.Tensor]) -> None:
+        """Send the table, with the new bits that some of the elements have."""
+        writes = [number for number in self.numbers if number in new]
+        bits = [new[number] for number in writes]
+        if self._table is not None and writes == self.writes and all(map(is_, bits, self._new)):
+            return
+        self.writes, self._new = writes, bits
+        self._send([new.get(number) for number in self.numbers])
+
+    def forget(self) -> None:
+        """Free what `make_ready` has sent."""
+        self._table, self._new = None, []
+
+    def note(self, old: torch.Tensor, kept: torch.Tensor) -> None:
+        """Learn the bits of all elements, on their device and in host memory."""
+        self._visit(old=old, sums=self.sums, stored=True)
+        self._kept, self.expected = kept, _modulo(self.sums.tolist())
 
     def read(self) -> Bits:
-        old = self._gathered()
-        self.note(old)
-        return self._split(_host_memory(old.numel(), old.dtype).copy_(old))
-
-    def _gathered(self) -> torch.Tensor:
-        """Return the elements on their device, [n]."""
+        """Return the bits in host memory, and keep their digest."""
         old = self._on_device()
-        self._prepare(old, [], keep=True)()
-        return old
+        self.writes, self._new = [], []
+        self._send([None] * len(self.numbers))
+        self._visit(old=old, sums=self.sums, keep=True)
+        self._kept = _host_memory(old.numel(), old.dtype).copy_(old)
+        self.expected = _modulo(self.sums.tolist())
+        return self._split(self._kept)
 
-    def is_as_read(self) -> bool:
-        return device_digest("", self._gathered()) == self._digest
+    def add_to(self, sums: torch.Tensor) -> None:
+        """Add the digest of the elements as they are; nothing waits for the device."""
+        self._visit(sums=sums)
 
-    def holds(self, bits: Bits) -> bool:
-        expected = joined(bits).to(self._flat.device)
-        return not self._prepare(expected, [], compare=True)().any()
+    def put(self) -> None:
+        self.is_written = True
+        self._visit(write=True)
 
-    def put(self, bits: Bits) -> None:
-        # Named, and so not freed before the launch: the table has only its address, and another
-        # thread that allocates meanwhile would get its memory.
-        sent = self._sent(bits)
-        self._prepare(self._flat, sent, write=True)()
-
-    def begin_swap(self, bits: Bits) -> Callable[[], Bits]:
+    def begin_swap(self) -> Callable[[], Bits]:
         """Allocate all memory; return a function that overwrites and returns the old bits."""
         old = self._on_device()
         kept = _host_memory(old.numel(), old.dtype)
-        sent = self._sent(bits)
-        launch = self._prepare(old, sent, keep=True, write=True)
 
         def swap() -> Bits:
-            launch()
-            kept.copy_(old)
-            sent.clear()  # not freed before
+            self._visit(old=old, keep=True, write=True)
+            self._kept, self.is_written = kept.copy_(old), True
             return self._split(kept)
 
         return swap
 
-    def _prepare(self, old: torch.Tensor, new: Bits, **modes: bool) -> Callable[[], torch.Tensor]:
+    def undo(self) -> None:
+        """Put the old bits back where there were new ones."""
+        assert self._kept is not None
+        # Pinned memory is read as it is: nothing is allocated, which could fail.
+        kept = self._kept if self._kept.is_pinned() else self._kept.to(self.device)
+        self._visit(old=kept, stored=True, write=True)
+        self.is_written = False
+
+    def _visit(
+        self,
+        *,
+        old: torch.Tensor | None = None,
+        sums: torch.Tensor | None = None,
+        keep: bool = False,
+        stored: bool = False,
+        write: bool = False,
+    ) -> None:
         from engine_ext.kernels.triton import gather_scatter
 
-        wide = self._elements[0].offsets.dtype == torch.int64
+        assert self._table is not None
+        gather_scatter.visit(
+            self._table.bits.view(-1, gather_scatter.COLUMNS),
+            self._flat,
+            device_factors(self.device),
+            wide=self._is_wide,
+            old=old,
+            sums=sums,
+            group=self._number,
+            keep=keep,
+            stored=stored,
+            write=write,
+        )
+
+    @property
+    def _is_wide(self) -> bool:
+        return self._elements[0].offsets.dtype == torch.int64
+
+    def _send(self, new: Sequence[torch.Tensor | None]) -> None:
+        """Send the table of the elements and of the new bits that there are."""
+        from engine_ext.kernels.triton import gather_scatter
+
+        width = self._flat.itemsize
         live: list[int] = []
         offsets: list[int] = []
         sent: list[int] = []
         counts: list[int] = []
-        for number, one in enumerate(self._elements):
-            own = new[number].data_ptr() if new else 0
-            first, width = one.offsets.data_ptr(), self._flat.itemsize
+        for one, bits in zip(self._elements, new, strict=True):
+            first, own = one.offsets.data_ptr(), 0 if bits is None else bits.data_ptr()
             if isinstance(one, DeviceElements):
                 live.append(one.flat.data_ptr())
                 offsets.append(first)
@@ -218,21 +361,14 @@ class _Group:
             before = np.cumsum(one.counts) - one.counts
             live += one.addresses.tolist()
             offsets += (first + before * one.offsets.itemsize).tolist()
-            sent += (own + before * width).tolist()
+            sent += (own + before * width if own else np.zeros_like(before)).tolist()
             counts += one.counts.tolist()
-        table = gather_scatter.rows(
-            live, offsets, sent, counts, width=self._flat.itemsize, wide=wide
-        )
-        return gather_scatter.prepare(table, old, wide=wide, **modes)
-
-    def _sent(self, bits: Bits) -> Bits:
-        device = self._flat.device
-        if all(one.device == device or one.is_pinned() for one in bits):
-            return bits
-        return upload([one.cpu() for one in bits], device)
+        table = gather_scatter.rows(live, offsets, sent, counts, width=width, wide=self._is_wide)
+        self._table = self._memory.keep(torch.from_numpy(table).view(-1), self.device)
+        self.sums = torch.zeros(2, dtype=torch.int64, device=self.device)
 
     def _on_device(self) -> torch.Tensor:
-        return torch.empty(self.size, dtype=self._flat.dtype, device=self._flat.device)
+        return torch.empty(self.size, dtype=self._flat.dtype, device=self.device)
 
     def _split(self, whole: torch.Tensor) -> Bits:
         return [*torch.split(whole, self._counts)]

@@ -1,10 +1,10 @@
 """Memory of devices that is reserved at start-up for what syncs keep there.
 
 An engine measures what is left of a device once the model is loaded, and takes nearly all of it for
-its KV cache. What a sync needs later must not make the engine's own allocations fail: offsets and
-new values until the commit, offsets for the undo until the next one. So they are put into memory
-that was reserved before, and into pinned host memory when that is full: kernels read it over the
-bus.
+its KV cache. What a sync needs later must not make the engine's own allocations fail: offsets, new
+values and the tables of the kernels that write them until the commit, offsets for the undo until
+the next one. So they are put into memory that was reserved before, and into pinned host memory when
+that is full: kernels read it over the bus.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ class DeviceMemory:
         self._reserved = {device: _Reserved(device, nbytes) for device in devices}
 
     def keep(self, bits: torch.Tensor, device: torch.device) -> Kept:
-        """Copy bits to where kernels of a device read them.
+        """Copy bits to where kernels of a device read them; they are there when it returns.
+
+        Another stream can get the memory as soon as it is given back, so that no copy to it must
+        be on its way then.
 
         Args:
             bits: 1-D and contiguous, in host memory or on the device.
@@ -115,6 +118,15 @@ class DeviceMemory:
         kept = self.room(bits.numel(), bits.dtype, device)
         kept.bits.copy_(bits)
         return kept
+
+    def reserved(self, bits: torch.Tensor, device: torch.device) -> Kept | None:
+        """Copy bits, as `keep` does, to reserved memory; None if there is not enough of it."""
+        known = self._reserved.get(device)
+        found = None if known is None else known.lease(bits.nbytes)
+        if found is None:
+            return None
+        memory, lease = found
+        return Kept(memory.view(bits.dtype).copy_(bits), lease)
 
     def room(self, size: int, dtype: torch.dtype, device: torch.device) -> Kept:
         """Return uninitialised bits, [size], which kernels of a device can read and write."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Protocol
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine_ext.format import Digest, device_sums, tensor_digest
 from engine_ext.kernels import (
     Bits,
     Offsets,
@@ -24,6 +26,7 @@ from engine_ext.placement.device_memory import Lease
 from engine_ext.placement.repacked import flat_bits
 from engine_ext.placement.segments import Segment
 
+_COPIED_BYTES: Final = 8 << 20  # at a time, of a box that is digested
 SAMPLED: Final = 256  # one of so many elements is compared before the write, in 1 % of its time
 
 
@@ -221,6 +224,45 @@ class WholeBox:
     def put(self, bits: torch.Tensor) -> None:
         upload_box(self._box(), bits)
 
+    def sums(self) -> torch.Tensor:
+        """Return the lanes of their `box_digest`, int64 [2] on their device; nothing waits."""
+        box = self._box()
+        sums = torch.zeros(2, dtype=torch.int64, device=box.device)
+        start = 0
+        for piece in _pieces(box):
+            sums += device_sums("", piece.reshape(-1), start=start)
+            start += piece.numel()
+        return sums
+
     def within(self, tensor: torch.Tensor) -> WholeBox:
         """Return the same box of another tensor with the same layout."""
         return WholeBox(replace(self.segment, live=replace(self.segment.live, tensor=tensor)))
+
+
+def box_digest(bits: torch.Tensor) -> Digest:
+    """Return the digest of the bits of a `WholeBox` in host memory, contiguous."""
+    return tensor_digest("", host_bits(bits.reshape(-1)))
+
+
+def hold_digests(boxes: Sequence[tuple[WholeBox, Digest]]) -> bool:
+    """Return whether boxes on devices hold bits of these digests; each device is read once."""
+    added: dict[torch.device, list[tuple[torch.Tensor, Digest]]] = defaultdict(list)
+    for box, digest in boxes:
+        added[box.segment.live.tensor.device].append((box.sums(), digest))
+    return all(
+        Digest(*found) == digest
+        for own in added.values()
+        for found, (_, digest) in zip(
+            torch.stack([sums for sums, _ in own]).tolist(), own, strict=True
+        )
+    )
+
+
+def _pieces(box: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a box in pieces, in order; those that must be copied to be contiguous are small."""
+    if box.is_contiguous() or box.nbytes <= _COPIED_BYTES:
+        yield box
+        return
+    dim = next(number for number, size in enumerate(box.shape) if size > 1)
+    for piece in torch.split(box, max(1, _COPIED_BYTES * box.shape[dim] // box.nbytes), dim):
+        yield from _pieces(piece)

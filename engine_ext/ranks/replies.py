@@ -206,6 +206,7 @@ class PartBegun(Reply, frozen=True, kw_only=True):
     """How a part was admitted, see `engine_ext.sync.sync_state.SyncState.admit`."""
 
     admission: Admission
+    search_ms: float | None = None  # milliseconds; set if this rank searched its model for copies
 
 
 class PartProgress(Reply, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from engine_ext.placement import (
     DeviceMemory,
     HostElements,
     Target,
+    WholeBox,
     joined,
 )
 from engine_ext.sync.staged import Write
@@ -49,7 +50,7 @@ class GatherResult:
     Attributes:
         chosen: which of `indices` they are.
         old: their old bits in host memory, if they are read.
-        batch: what they were read with; it can say later whether they are the same.
+        batch: what they were read with; it can say later whether they are the same, and write them.
     """
 
     chosen: Any
@@ -85,7 +86,7 @@ def gather(
             own = sent[end - found[number].count : end]
             located[number] = DeviceElements(requests[number].target.flat, own, lease)
     reading = [number for number, one in enumerate(requests) if one.reads]
-    batch = DeviceBatch([located[number] for number in reading])
+    batch = DeviceBatch([located[number] for number in reading], memory)
     read = batch.read()
     old = dict(zip(reading, read, strict=True))
     return [
@@ -122,9 +123,18 @@ def _find(request: GatherRequest) -> _Found:
 
 
 def upload_new(writes: Sequence[Write], memory: DeviceMemory) -> None:
-    """Copy the new bits of elements on devices there, if they are in host memory."""
+    """Copy the new bits of elements on devices there, if they are in host memory.
+
+    Those of the boxes of dense params, too, as long as there is reserved memory; otherwise the
+    write sends them.
+    """
     groups: dict[tuple[torch.device, torch.dtype], list[Write]] = defaultdict(list)
     for write in writes:
+        if isinstance(write.elements, WholeBox) and write.digest is not None:
+            device = write.elements.segment.live.tensor.device
+            kept = memory.reserved(write.new.reshape(-1), device)
+            if kept is not None:
+                write.new, write.lease = kept.bits.view(write.new.shape), kept.lease
         if isinstance(write.elements, DeviceElements) and not isinstance(write.new, torch.Tensor):
             flat = write.elements.flat
             groups[flat.device, flat.dtype].append(write)

@@ -32,7 +32,7 @@ from engine_ext.startup import LockstepRunner, Rebuild, RebuildError, Recomputed
 from engine_ext.sync.device_table import keep_on_device
 from engine_ext.sync.staged import StagedModule, StagedModules, StagedPart, Write
 from engine_ext.sync.totals import are_same, part_totals
-from engine_ext.sync.writes import read_old
+from engine_ext.sync.writes import batch_unread, read_old
 
 logger = logging.getLogger(__name__)
 
@@ -295,7 +295,8 @@ class PostLoad:
                 self._places.setdefault(f"{path}.{difference.path}", difference.place)
         found = [Write(d.elements, d.new, "", keep) for d in rebuilt.differences]
         keep_on_device(found, self._memory)
-        read_old(found)
+        read_old(found, self._memory)
+        batch_unread(found, self._memory)
         return StagedModule(found, rebuilt.fingerprints)
 
 

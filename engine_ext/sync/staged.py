@@ -40,12 +40,14 @@ class Write(msgspec.Struct, eq=False, gc=False):
     """Elements of live memory, with their old and new bits.
 
     Attributes:
-        new: the new bits, in the live dtype.
+        new: the new bits, in the live dtype; those of elements on devices are there, or in pinned
+            host memory.
         live: the live tensor's name; empty if the engine's own processing computes it, or if
             `elements` are of many and have their names.
         keep: whether the old bits are kept for an undo.
         old: the old bits, in host memory; None until `read_old` or `put`.
-        batch: what they were read with, if it was a batch of elements on devices.
+        batch: of elements on devices, what has read `old` if that is known, and what writes.
+        digest: of `old`, if it is a box on a device.
         lease: of the memory of `new`, see `engine_ext.placement.device_memory`.
         memory: where the old bits of a box can be kept.
         written: whether `undo` must restore the old bits.
@@ -58,6 +60,7 @@ class Write(msgspec.Struct, eq=False, gc=False):
     old: Any = None
     memory: Any = None
     batch: DeviceBatch | None = None
+    digest: Digest | None = None
     lease: Lease | None = None
     written: bool = False
 

@@ -36,6 +36,7 @@ from engine_ext.placement import (
     WholeBox,
     are_whole,
     as_host,
+    box_digest,
     checkpoint_bits,
     has_nan,
     live_bits,
@@ -45,6 +46,7 @@ from engine_ext.sync.host_table import HostTable, allocate
 from engine_ext.sync.new_states import prove_here
 from engine_ext.sync.staged import StagedParam, StagedPart, Write, copies_differ
 from engine_ext.sync.thread_pool import ThreadPool
+from engine_ext.sync.writes import batch_unread
 
 # Elements of one piece. On the CPU the temporaries of a piece stay in a core's cache, and the
 # threads get equal shares; on a device each piece costs several kernel launches.
@@ -97,7 +99,9 @@ def stage_part(
     staged = threads.map(lambda one: stager.stage(*one[0], one[1]), todo, _size)
     for number, piece in zip(numbers, staged, strict=True):
         params[number].absorb(piece)
-    upload_new([write for param in params for write in param.writes], memory)
+    writes = [write for param in params for write in param.writes]
+    upload_new(writes, memory)
+    batch_unread(writes, memory)
     return StagedPart(manifest, params, unproven=prove_here(part, plan, threads))
 
 
@@ -357,4 +361,6 @@ class _Stager:
         write = Write(WholeBox(segment), bits, segment.live.name, self.undo)
         if not self.full:  # nothing checks this box's in a full sync; the write itself reads them
             write.read_old()
+            if target.host is None:
+                write.digest = box_digest(write.old)
         return write

@@ -239,8 +239,8 @@ class StreamTable:
             *(counts, write.offsets, write.offsets_lease),
         )
         old = batch.stream.begin_download(write.old)
-        compared = DeviceBatch.as_read(elements, write.old)
-        yield Write(elements, write.new, "", True, old, batch=compared, lease=write.new_lease)
+        launched = DeviceBatch.as_read(elements, write.new, write.old, old, memory)
+        yield Write(elements, write.new, "", True, old, batch=launched, lease=write.new_lease)
         sums = lanes.cpu().numpy().view(np.uint64)[chosen].tolist()
         numbers = batch.numbers[chosen].tolist()
         for place, (number, count, row) in enumerate(

@@ -12,9 +12,14 @@ from engine_ext.placement import (
     SAMPLED,
     DeviceBatch,
     DeviceElements,
+    DeviceMemory,
     DeviceRows,
     HostElements,
     LiveElements,
+    WholeBox,
+    are_as_read,
+    hold_digests,
+    overwrite,
 )
 from engine_ext.sync.staged import CHANGED, Write
 from engine_ext.sync.thread_pool import ThreadPool
@@ -27,14 +32,17 @@ _TABLE: Final = 1 << 16  # elements that a thread writes at a time
 class PartWrites:
     """The writes of a part on this rank, prepared by the thread that stages it.
 
-    Small ones to host memory are in tables; one compiled call visits all of a table.
+    Small ones to host memory are in tables; one compiled call visits all of a table. Those to
+    devices are in batches, for which all that a write needs is on the devices.
 
     Attributes:
         all: in the part's order.
+        launched: the batches.
+        boxes: on devices, with the digests of their old bits where these are known.
     """
 
     __slots__ = (
-        *("all", "reading", "known", "batch", "tables", "alone", "sample"),
+        *("all", "launched", "boxes", "tables", "alone", "sample"),
         *("_unknown", "_pairs"),
     )
 
@@ -43,12 +51,16 @@ class PartWrites:
         self._divide()
 
     def _divide(self) -> None:
-        on_devices, in_host = _divided(self.all)
-        self.reading = [write for write in on_devices if write.keep and write.old is None]
-        self.known = [write for write in on_devices if not (write.keep and write.old is None)]
-        self.batch = DeviceBatch([_elements(write) for write in self.known])
-        self.tables, self.alone = _tabulated(in_host)
-        self.sample = [*_sample([write for write in self.alone if write.old is not None])]
+        on_devices, others = _divided(self.all)
+        self.launched = _launched(on_devices)
+        self.boxes = [
+            (write.elements, write.digest)
+            for write in others
+            if isinstance(write.elements, WholeBox) and write.digest is not None
+        ]
+        self.tables, self.alone = _tabulated(others)
+        in_host = [write for write in self.alone if write.digest is None]
+        self.sample = [*_sample([write for write in in_host if write.old is not None])]
         self._unknown = [write for write in self.all if write.old is None]
         self._pairs = [(write.elements, write.old) for write in self.all if write.old is not None]
 
@@ -65,10 +77,48 @@ class PartWrites:
     def lists(self) -> list[list[Any]]:
         """Return the lists that hold the writes: emptied, they keep none of them in memory."""
         return [
-            *(self.all, self.reading, self.known, self.alone, self.sample),
-            *(self._unknown, self._pairs),
+            *(self.all, self.boxes, self.alone, self.sample, self._unknown, self._pairs),
             *(table.writes for table in self.tables),
+            *(one.writes for one in self.launched),
+            self.launched,
         ]
+
+
+@dataclass(slots=True, eq=False)
+class _Launched:
+    """Writes to devices that go together.
+
+    Attributes:
+        batch: ready to be written.
+        writes: of each of its elements; None: these are not written.
+        is_known: whether it has read the old bits.
+        reads: whether the old bits are read in the pass that writes.
+    """
+
+    batch: DeviceBatch
+    writes: list[Write | None]
+    is_known: bool
+    reads: bool
+
+    def put(self) -> None:
+        """Do as `Write.put` does for each, but for the comparison."""
+        if self.reads:
+            for number, old in self.batch.swap():
+                write = self._write(number)
+                write.old, write.written = old, True
+            return
+        for number in self.batch.put():
+            self._write(number).written = True
+
+    def undo(self) -> None:
+        """Put the old bits back where the batch's kernels have put new ones."""
+        for number in self.batch.undo():
+            self._write(number).written = False
+
+    def _write(self, number: int) -> Write:
+        write = self.writes[number]
+        assert write is not None
+        return write
 
 
 @dataclass(slots=True, eq=False)
@@ -115,14 +165,8 @@ def put_all(
     for part in parts if shared else ():
         part.read_old()
     for part in parts:
-        if part.reading:
-            batch = DeviceBatch([_elements(write) for write in part.reading])
-            for number, old in batch.swap([write.new for write in part.reading]):
-                part.reading[number].old, part.reading[number].written = old, True
-        for write in part.known:
-            write.written = True
-        if part.known:
-            part.batch.put([write.new for write in part.known])
+        for launched in part.launched:
+            launched.put()
     tables = [table for part in parts for table in part.tables]
     threads.map(lambda table: table.put(compares), tables)
     alone = [write for part in parts for write in part.alone]
@@ -132,13 +176,13 @@ def put_all(
 def undo_all(parts: Sequence[PartWrites], threads: ThreadPool) -> None:
     """Write the old bits back where new ones were written."""
     threads.map(_Table.undo, [table for part in parts for table in part.tables])
-    written = [write for part in parts for write in part.all if write.written]
-    on_devices, others = _divided(written)
-    if on_devices:
-        old = [write.old for write in on_devices]
-        DeviceBatch([_elements(write) for write in on_devices]).put(old)
-        for write in on_devices:
-            write.written = False
+    for launched in (one for part in parts for one in part.launched):
+        launched.undo()
+    # What kernels have not written: PyTorch's operators have, or the engine's loader.
+    on_devices, others = _divided([w for part in parts for w in part.all if w.written])
+    overwrite([_elements(write) for write in on_devices], [write.old for write in on_devices])
+    for write in on_devices:
+        write.written = False
     threads.map(Write.undo, others, _size)
 
 
@@ -148,15 +192,10 @@ def are_unchanged(parts: Sequence[PartWrites], threads: ThreadPool, *, sampled: 
     Args:
         sampled: whether a sample of those is compared that `put_all` compares, too.
     """
-    on_devices = [write for part in parts for write in part.known if write.old is not None]
-    read = {id(write.batch): write.batch for write in on_devices if write.batch is not None}
-    if not all(batch.is_as_read() for batch in read.values()):
+    if not are_as_read([one.batch for part in parts for one in part.launched if one.is_known]):
         return False
-    alone = [write for write in on_devices if write.batch is None]
-    if alone:
-        batch = DeviceBatch([_elements(write) for write in alone])
-        if not batch.holds([write.old for write in alone]):
-            return False
+    if not hold_digests([box for part in parts for box in part.boxes]):
+        return False
     step = SAMPLED if sampled else 1
     tables = [table for part in parts for table in part.tables]
     if not all(threads.map(lambda table: table.elements.holds_old(step), tables)):
@@ -164,20 +203,50 @@ def are_unchanged(parts: Sequence[PartWrites], threads: ThreadPool, *, sampled: 
     if sampled:
         sample = [write for part in parts for write in part.sample]
         return all(threads.map(Write.seems_unchanged, sample, _size))
-    others = [write for part in parts for write in part.alone]
+    others = [write for part in parts for write in part.alone if write.digest is None]
     return all(threads.map(Write.unchanged, others, _size))
 
 
-def read_old(writes: Sequence[Write]) -> None:
-    """Read the old bits that are to be kept and are not known; those on devices together."""
+def read_old(writes: Sequence[Write], memory: DeviceMemory | None = None) -> None:
+    """Read the old bits that are to be kept and are not known; those on devices together.
+
+    Args:
+        memory: for what writes these; None: nothing is reserved.
+    """
     unread = [write for write in writes if write.keep and write.old is None]
     on_devices, others = _divided(unread)
     if on_devices:
-        batch = DeviceBatch([_elements(write) for write in on_devices])
+        batch = DeviceBatch([_elements(write) for write in on_devices], memory)
         for write, old in zip(on_devices, batch.read(), strict=True):
             write.old, write.batch = old, batch
     for write in others:
         write.read_old()
+
+
+def batch_unread(writes: Sequence[Write], memory: DeviceMemory) -> None:
+    """Let elements on devices whose old bits nothing has read be written in batches, too."""
+    on_devices, _ = _divided([write for write in writes if write.batch is None])
+    for keep in (True, False):  # old bits that are kept are read in the pass that writes
+        own = [write for write in on_devices if write.keep is keep]
+        batch = DeviceBatch([_elements(write) for write in own], memory)
+        for write in own:
+            write.batch = batch
+
+
+def _launched(writes: Sequence[Write]) -> list[_Launched]:
+    """Make the batches of writes to devices ready."""
+    batches = {id(write.batch): write.batch for write in writes}
+    own = {id(write.elements): write for write in writes}
+    found = []
+    for batch in batches.values():
+        assert batch is not None
+        placed = [own.get(id(elements)) for elements in batch.elements]
+        several = [write for write in placed if write is not None]
+        batch.make_ready({n: write.new for n, write in enumerate(placed) if write is not None})
+        is_known = all(write.old is not None for write in several)
+        reads = not is_known and all(write.keep for write in several)
+        found.append(_Launched(batch, placed, is_known, reads))
+    return found
 
 
 def _tabulated(writes: Sequence[Write]) -> tuple[list[_Table], list[Write]]:
@@ -228,8 +297,7 @@ def _sample(writes: Sequence[Write]) -> Iterator[Write]:
 def restore(pairs: Sequence[tuple[LiveElements, Any]], threads: ThreadPool) -> None:
     """Write bits to elements of live memory."""
     on_devices = [(one, bits) for one, bits in pairs if isinstance(one, _ON_DEVICES)]
-    if on_devices:
-        DeviceBatch([one for one, _ in on_devices]).put([bits for _, bits in on_devices])
+    overwrite([one for one, _ in on_devices], [bits for _, bits in on_devices])
     others = [(one, bits) for one, bits in pairs if not isinstance(one, _ON_DEVICES)]
     threads.map(lambda pair: pair[0].put(pair[1]), others, lambda pair: int(pair[1].nbytes))
 

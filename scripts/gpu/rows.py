@@ -141,6 +141,9 @@ class Load:
         return {"answered": self.answered, "failed": self.failed[:2]}
 
 
+_TIMINGS: Final = frozenset({"pause_ms", "vote_ms", "commit_ms", "stage_ms", "search_ms"})
+
+
 def sync_facts(report: SyncReport) -> Facts:
     """Return a row's cells about a sync; times in ms."""
     timings = report.engine.get("timings_ms", {})
@@ -151,7 +154,7 @@ def sync_facts(report: SyncReport) -> Facts:
         "wire_bytes": report.wire_bytes,
         "apply": report.engine.get("apply"),
         "skipped": report.engine.get("skipped"),
-        **{k: v for k, v in timings.items() if k in ("pause_ms", "commit_ms", "stage_ms")},
+        **{k: v for k, v in timings.items() if k in _TIMINGS},
     }
 
 

@@ -149,7 +149,7 @@ class Staging:
                 while begun or todo:
                     # Not all at once: each keeps other syncs out for one stage timeout.
                     while todo and len(begun) < self._at_once:
-                        begun.append(await self._begin(*todo.popleft(), pipes))
+                        begun.append(await self._begin(*todo.popleft(), pipes, record))
                     complete = await self._finish(begun, record)
             except DeltaError:
                 admissions = record.admissions.union(*(one.admissions for one in begun))
@@ -168,7 +168,11 @@ class Staging:
         await call_all_ranks(self._engine, request)
 
     async def _begin(
-        self, part: PartId, verified: VerifiedPart, pipes: contextlib.ExitStack
+        self,
+        part: PartId,
+        verified: VerifiedPart,
+        pipes: contextlib.ExitStack,
+        record: RequestRecord,
     ) -> _Begun:
         """Begin to stage a part, on every rank or on none."""
         source = None
@@ -192,7 +196,11 @@ class Staging:
             if len(refusals) < len(answers):  # replicas might be in different states
                 await call_all_ranks(self._engine, AbortSync(part=part))
             raise refusals[0]
-        admissions = {one.admission for one in answers if not isinstance(one, DeltaError)}
+        replies = [one for one in answers if not isinstance(one, DeltaError)]
+        searches = [reply.search_ms for reply in replies if reply.search_ms is not None]
+        if searches:
+            record.timings["search_ms"] = max(searches)
+        admissions = {reply.admission for reply in replies}
         return _Begun(part, admissions, pipe)
 
     async def _finish(self, begun: deque[_Begun], record: RequestRecord) -> bool:

@@ -1,7 +1,8 @@
-"""Read, compare and overwrite single elements of many live tensors on an accelerator at once.
+"""Read, digest and overwrite single elements of many live tensors on an accelerator at once.
 
 A launch takes as long as a thousand elements, and a part has a few thousand elements of each of
-many tensors. So a table says where each program's elements are; `rows` makes it.
+many tensors. So a table says where each program's elements are; `rows` makes it. It is made and
+sent once, and every launch that visits these elements reads it.
 
 Nothing is specialised on sizes, alignments or modes, so that one compilation at start-up
 serves every sync: a compilation during a commit would delay generation.
@@ -9,7 +10,7 @@ serves every sync: a compilation during a commit would delay generation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -19,24 +20,40 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from engine_ext.kernels.triton import current
+from engine_ext.kernels.triton.block_sums import _curve, _mix
 
-BLOCK: Final = 1024  # elements of a program
-_COLUMNS: Final = 5
+BLOCK: Final = 1024  # elements of a program; at most as many as the digest has factors of a lane
+_FACTORS: Final = tl.constexpr(1024)
+COLUMNS: Final = 5
 
 
 @triton.jit(
-    do_not_specialize=["keep", "compare", "write"],
-    do_not_specialize_on_alignment=["table", "old", "differs"],
+    do_not_specialize=["table", "old", "group", "keep", "digest", "stored", "write"],
+    do_not_specialize_on_alignment=["live_like", "sums", "factors"],
 )
 def visit_elements(
-    table, old, differs, keep, compare, write, WIDE: tl.constexpr, BLOCK: tl.constexpr
+    table,
+    live_like,
+    old,
+    sums,
+    factors,
+    group,
+    keep,
+    digest,
+    stored,
+    write,
+    WIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Visit the elements of one row of the table; `old` has the type of all live tensors.
+    """Visit the elements of one row of the table; `live_like` has the type of all live tensors.
 
-    `keep`, `compare` and `write` are BLOCK, or 0 if it is not done.
+    `table` and `old` are addresses: they can be of pinned memory of the host. `keep`,
+    `digest`, `stored` and `write` are BLOCK, or 0 if it is not done.
     """
-    row = table + 5 * tl.program_id(0).to(tl.int64)
-    bits = tl.pointer_type(old.dtype.element_ty)
+    program = tl.program_id(0).to(tl.int64)
+    row = table.to(tl.pointer_type(tl.int64)) + 5 * program
+    bits = tl.pointer_type(live_like.dtype.element_ty)
     live = tl.load(row).to(bits)
     if WIDE:
         offsets = tl.load(row + 1).to(tl.pointer_type(tl.int64))
@@ -45,15 +62,26 @@ def visit_elements(
     at = tl.arange(0, BLOCK)
     inside = at < tl.load(row + 4)
     where = tl.load(offsets + at, mask=inside, other=0).to(tl.int64)
-    before = tl.load(live + where, mask=inside, other=0)
-    to = old + tl.load(row + 3) + at
-    tl.store(to, before, mask=inside & (at < keep))
-    compared = inside & (at < compare)
-    other = compared & (before != tl.load(to, mask=compared, other=0))
-    tl.store(differs + tl.program_id(0), tl.sum(other.to(tl.int32), 0))
-    written = inside & (at < write)
-    new = tl.load(row + 2).to(bits)
-    tl.store(live + where, tl.load(new + at, mask=written, other=0), mask=written)
+    to = old.to(bits) + tl.load(row + 3) + at
+    is_stored = inside & (at < stored)
+    is_read = inside & (at >= stored) & ((at < keep) | (at < digest))
+    was = tl.load(live + where, mask=is_read, other=0)
+    was = tl.where(is_stored, tl.load(to, mask=is_stored, other=0), was)
+    tl.store(to, was, mask=inside & (at < keep))
+    if digest > 0:
+        # The position counts programs, so that no two elements of a group have the same factor.
+        block = (group.to(tl.int64) * 4294967296 + program).to(tl.uint64)
+        curve = tl.where(inside, _curve(was, WIDTH), 0)
+        sum0 = tl.sum(curve * tl.load(factors + at).to(tl.uint64), 0)
+        sum1 = tl.sum(curve * tl.load(factors + _FACTORS + at).to(tl.uint64), 0)
+        # Sums modulo 2 ** 64 are the same in any order.
+        tl.atomic_add(sums, (sum0 * (_mix(block) | 1)).to(tl.int64), sem="relaxed")
+        second = sum1 * (_mix(block + 0x9E3779B97F4A7C15) | 1)
+        tl.atomic_add(sums + 1, second.to(tl.int64), sem="relaxed")
+    address = tl.load(row + 2)
+    written = inside & (at < tl.where(address != 0, write, 0))
+    new = tl.load(address.to(bits) + at, mask=written & (at >= stored), other=0)
+    tl.store(live + where, tl.where(is_stored, was, new), mask=written)
 
 
 def rows(
@@ -69,7 +97,8 @@ def rows(
 
     Args:
         live, offsets, new: addresses on the device: of each tensor, of its elements' offsets, and
-            of their new bits (unused if nothing is written). Offsets are unique and in the tensor.
+            of their new bits; 0: these elements are not overwritten. Offsets are unique and in the
+            tensor.
         counts: elements of each tensor.
         width: bytes of an element.
         wide: whether the offsets are int64, not int32.
@@ -80,48 +109,55 @@ def rows(
     before = (np.cumsum(programs) - programs)[number]
     done = (np.arange(number.size) - before) * BLOCK
     starts = np.cumsum(sizes) - sizes
-    table = np.empty((number.size, _COLUMNS), np.int64)
+    sent = np.array(new, np.int64)[number]
+    table = np.empty((number.size, COLUMNS), np.int64)
     table[:, 0] = np.array(live, np.int64)[number]
     table[:, 1] = np.array(offsets, np.int64)[number] + done * (8 if wide else 4)
-    table[:, 2] = np.array(new, np.int64)[number] + done * width
+    table[:, 2] = np.where(sent == 0, 0, sent + done * width)
     table[:, 3] = starts[number] + done
     table[:, 4] = np.minimum(sizes[number] - done, BLOCK)
     return table
 
 
-def prepare(
-    table: NDArray[np.int64],
-    old: torch.Tensor,
+def visit(
+    table: torch.Tensor,
+    live: torch.Tensor,
+    factors: torch.Tensor,
     *,
     wide: bool,
+    old: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
+    group: int = 0,
     keep: bool = False,
-    compare: bool = False,
+    stored: bool = False,
     write: bool = False,
-) -> Callable[[], torch.Tensor]:
-    """Return a function that visits the elements of a table's rows without allocating memory.
-
-    It does not wait for the device.
+) -> None:
+    """Visit the elements of a table's rows. No memory is allocated, and nothing waits.
 
     Args:
-        table: see `rows`.
-        old: integers of the live tensors' dtype on their device. If elements are kept or compared,
-            it has one per element, row after row; otherwise it is not read.
-        keep: whether the elements are copied to `old`.
-        compare: whether they are compared with it; not together with `keep`.
-        write: whether they are overwritten, after they were kept or compared.
-
-    The function returns how many of each row's elements differ from `old`, int32 [programs]; 0 if
-    they are not compared.
+        table: int64 [programs, 5], see `rows`; on the device or in pinned host memory.
+        live: one of the live tensors, as integers: all have its dtype and device.
+        factors: int64 [2048] on the device, see `block_sums.dense`.
+        old: bits of the same dtype, [n], one per element, row after row; on the device or in pinned
+            host memory. None if they are neither kept nor stored.
+        sums: int64 [2] on the device. Two sums over all elements, each term a curve of the bits
+            times an odd number that the element's place in the table gives, are added to it.
+        group: below 2 ** 31; the sums of two tables whose numbers differ can be added.
+        keep: whether the live elements are copied to `old`.
+        stored: whether `old` takes the place of the live elements in the sums, and of the new bits
+            in the write; not together with `keep`.
+        write: whether the live elements are overwritten, after they were kept and digested, where
+            the table has new bits.
     """
-    device, programs = old.device, len(table)
-    differs = torch.empty(programs, dtype=torch.int32, device=device)
-    sent = torch.from_numpy(table).to(device)
-    modes = BLOCK * keep, BLOCK * compare, BLOCK * write
-
-    def launch() -> torch.Tensor:
-        if programs:
-            with current(device):
-                visit_elements[(programs,)](sent, old, differs, *modes, WIDE=wide, BLOCK=BLOCK)
-        return differs
-
-    return launch
+    programs = table.shape[0]
+    if not programs:
+        return
+    modes = BLOCK * keep, BLOCK * (sums is not None), BLOCK * stored, BLOCK * write
+    with current(live.device):
+        visit_elements[(programs,)](
+            *(table.data_ptr(), live, (live if old is None else old).data_ptr()),
+            *(factors if sums is None else sums, factors, group, *modes),
+            WIDE=wide,
+            WIDTH=live.itemsize,
+            BLOCK=BLOCK,
+        )

@@ -7,7 +7,7 @@ compared with known ones. This also compiles the kernels.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -115,14 +115,14 @@ def _compares(old: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> boo
 
 
 def _exchanges(live: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> bool:
-    """Keep and overwrite the elements of two halves, compare them, and put the old ones back."""
+    """Digest, keep and overwrite the elements of two halves, and put the old ones back."""
     before, at, device = live.cpu().clone(), places.long(), live.device
     wide, sent = places.dtype == torch.int64, new[at].to(device)
     half = live.numel() // 2
     pieces = [(live[:half], places[places < half]), (live[half:], places[places >= half] - half)]
     offsets = [where.to(device) for _, where in pieces]
     counts = [one.numel() for one in offsets]
-    table = gather_scatter.rows(
+    rows = gather_scatter.rows(
         [piece.data_ptr() for piece, _ in pieces],
         [one.data_ptr() for one in offsets],
         [sent.data_ptr(), sent[counts[0] :].data_ptr()],
@@ -130,16 +130,30 @@ def _exchanges(live: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> b
         width=live.itemsize,
         wide=wide,
     )
-    old = torch.empty_like(sent)
-    gather_scatter.prepare(table, old, wide=wide, keep=True, write=True)()
-    after = live.cpu().clone()
-    others = gather_scatter.prepare(table, old, wide=wide, compare=True)().sum()
-    found = old.cpu()
-    sent.copy_(old)
-    gather_scatter.prepare(table, live, wide=wide, write=True)()
-    same = gather_scatter.prepare(table, old, wide=wide, compare=True)().sum()
+    factors, _ = _numbers()
+    factors_there = torch.from_numpy(factors.view(np.int64).reshape(-1)).to(device)
+    table, old = torch.from_numpy(rows).to(device), torch.empty_like(sent)
+
+    def visit(**modes: Any) -> list[int]:
+        sums = torch.zeros(2, dtype=torch.int64, device=device)
+        gather_scatter.visit(table, live, factors_there, wide=wide, sums=sums, group=5, **modes)
+        return [one % (1 << 64) for one in sums.tolist()]
+
+    kept = visit(old=old, keep=True, write=True)
+    after, found = live.cpu().clone(), old.cpu()
+    expected = [0, 0]
+    bits = found.numpy().view(f"u{live.itemsize}").tolist()
+    for program, (*_, start, count) in enumerate(rows.tolist()):
+        block = (5 << 32) + program
+        for lane, seed in enumerate((block, block + 0x9E3779B97F4A7C15)):
+            curves = [_curve(one, live.itemsize) for one in bits[start : start + count]]
+            total = sum(a * b for a, b in zip(curves, factors[lane].tolist(), strict=False))
+            expected[lane] += total * (_mix(seed) | 1)
+    digested = kept == [one % (1 << 64) for one in expected] == visit(old=old, stored=True)
+    digested &= visit() == visit(old=sent, stored=True) != kept
+    visit(old=old, stored=True, write=True)
     exchanged = all(map(torch.equal, (after, found, live.cpu()), (new, before[at], before)))
-    return exchanged and (int(others), int(same)) == (sum(counts), 0)
+    return digested and exchanged
 
 
 def _digests(values: torch.Tensor, start: int) -> bool:

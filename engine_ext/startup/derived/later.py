@@ -34,6 +34,8 @@ _SMALL: Final = 1 << 20  # elements
 _INPUTS: Final = frozenset([torch.int64, torch.bool])
 # Names of tables of positions, which are computed from no weight.
 _POSITIONS: Final = re.compile(r"(^|_)pos(itions?|itional)?_", re.IGNORECASE)
+# Most values of a module are of these; they have no attributes.
+_WITHOUT_FIELDS: Final = frozenset({type(None), bool, int, str, dict, list, tuple, set})
 # Ends of the names of classes.
 _SETTINGS: Final = ("Config", "Args")
 
@@ -165,14 +167,19 @@ def _numbers(model: torch.nn.Module) -> Iterator[tuple[tuple[str, str], float]]:
         for name, value in vars(module).items():
             if type(value) is float:
                 yield (path, name), value
+            elif type(value) in _WITHOUT_FIELDS:
+                continue
             elif not isinstance(value, (torch.nn.Module, torch.Tensor, type)):
-                fields = getattr(value, "__dict__", {})
-                for field, part in () if _is_configuration(value, fields) else fields.items():
+                fields = getattr(value, "__dict__", None)
+                if not fields or _is_configuration(value, fields):
+                    continue
+                for field, part in fields.items():
                     if type(part) is float:
                         yield (path, f"{name}.{field}"), part
 
 
 def _is_configuration(value: object, fields: Mapping[str, object]) -> bool:
     """Return whether an object has an engine's settings, which it completes when it starts."""
-    has_tensor = any(isinstance(part, torch.Tensor) for part in fields.values())
-    return type(value).__name__.endswith(_SETTINGS) and not has_tensor
+    if not type(value).__name__.endswith(_SETTINGS):
+        return False
+    return not any(isinstance(part, torch.Tensor) for part in fields.values())

@@ -36,6 +36,7 @@ from engine_ext.format import (
     streams_on_device,
     tensor_digest,
 )
+from engine_ext.kernels import bits_of
 from engine_ext.kernels import gather_scatter as host_gather_scatter
 from engine_ext.kernels import triton as device
 from engine_ext.kernels.triton import (
@@ -50,18 +51,22 @@ from engine_ext.placement import (
     DeviceBatch,
     DeviceElements,
     DeviceMemory,
+    WholeBox,
+    are_as_read,
     device_batch,
     device_memory,
+    overwrite,
     targets,
 )
 from engine_ext.sync.staged import Write
 from engine_ext.sync.thread_pool import ThreadPool
-from engine_ext.sync.writes import PartWrites, put_all, undo_all
+from engine_ext.sync.writes import PartWrites, batch_unread, put_all, undo_all
 from tests.support.served_models import (
     attempt,
     base_checkpoint,
     changed,
     delta_between,
+    dense_delta,
     load,
     memory,
     on_a_device,
@@ -251,25 +256,74 @@ def test_elements_are_exchanged(
             [DeviceElements(f, p.to(offsets)) for f, p in zip(flats, where, strict=True)]
         )
         assert all(map(torch.equal, batch.read(), old))
-        assert batch.holds(old)
-        swapped = dict(batch.swap(new))
+        batch.make_ready(dict(enumerate(new)))
+        assert are_as_read([batch])
+        swapped = dict(batch.swap())
         assert all(torch.equal(swapped[number], bits) for number, bits in enumerate(old))
         assert all(map(torch.equal, flats, expected))
         assert all(map(torch.equal, batch.read(), (bits.cpu() for bits in new)))
-        assert batch.is_as_read()
+        batch.make_ready(dict(enumerate(new)))
+        assert are_as_read([batch])
         for number, flat in enumerate(flats):
             if where[number].numel():
                 flat[where[number][-1]] ^= 1
-                assert not batch.is_as_read()
+                assert not are_as_read([batch])
                 flat[where[number][-1]] ^= 1
-        assert batch.is_as_read()
-        for number, bits in enumerate(old):
-            if bits.numel() and not torch.equal(bits, new[number].cpu()):
-                assert not batch.holds([*old[:number], bits, *(b.cpu() for b in new[number + 1 :])])
-        batch.put(old)  # in host memory, as an undo has them
-        assert batch.holds(old)
-        batch.put(new)
+        assert are_as_read([batch])
+        overwrite(batch.elements, old)  # in host memory, as a rollback has them
+        assert all(map(torch.equal, DeviceBatch(batch.elements).read(), old))
+        overwrite(batch.elements, new)
     assert all(map(torch.equal, flats, expected))
+
+
+@QUICK
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 16, 17, 40]), min_size=2, max_size=4),
+    written=st.sets(st.integers(0, 3)),
+    most=st.sampled_from([1, 30, 1 << 24]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_one_table_serves_check_write_and_undo(
+    counts: list[int], written: set[int], most: int, seed: int
+) -> None:
+    """Elements without new bits are compared, and nothing else."""
+    random = np.random.default_rng(seed)
+    flats = [random_bits(60, torch.int16, seed + number) for number in range(len(counts))]
+    before = [flat.clone() for flat in flats]
+    where = [torch.from_numpy(random.permutation(60)[:count]).to(DEVICE) for count in counts]
+    new = {number: flats[number][where[number]] ^ 1 for number in written if number < len(counts)}
+    with mock.patch.object(device_batch, "_MOST", most):
+        batch = DeviceBatch([DeviceElements(f, p) for f, p in zip(flats, where, strict=True)])
+    batch.read()
+    batch.make_ready(new)
+    with mock.patch.object(gather_scatter, "rows", side_effect=AssertionError("a table is made")):
+        for _ in range(2):
+            assert are_as_read([batch])
+            assert sorted(batch.put()) == sorted(new)
+            for number, flat in enumerate(flats):
+                expected = before[number].clone()
+                if number in new:
+                    expected[where[number]] = new[number]
+                assert torch.equal(flat, expected)
+            assert are_as_read([batch]) == (not any(bits.numel() for bits in new.values()))
+            assert sorted(batch.undo()) == sorted(new)
+            assert all(map(torch.equal, flats, before))
+        assert not list(batch.undo())
+
+
+def test_tensors_that_change_places_are_seen() -> None:
+    """Though the sum of both digests would be the same, were they of the same numbers."""
+    for together in (True, False):
+        flats = [random_bits(20, torch.int16, seed) for seed in (1, 2)]
+        elements = [DeviceElements(flat, torch.arange(20, device=DEVICE)) for flat in flats]
+        batches = [DeviceBatch(elements)] if together else [DeviceBatch([one]) for one in elements]
+        for batch in batches:
+            batch.read()
+        assert are_as_read(batches)
+        first = flats[0].clone()
+        flats[0].copy_(flats[1])
+        flats[1].copy_(first)
+        assert not are_as_read(batches)
 
 
 @pytest.mark.parametrize("method", ["put", "swap"])
@@ -277,30 +331,12 @@ def test_what_is_sent_stays_until_it_is_written(method: str) -> None:
     """A launch knows its address only: memory freed before is another thread's by then."""
     flat = random_bits(30, torch.int16, 1)
     batch = DeviceBatch([DeviceElements(flat, torch.arange(0, 20, 2, device=DEVICE))])
-    sent: list[weakref.ref[torch.Tensor]] = []
-    there: list[bool] = []
-    prepare = gather_scatter.prepare
-
-    def send(_: object, bits: list[torch.Tensor]) -> list[torch.Tensor]:
-        found = [one.clone() for one in bits]
-        sent.extend(map(weakref.ref, found))
-        return found
-
-    def watch(*arguments: Any, **modes: Any) -> Any:
-        launch = prepare(*arguments, **modes)
-
-        def look_and_launch() -> Any:
-            there.extend(one() is not None for one in sent)
-            return launch()
-
-        return look_and_launch
-
-    with (
-        mock.patch.object(device_batch._Group, "_sent", send),
-        mock.patch.object(gather_scatter, "prepare", watch),
-    ):
-        dict(getattr(batch, method)([random_bits(10, torch.int16, 2)]) or ())
-    assert there == [True]
+    sent = random_bits(10, torch.int16, 2)
+    is_there = weakref.ref(sent)
+    batch.make_ready({0: sent})
+    del sent
+    list(getattr(batch, method)())
+    assert is_there() is not None
 
 
 @pytest.mark.parametrize(("most", "groups"), [(1, 3), (12, 3), (1 << 24, 2)])
@@ -309,7 +345,7 @@ def test_a_write_that_fails_half_way_is_undone(
 ) -> None:
     """A failure before the first launch has written nothing; a later one is reported as such."""
     monkeypatch.setattr(device_batch, "_MOST", most)
-    launch = gather_scatter.prepare
+    visit, room = gather_scatter.visit, device_batch._host_memory
     for failing in range(2 * groups):
         flats = [random_bits(30, dtype, 1) for dtype in (torch.int16, torch.int32, torch.int16)]
         before = [flat.clone() for flat in flats]
@@ -324,44 +360,74 @@ def test_a_write_that_fails_half_way_is_undone(
             if next(events) == failing:
                 raise torch.OutOfMemoryError("no memory")
 
-        def prepare(*arguments: Any, fail: Any = fail, **modes: Any) -> Any:
-            ready = launch(*arguments, **modes)
-            if not modes.get("keep"):
-                return ready
-            fail()
-            return lambda: fail() or ready()
+        def fail_and(original: Any, fail: Any = fail) -> Any:
+            return lambda *arguments, **modes: fail() or original(*arguments, **modes)
 
+        batch_unread(writes, DeviceMemory())
+        part = PartWrites(writes)
         with (
-            mock.patch.object(gather_scatter, "prepare", prepare),
+            mock.patch.object(gather_scatter, "visit", fail_and(visit)),
+            mock.patch.object(device_batch, "_host_memory", fail_and(room)),
             pytest.raises(torch.OutOfMemoryError),
         ):
-            put_all([PartWrites(writes)], ThreadPool(1), compares=False)
+            put_all([part], ThreadPool(1), compares=False)
         assert any(write.written for write in writes) == (failing > groups)
-        undo_all([PartWrites(writes)], ThreadPool(1))
+        undo_all([part], ThreadPool(1))
+        assert not any(write.written for write in writes)
         assert all(map(torch.equal, flats, before))
 
 
-def test_no_old_value_crosses_the_bus_in_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base is compared by its digest: a change of a billion elements would take a second."""
+def one_element(write: Write) -> torch.Tensor:
+    """One of the live elements that it overwrites, a view."""
+    elements: Any = write.elements
+    if isinstance(elements, WholeBox):
+        return bits_of(elements.segment.live_view()).view(-1)[:1]
+    place = elements.offsets[-1].long()
+    return elements.flat[place : place + 1]
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_commit_only_launches(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base is compared by its digest, and tables are there: both grow with the change."""
     base = base_checkpoint(FusedQkv)
     served = serve(FusedQkv, base, apply="scatter")
     replan(served, on_a_device(served.applier.plan))
     target = {name: changed(tensor, 7, 0.6) for name, tensor in base.items()}
     deltas = [delta_between(name, base[name], target[name]) for name in base]
+    if dense:
+        deltas[0] = dense_delta(deltas[0].name, target[deltas[0].name])
+    before = memory(served.model)
+    here = served.applier.plan.targets[next(iter(base))][0].flat.device
+    reserved = DeviceMemory(1 << 20, [here])
+    monkeypatch.setattr(served.applier, "_memory", reserved)
     staged = [served.applier.stage(part) for part in parts_of(deltas)]
-    writes: list[Any] = writes_of(*staged)
+    served.applier.check_sync(staged, full=False)
+    boxes = [write for write in writes_of(*staged) if isinstance(write.elements, WholeBox)]
+    assert len(boxes) == dense
+    assert all(write.lease for write in boxes)
 
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("old values are sent to the device")
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("what could be there before is made in the pause")
 
-    monkeypatch.setattr(device_batch, "joined", refuse)
+    for module, name in (
+        *((device_batch, "joined"), (device_batch, "upload"), (gather_scatter, "rows")),
+        *((DeviceMemory, "keep"), (DeviceMemory, "room"), (WholeBox, "holds")),
+    ):
+        monkeypatch.setattr(module, name, refuse)
     served.applier.check_base(staged)
-    for write in writes:
-        write.elements.flat[write.elements.offsets[-1].long()] ^= 1
+    for one in map(one_element, writes_of(*staged)):
+        one ^= 1
         with pytest.raises(BaseMismatch, match="between staging and commit"):
             served.applier.check_base(staged)
-        write.elements.flat[write.elements.offsets[-1].long()] ^= 1
+        one ^= 1
     served.applier.check_base(staged)
+    served.applier.write(staged)
+    assert memory(served.model) == memory(load(FusedQkv, target))
+    served.applier.undo(staged)
+    assert memory(served.model) == before
+    boxes.clear()
+    del staged
+    assert reserved.free(here) == 1 << 20
 
 
 # --- digests ---
@@ -400,33 +466,29 @@ def test_the_trial_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "function", "named"),
+    ("module", "function", "result", "named"),
     [
-        (compact.Pairs, "write", "compare of"),
-        (gap_symbols, "write", "compare of"),
-        (gather_scatter, "prepare", "exchange of"),
-        (block_sums, "dense", "digest"),
-        (gap_expand, "stage", "staging of"),
+        (compact.Pairs, "write", None, "compare of"),
+        (gap_symbols, "write", None, "compare of"),
+        (gather_scatter, "visit", "old", "exchange of"),
+        (gather_scatter, "visit", "sums", "exchange of"),
+        (block_sums, "dense", None, "digest"),
+        (gap_expand, "stage", None, "staging of"),
     ],
 )
 def test_the_trial_sees_what_is_wrong(
-    module: Any, function: str, named: str, monkeypatch: pytest.MonkeyPatch
+    module: Any, function: str, result: str | None, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In what a function returns, or in an argument that it writes to."""
     whole = getattr(module, function)
 
-    def off_by_one_bit(*arguments: Any, **modes: bool) -> Any:
-        result = whole(*arguments, **modes)
-        if callable(result):  # launched later, by the trial
-            return lambda: spoilt(result(), arguments, modes)
-        return spoilt(result, arguments, modes)
-
-    def spoilt(result: Any, arguments: tuple[Any, ...], modes: dict[str, bool]) -> Any:
-        wrong = result if isinstance(result, torch.Tensor) else result[-1]
-        if modes.get("keep"):
-            wrong = arguments[1]
-        if wrong.numel():
+    def off_by_one_bit(*arguments: Any, **options: Any) -> Any:
+        found = whole(*arguments, **options)
+        wrong: Any = found if result is None else options.get(result)
+        wrong = wrong if isinstance(wrong, torch.Tensor) or wrong is None else wrong[-1]
+        if wrong is not None and wrong.numel() and not options.get("stored"):
             wrong[-1] ^= 1
-        return result
+        return found
 
     monkeypatch.setattr(module, function, off_by_one_bit)
     monkeypatch.setattr(self_test, "_SIZE", 50)
@@ -453,10 +515,10 @@ def test_applied_and_taken_back(model: type[ToyModel], encoding: str, digested: 
     target = {name: changed(tensor, 7, 0.6) for name, tensor in base.items()}
     deltas = [delta_between(name, base[name], target[name]) for name in base]
     body = encode_part(deltas, encoding=encoding, current_version=1)
-    with mock.patch.object(gather_scatter, "prepare", wraps=gather_scatter.prepare) as prepare:
+    with mock.patch.object(gather_scatter, "visit", wraps=gather_scatter.visit) as visit:
         assert attempt(served, [decode_part(body)]) is None
     assert memory(served.model) == memory(load(model, target))
-    assert prepare.called
+    assert visit.called
 
 
 @pytest.mark.parametrize("reserved", [0, 600, 1 << 20])
@@ -481,6 +543,10 @@ def test_applied_from_reserved_memory(reserved: int, monkeypatch: pytest.MonkeyP
         deltas = [delta_between(name, old[name], target[name]) for name in old]
         staged = stage(served, parts_of(deltas))
         assert (memory_of_device.free(here) < reserved) == (reserved > 0)
+        held = memory_of_device.free(here)
+        replaced = stage(served, parts_of(deltas))
+        del replaced  # as of a sync that is aborted
+        assert memory_of_device.free(here) == held
         served.applier.write(staged)
         undo = served.applier.finish(staged)
         del staged

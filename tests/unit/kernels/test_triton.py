@@ -87,14 +87,15 @@ def variants() -> list[Any]:
     for bits in BITS:
         own = quick if bits == "*i16" else rest
         for places in ("*i32", "*i64"):
-            visited = {"table": "*i64", "old": bits, "differs": "*i32"}
-            visited |= dict.fromkeys(("keep", "compare", "write"), "i32")
+            visited = {"table": "i64", "live_like": bits, "old": "i64", "group": "i32"}
+            visited |= {"sums": "*i64", "factors": "*i64"}
+            visited |= dict.fromkeys(("keep", "digest", "stored", "write"), "i32")
             wide = {"WIDE": places == "*i64", **block}
             staged = {**expanded, "starts": "*i64", "table": "*i64", "sums": "*i64"}
             staged |= {"values": bits, "old": bits, "offsets": "i64", "new": "i64", "adds": "i32"}
             width = {"WIDTH": 1 << BITS.index(bits)}
             cases: list[Any] = [
-                (gather_scatter.visit_elements, visited, wide),
+                (gather_scatter.visit_elements, visited, {**wide, **width}),
                 (gap_expand.stage_elements, staged, {**wide, **width}),
             ]
             (own if places == "*i32" else rest).extend(cases)

@@ -58,7 +58,7 @@ EXAMPLES: list[tuple[ops.Operation[Any], ops.Reply]] = [
     ),
     (
         ops.BeginPart(part=PART, path="/spool/part", now=1.5),
-        ops.PartBegun(admission="new"),
+        ops.PartBegun(admission="new", search_ms=1.5),
     ),
     (ops.PollPart(part=PART), ops.PartProgress(done=True)),
     (ops.PrepareSync(part=PART, keep=True), ops.SyncPrepared(complete=True, done=False, rebuilt=2)),

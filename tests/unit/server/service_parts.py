@@ -17,10 +17,10 @@ from tests.support.delta_bodies import (
 )
 from tests.support.endpoint_rig import Rig
 
-# Those of a commit that has paused generation itself.
+# Those of the first sync, if its commit has paused generation itself.
 PHASES = {
-    *("receive_ms", "stage_ms", "pause_ms", "stop_ms", "caches_ms", "vote_ms", "commit_ms"),
-    *("call_ms", "version_ms", "resume_ms"),
+    *("receive_ms", "stage_ms", "search_ms", "pause_ms", "stop_ms", "caches_ms", "vote_ms"),
+    *("commit_ms", "call_ms", "version_ms", "resume_ms"),
 }
 
 # Three parts of one sync; embed.weight is in two of them.

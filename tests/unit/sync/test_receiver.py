@@ -23,6 +23,20 @@ from tests.unit.sync.recorded_ranks import (
 )
 
 
+def test_a_search_says_how_long_it_took(ranks: Ranks) -> None:
+    """It comes before every sync whose number is a power of two."""
+    searched = []
+    for version in range(1, 6):
+        data = body(version)
+        one = part_id(data)
+        begun = ranks.engine.begin(one, ranks.engine.spool(data))
+        searched.append([answer["ok"]["search_ms"] is not None for answer in begun])
+        errors_of(ranks.engine.poll(one), none=True)
+        errors_of(ranks.engine.settle(one, staged=True), none=True)
+        errors_of(ranks.engine.commit(one), none=True)
+    assert searched == [[True] * 3, [True] * 3, [False] * 3, [True] * 3, [False] * 3]
+
+
 def test_a_sync_is_staged_and_committed_on_every_rank(ranks: Ranks) -> None:
     data = body(sync_id="a")
     one = part_id(data)
@@ -68,7 +82,7 @@ def test_a_repeat_writes_nothing(ranks: Ranks) -> None:
     one = part_id(data)
     ranks.engine.apply(one, data)
     for answer in ranks.engine.stage(one, data):
-        assert answer["ok"] == {"admission": "already_applied"}
+        assert answer["ok"]["admission"] == "already_applied"
     assert ranks.written == [1, 1, 1]
     asked = {"version": 1, "identities": [one.identity, "other"]}
     reports = ranks.engine.call("status", details=False, parts=asked)
@@ -105,7 +119,7 @@ def test_staging_runs_beside_the_engine(tmp_path: Path) -> None:
     data = body()
     one = part_id(data)
     [answer] = ranks.engine.begin(one, ranks.engine.spool(data))
-    assert answer["ok"] == {"admission": "new"}
+    assert answer["ok"]["admission"] == "new"
     asked = ranks.engine.call("poll", part=msgspec.to_builtins(one))
     assert asked == [{"ok": {"done": False}}]
     go_on.set()
