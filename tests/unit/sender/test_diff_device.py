@@ -25,7 +25,7 @@ from delta_sender.diff.device import SNAPSHOT_ON, DeviceSide
 from delta_sender.diff.device_batch import DeviceComparisons
 from delta_sender.diff.snapshot import Snapshot
 from engine_ext.format import device_streams
-from engine_ext.kernels import gather_scatter
+from engine_ext.kernels import gather_scatter, upload_box
 from tests.support.fake_engine import Engine, model_of, train
 from tests.support.served_models import changed, random_tensor
 
@@ -211,6 +211,69 @@ def test_a_copy_is_kept_where_it_was_asked_for(kept_on: str, nbytes: int, mirror
     assert difference.change is None
 
 
+def refilling(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors of one dtype in views of one buffer."""
+    first, *_ = tensors.values()
+    buffer = first.new_empty(max(tensor.numel() for tensor in tensors.values()))
+    for name, tensor in tensors.items():
+        yield name, buffer[: tensor.numel()].copy_(tensor)
+
+
+@pytest.mark.parametrize("given", ["collection", "generator"])
+@pytest.mark.parametrize("kept_on", ["auto", "device"])
+def test_a_base_on_a_device_is_copied_there(
+    kept_on: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the sender is made, and not from host memory: the first sync is as fast as others."""
+    uploads: list[int] = []
+
+    def counted(box: torch.Tensor, bits: torch.Tensor) -> None:
+        uploads.append(bits.numel())
+        upload_box(box, bits)
+
+    monkeypatch.setattr(diff_device, "upload_box", counted)
+    held = {f"w{n}": random_tensor((40,), torch.bfloat16, n) for n in range(5)}
+    held["w5"] = held["w4"].clone()  # in a buffer, taken for the same tensor
+    new = step(held, 1, 0.2)
+    expected = in_host_memory(held, new)
+    snapshot = Snapshot(
+        held.items() if given == "collection" else refilling(held), "deltas", kept_on
+    )
+    for tensor in held.values():
+        tensor.zero_()
+    assert found(snapshot, new) == expected
+    assert not uploads
+
+
+def test_a_base_without_room_is_pinned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what was copied to the device before that was known."""
+    kept: list[int] = []
+    whole = diff_device.pinned
+
+    def pinned(held: np.ndarray[Any, Any], device: torch.device) -> np.ndarray[Any, Any]:
+        kept.append(held.size)
+        return whole(held, device)
+
+    monkeypatch.setattr(diff_device, "pinned", pinned)
+    monkeypatch.setattr(diff_device, "free_bytes", lambda device: 4 * 80)
+    held = {f"w{n}": random_tensor((40,), torch.bfloat16, n) for n in range(3)}
+    snapshot = Snapshot(refilling(held), "deltas", "auto")
+    assert kept == [40] * 3
+    new = step(held, 1, 0.2)
+    assert found(snapshot, new) == in_host_memory(held, new)
+
+
+def test_a_base_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"w": torch.zeros(40, dtype=torch.bfloat16)}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            Snapshot(held.items(), "deltas", "device")
+        snapshot = Snapshot(held.items(), "deltas", "auto")
+    new = step(held, 1, 0.2)
+    assert found(snapshot, new) == in_host_memory(held, new)
+
+
 def test_the_snapshot_moves_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[np.ndarray[Any, Any]] = []
 
@@ -242,7 +305,7 @@ def test_a_device_that_is_full_after_all(monkeypatch: pytest.MonkeyPatch) -> Non
     new[7] = 1
     sides = {kept_on: DeviceSide(kept_on) for kept_on in ("auto", "device")}
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", out_of_memory)
+        patch.setattr(torch, "empty", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             sides["device"].prepare("w", held, CPU, 1)
         assert sides["auto"].prepare("w", held, CPU, 1) is held
@@ -324,13 +387,7 @@ def test_refilled_views_are_compared_as_they_were_yielded() -> None:
     held = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
     snapshot = Snapshot(held.items(), "deltas", "device")
     new = {name: tensor + 1 + number for number, (name, tensor) in enumerate(held.items())}
-
-    def refilling() -> Iterator[tuple[str, torch.Tensor]]:
-        buffer = torch.empty(40, dtype=torch.bfloat16)
-        for name, tensor in new.items():
-            yield name, buffer[: tensor.numel()].copy_(tensor)
-
-    snapshot.advance({key: change for key, change in snapshot.read(refilling()) if change})
+    snapshot.advance({key: change for key, change in snapshot.read(refilling(new)) if change})
     assert [change for _, change in snapshot.read(new.items())] == [None] * 3
 
 

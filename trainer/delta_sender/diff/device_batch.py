@@ -24,7 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from delta_sender.diff.compare import Bits, Difference
-from delta_sender.diff.device import CopyStreams, DeviceSide
+from delta_sender.diff.copy_streams import CopyStreams
+from delta_sender.diff.device import DeviceSide
 from engine_ext.format import (
     ChangedElements,
     Digest,
