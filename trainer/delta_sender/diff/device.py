@@ -1,32 +1,31 @@
 """Keep what tensors on an accelerator are compared with: a copy of the snapshot there, or uploads.
 
-The snapshot in host memory is the one that counts, and its copy follows when it advances. A base on
-a device is copied there at once, and the snapshot is made from that copy; another base is copied to
-the device in the first sync. Where there is no room, the snapshot is in pinned memory, and uploaded
-while earlier elements are compared.
+The snapshot in host memory is the one that counts, and its copy follows when it advances, by what
+the device keeps of the changes that it has found. A base on a device is copied there at once, and
+the snapshot is made from that copy; another base is copied to the device in the first sync. Where
+there is no room, the snapshot is in pinned memory, and uploaded while earlier ones are compared.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from delta_sender.diff.compare import Bits, Change
 from delta_sender.diff.copy_streams import CopyStreams
+from delta_sender.diff.listed import LISTED_SHARE, Listed, Lists, is_listed, write_listed
 from engine_ext.kernels import download_box, gather_scatter, upload_box
 
 # Where the copy is that the device compares with; `auto` by the device's free memory.
 SNAPSHOT_ON: Final = ("auto", "device", "host")
 
-_SHARE: Final = 0.5  # most of the device's free memory that `auto` takes
-# Elements of a copy that are written at once: each takes up to 24 bytes of the device meanwhile.
-_WRITTEN: Final = 1 << 20
+_SHARE: Final = 0.5  # most of the device's free memory that `auto` takes, with lists of changes
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
@@ -49,8 +48,10 @@ class DeviceSide:
             raise ValueError(f"snapshot_on is {snapshot_on!r}; it is one of {known}")
         self._snapshot_on = snapshot_on
         self._streams: dict[torch.device, CopyStreams] = {}
-        self._room: dict[torch.device, float] = {}  # bytes that further copies can take
+        self._most: dict[torch.device, float] = {}  # bytes that copies can take
         self._mirrors: dict[str, torch.Tensor] = {}
+        self._taken: Counter[torch.device] = Counter()  # bytes of these
+        self._lists = Lists()
 
     def copied(self, key: str, bits: torch.Tensor) -> Bits:
         """Copy a tensor of the base on its device, if there is room, and to host memory.
@@ -93,7 +94,7 @@ class DeviceSide:
             return box
 
         # The first one of a device stands for all.
-        needed = host.nbytes if device in self._room else nbytes
+        needed = host.nbytes if device in self._most else nbytes
         if self._mirrored(key, device, needed, uploaded) is not None:
             return bits
         return pinned(bits, device)
@@ -102,11 +103,12 @@ class DeviceSide:
         self, key: str, device: torch.device, needed: int, make: Callable[[], torch.Tensor]
     ) -> torch.Tensor | None:
         """Make a copy on a device that has room for `needed` bytes; else return None."""
-        if device not in self._room:
-            most = {"device": math.inf, "host": 0.0}
-            room = most.get(self._snapshot_on)
-            self._room[device] = _SHARE * free_bytes(device) if room is None else room
-        if needed <= self._room[device]:
+        if device not in self._most:
+            most = {"device": math.inf, "host": 0.0}.get(self._snapshot_on)
+            if most is None:
+                most = _SHARE / (1 + LISTED_SHARE) * free_bytes(device)
+            self._most[device] = most
+        if self._taken[device] + needed <= self._most[device]:
             try:
                 self._keep(key, make())
                 return self._mirrors[key]
@@ -115,17 +117,17 @@ class DeviceSide:
                     raise
         for other in [k for k, mirror in self._mirrors.items() if mirror.device == device]:
             self._drop(other)
-        self._room[device] = 0.0
+        self._most[device] = 0.0
         return None
 
     def _keep(self, key: str, mirror: torch.Tensor) -> None:
         self._mirrors[key] = mirror
-        self._room[mirror.device] -= mirror.nbytes
+        self._taken[mirror.device] += mirror.nbytes
 
     def _drop(self, key: str) -> torch.Tensor | None:
         mirror = self._mirrors.pop(key, None)
         if mirror is not None:
-            self._room[mirror.device] += mirror.nbytes
+            self._taken[mirror.device] -= mirror.nbytes
         return mirror
 
     def is_mirrored(self, key: str) -> bool:
@@ -153,35 +155,40 @@ class DeviceSide:
             self._streams[device] = CopyStreams(device)
         return self._streams[device]
 
+    def keep(self, places: torch.Tensor, new: torch.Tensor, *, wide: bool) -> Listed | None:
+        """Keep changed elements until a copy follows; None if it would be too many, see `Lists`."""
+        most = LISTED_SHARE * self._taken[places.device]
+        return self._lists.keep(places, new, wide=wide, most=most)
+
+    def let_go(self) -> None:
+        """Free what was kept of the changes that were found last."""
+        self._lists.let_go()
+
     @contextmanager
-    def following(self, changes: Mapping[str, Change]) -> Iterator[None]:
+    def following(
+        self, changes: Mapping[str, Change], bits_of: Callable[[str], Bits]
+    ) -> Iterator[None]:
         """Make the copies follow the snapshot, which advances by `changes` inside the block.
 
-        If either is interrupted, or a device has no memory left for the changes, the copies
-        concerned are dropped, and made again when needed.
+        Tensors whose changes their device does not keep are uploaded. If it is interrupted, their
+        copies are dropped, and made again when needed.
+
+        Args:
+            bits_of: Returns a tensor's bits in the snapshot; called after the block.
         """
         behind = {key: mirror for key in changes if (mirror := self._drop(key)) is not None}
-        devices = {mirror.device for mirror in behind.values()}
         yield
-        for key in [*behind]:
-            try:
-                _write(behind[key], changes[key].indices, gather_scatter.signed(changes[key].new))
-            except torch.OutOfMemoryError:
-                del behind[key]
-        for device in devices:
+        listed = {key: one for key in behind if is_listed(one := changes[key].listed)}
+        try:
+            write_listed([(behind[key], shares) for key, shares in listed.items()])
+        except torch.OutOfMemoryError:
+            listed = {}
+        for key in behind.keys() - listed.keys():
+            upload_box(behind[key], gather_scatter.signed(bits_of(key)))
+        for device in {mirror.device for mirror in behind.values()}:
             self.streams(device).synchronize()
         for key, mirror in behind.items():
             self._keep(key, mirror)
-
-
-def _write(mirror: torch.Tensor, indices: NDArray[Any] | None, new: torch.Tensor) -> None:
-    if indices is None:
-        mirror.copy_(new)
-        return
-    for start in range(0, len(indices), _WRITTEN):
-        these = slice(start, start + _WRITTEN)
-        where = torch.from_numpy(indices[these]).to(mirror.device)
-        gather_scatter.scatter(mirror, where, new[these].to(mirror.device))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -148,6 +148,7 @@ class Snapshot:
                 `tensors` is a collection, names, shapes and dtypes are checked first. Or a tensor
                 has changed while it was compared.
         """
+        self.let_go()
         limit = self.nbytes // 4 if changes_in_memory is None else changes_in_memory
         keep = Spill(limit).keep
         yielded = None if isinstance(tensors, (*_HOLDING, Stable)) else Yielded()
@@ -313,9 +314,17 @@ class Snapshot:
 
     def advance(self, changes: Changes) -> None:
         """Apply the committed `changes`."""
-        with self._devices.following(changes), ThreadPoolExecutor(self._threads) as pool:
+        following = self._devices.following(changes, lambda key: self._dense[key].values)
+        with following, ThreadPoolExecutor(self._threads) as pool:
             for _ in pool.map(self._apply, _batches(changes)):
                 pass
+
+    def let_go(self) -> None:
+        """Free what devices keep of the changes that were read last: none of them will be applied.
+
+        The next `read` does so, too.
+        """
+        self._devices.let_go()
 
     def _apply(self, changes: Sequence[tuple[str, Change]]) -> None:
         """Apply one dense change, or several sparse ones of one element size."""
@@ -349,7 +358,8 @@ class Snapshot:
             indices, was, new, stream = None, old.values, old.values.copy(), None
             gather_scatter.write(new, found.indices, found.new)
         nnz = found.indices.size
-        return Change(old.dtype, old.shape, indices, was, new, nnz, found.change, stream)
+        digest, listed = found.change, found.listed
+        return Change(old.dtype, old.shape, indices, was, new, nnz, digest, stream, listed)
 
 
 class MappedSnapshot(Snapshot):
