@@ -72,9 +72,11 @@ class SenderOptions:
             Connecting is given 10 seconds at most.
         client: HTTP client to use; it is not closed with the sender.
         snapshot_on: Where CUDA tensors are compared. ``device``: with a copy of the snapshot on
-            their device, which takes the model's size there. ``host``: with the snapshot in pinned
-            host memory, uploaded in chunks. ``auto``: on the device if that takes at most half of
-            the memory that is free there at the first sync.
+            their device, which takes the model's size there, and an eighth more during a sync.
+            ``host``: with the snapshot in pinned host memory, uploaded in chunks. ``auto``: on the
+            device if that takes at most half of the memory that is free there. It is copied when
+            the sender is made if the base is on the device, else in the first sync; an optimiser
+            that takes its memory later finds less.
         changes_in_memory: Most bytes of one sync's changes that are kept in memory until they are
             committed; None: a quarter of the snapshot. The rest is written to a temporary file
             below ``TMPDIR``.

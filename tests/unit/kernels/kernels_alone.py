@@ -19,11 +19,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from delta_sender.diff import device as diff_device
 from delta_sender.diff import device_batch as diff_batch
+from delta_sender.diff import listed
 from delta_sender.diff import snapshot as sender_snapshot
 from delta_sender.diff.snapshot import Changes, Snapshot
 from engine_ext.conformance.toy_models import ColumnShard, FusedQkv, RowShard, ToyModel
 from engine_ext.conformance.toy_models.base import DEVICE
+from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import (
     ChangedElements,
@@ -94,7 +97,7 @@ def _small_blocks() -> Iterator[None]:
             patch.setattr(module, "BLOCK", BLOCK)
         for module in (device, device_batch, device_memory, targets, digest_on_device):
             patch.setattr(module, "runs_kernels", lambda device: True)
-        for module in (diff_batch, streams_on_device):
+        for module in (diff_batch, listed, streams_on_device):
             patch.setattr(module, "runs_change_kernels", lambda device: True)
         yield
 
@@ -178,6 +181,43 @@ def test_the_host_finds_the_same_changes(
         mock.patch.object(diff_batch, "_COPIED_BYTES", batch),
     ):
         assert plain(found(old, new, kept_on)) == plain(in_host_memory(old, new))
+
+
+@settings(QUICK, max_examples=5)
+@given(
+    dtype=st.sampled_from(BITS),
+    sizes=st.lists(st.sampled_from([1, 16, 33, 70]), min_size=1, max_size=4),
+    density=st.sampled_from([0.02, 0.5, 1.0]),
+    piece=st.sampled_from([48, 1 << 24]),
+    wide=st.booleans(),
+    seed=st.integers(0, 1 << 20),
+)
+def test_the_copy_there_follows_from_lists(
+    dtype: torch.dtype, sizes: list[int], density: float, piece: int, wide: bool, seed: int
+) -> None:
+    """Several tensors of two dtypes in one launch each, and nothing is uploaded."""
+    random = np.random.default_rng(seed)
+    held = {f"w{n}": random_bits(size, dtype, seed + n) for n, size in enumerate(sizes)}
+    held["other"] = random_bits(40, torch.float32, seed)
+    keep = listed.Lists.keep
+
+    def kept(*arguments: Any, **options: Any) -> Any:
+        return keep(*arguments, **{**options, "wide": wide})
+
+    with (
+        mock.patch.object(sender_snapshot, "is_on_device", return_value=True),
+        mock.patch.object(diff_batch, "_PIECE", piece),
+        mock.patch.object(diff_device, "LISTED_SHARE", 16),
+        mock.patch.object(diff_device, "upload_box", side_effect=AssertionError),
+        mock.patch.object(listed.Lists, "keep", kept),
+    ):
+        snapshot = Snapshot(held.items(), "gap8_exp", "device")
+        new = {name: tensor.clone() for name, tensor in held.items()}
+        for tensor in new.values():
+            chosen = torch.from_numpy(random.random(tensor.numel()) < density).to(DEVICE)
+            tensor.view(torch_bits_dtype(tensor.dtype))[chosen] ^= 1
+        snapshot.advance({key: one for key, one in snapshot.read([*new.items()]) if one})
+        assert [one for _, one in snapshot.read([*new.items()])] == [None] * len(new)
 
 
 @pytest.mark.parametrize(

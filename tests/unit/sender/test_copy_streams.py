@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from delta_sender.diff.device import CopyStreams
+from delta_sender.diff.copy_streams import CopyStreams
 
 
 class Event:

@@ -6,9 +6,12 @@ The tensors here are in host memory and taken for a device's; operators stand fo
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,17 +19,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_sender import DeltaSender
+from delta_sender import DeltaSender, Shard, ShardedSender, SyncError
 from delta_sender.diff import device as diff_device
 from delta_sender.diff import device_batch
 from delta_sender.diff import snapshot as sender_snapshot
 from delta_sender.diff.compare import Change, Difference
 from delta_sender.diff.device import SNAPSHOT_ON, DeviceSide
 from delta_sender.diff.device_batch import DeviceComparisons
+from delta_sender.diff.listed import Listed, Lists
 from delta_sender.diff.snapshot import Snapshot
 from engine_ext.format import device_streams
-from engine_ext.kernels import gather_scatter
-from tests.support.fake_engine import Engine, model_of, train
+from engine_ext.kernels import gather_scatter, upload_box
+from tests.support.fake_engine import Engine, error, model_of, sends, train
 from tests.support.served_models import changed, random_tensor
 
 Tensors = dict[str, torch.Tensor]
@@ -80,10 +84,17 @@ def step(tensors: Tensors, seed: int, density: float) -> Tensors:
     density=st.sampled_from([0.0, 0.1, 0.9, 1.0]),
     transposed=st.booleans(),
     encoding=st.sampled_from(["deltas", "gap8_ulp"]),
+    listed=st.sampled_from([0, 0.5, 8]),
     seed=st.integers(0, 1 << 20),
 )
 def test_syncs_in_a_row(
-    kept_on: str, size: int, density: float, transposed: bool, encoding: str, seed: int
+    kept_on: str,
+    size: int,
+    density: float,
+    transposed: bool,
+    encoding: str,
+    listed: float,
+    seed: int,
 ) -> None:
     """Each finds what differs from the last that was acknowledged, and not from the last read."""
     held = model(size, seed, transposed=transposed)
@@ -91,8 +102,9 @@ def test_syncs_in_a_row(
     for number in range(4):
         new = step(held, seed + number, density)
         assert found(snapshot, new) == in_host_memory(held, new, encoding)
-        if number % 2:
+        with mock.patch.object(diff_device, "LISTED_SHARE", listed):
             changes = {k: c for k, c in snapshot.read(new.items()) if c is not None}
+        if number % 2:
             snapshot.advance(changes)
             held = new
 
@@ -199,8 +211,8 @@ def compare(side: DeviceSide, held: np.ndarray[Any, Any], new: torch.Tensor) -> 
     [
         ("device", 100 * FREE, True),
         ("host", 1, False),
-        ("auto", FREE // 2, True),
-        ("auto", FREE // 2 + 1, False),
+        ("auto", FREE * 4 // 9, True),
+        ("auto", FREE * 4 // 9 + 1, False),
     ],
 )
 def test_a_copy_is_kept_where_it_was_asked_for(kept_on: str, nbytes: int, mirrored: bool) -> None:
@@ -209,6 +221,69 @@ def test_a_copy_is_kept_where_it_was_asked_for(kept_on: str, nbytes: int, mirror
     difference = compare(side, held, torch.zeros(40, dtype=torch.int16))
     assert difference.indices.tolist() == ([] if mirrored else [3])
     assert difference.change is None
+
+
+def refilling(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors of one dtype in views of one buffer."""
+    first, *_ = tensors.values()
+    buffer = first.new_empty(max(tensor.numel() for tensor in tensors.values()))
+    for name, tensor in tensors.items():
+        yield name, buffer[: tensor.numel()].copy_(tensor)
+
+
+@pytest.mark.parametrize("given", ["collection", "generator"])
+@pytest.mark.parametrize("kept_on", ["auto", "device"])
+def test_a_base_on_a_device_is_copied_there(
+    kept_on: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the sender is made, and not from host memory: the first sync is as fast as others."""
+    uploads: list[int] = []
+
+    def counted(box: torch.Tensor, bits: torch.Tensor) -> None:
+        uploads.append(bits.numel())
+        upload_box(box, bits)
+
+    monkeypatch.setattr(diff_device, "upload_box", counted)
+    held = {f"w{n}": random_tensor((40,), torch.bfloat16, n) for n in range(5)}
+    held["w5"] = held["w4"].clone()  # in a buffer, taken for the same tensor
+    new = step(held, 1, 0.2)
+    expected = in_host_memory(held, new)
+    snapshot = Snapshot(
+        held.items() if given == "collection" else refilling(held), "deltas", kept_on
+    )
+    for tensor in held.values():
+        tensor.zero_()
+    assert found(snapshot, new) == expected
+    assert not uploads
+
+
+def test_a_base_without_room_is_pinned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what was copied to the device before that was known."""
+    kept: list[int] = []
+    whole = diff_device.pinned
+
+    def pinned(held: np.ndarray[Any, Any], device: torch.device) -> np.ndarray[Any, Any]:
+        kept.append(held.size)
+        return whole(held, device)
+
+    monkeypatch.setattr(diff_device, "pinned", pinned)
+    monkeypatch.setattr(diff_device, "free_bytes", lambda device: 4 * 80)
+    held = {f"w{n}": random_tensor((40,), torch.bfloat16, n) for n in range(3)}
+    snapshot = Snapshot(refilling(held), "deltas", "auto")
+    assert kept == [40] * 3
+    new = step(held, 1, 0.2)
+    assert found(snapshot, new) == in_host_memory(held, new)
+
+
+def test_a_base_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"w": torch.zeros(40, dtype=torch.bfloat16)}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            Snapshot(held.items(), "deltas", "device")
+        snapshot = Snapshot(held.items(), "deltas", "auto")
+    new = step(held, 1, 0.2)
+    assert found(snapshot, new) == in_host_memory(held, new)
 
 
 def test_the_snapshot_moves_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +317,7 @@ def test_a_device_that_is_full_after_all(monkeypatch: pytest.MonkeyPatch) -> Non
     new[7] = 1
     sides = {kept_on: DeviceSide(kept_on) for kept_on in ("auto", "device")}
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", out_of_memory)
+        patch.setattr(torch, "empty", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             sides["device"].prepare("w", held, CPU, 1)
         assert sides["auto"].prepare("w", held, CPU, 1) is held
@@ -252,7 +327,7 @@ def test_a_device_that_is_full_after_all(monkeypatch: pytest.MonkeyPatch) -> Non
             compare(sides["auto"], held, other)
 
 
-@pytest.mark.parametrize("broken", ["_apply", "_write"])
+@pytest.mark.parametrize("broken", ["_apply", "write_listed", "upload_box"])
 def test_a_copy_that_could_not_follow_is_made_anew(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +335,7 @@ def test_a_copy_that_could_not_follow_is_made_anew(
     monkeypatch.setattr(sender_snapshot, "_WRITTEN", 1)  # each tensor alone
     held = {name: torch.zeros(40, dtype=torch.bfloat16) for name in ("a", "b")}
     snapshot = Snapshot(held.items(), "deltas", "device")
+    monkeypatch.setattr(diff_device, "LISTED_SHARE", 0 if broken == "upload_box" else 8)
     new = step(held, 1, 0.2)
     changes = {kept: change for kept, change in snapshot.read(new.items()) if change is not None}
     where: Any = snapshot if broken == "_apply" else diff_device
@@ -271,6 +347,8 @@ def test_a_copy_that_could_not_follow_is_made_anew(
         if len(calls) == 2:
             raise RuntimeError("cut short")
         whole(*arguments)
+        if broken == "write_listed":
+            raise RuntimeError("cut short")
 
     with monkeypatch.context() as patch:
         patch.setattr(where, broken, second_fails)
@@ -285,38 +363,122 @@ def test_a_copy_that_could_not_follow_is_made_anew(
             assert np.array_equal(snapshot.image(kept, change).values, bits)
 
 
-def test_a_device_without_memory_loses_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engines have committed: the snapshot advances, and what follows it is compared."""
+def test_a_device_without_memory_for_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines have committed: the snapshot advances, and its copy is uploaded."""
     held = {name: torch.zeros(40, dtype=torch.bfloat16) for name in ("a", "b")}
     engine = Engine.of(held)
     with DeltaSender("http://engine/", held.items(), client=engine.client()) as sender:
         for seed in range(1, 4):
-            held = step(held, seed, 0.2)
+            held = step(held, seed, 0.02)
             with monkeypatch.context() as patch:
                 if seed == 2:
-                    patch.setattr(gather_scatter, "scatter", out_of_memory)
+                    patch.setattr(diff_device, "write_listed", out_of_memory)
                 assert not sender.sync(held.items()).full
             assert engine.holds(held)
 
 
-def test_a_copy_follows_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[int] = []
-    whole = gather_scatter.scatter
+# --- what is kept of changes ---
 
-    def scatter(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> None:
-        written.append(len(offsets))
-        whole(flat, offsets, bits)
 
-    monkeypatch.setattr(gather_scatter, "scatter", scatter)
-    side, size = DeviceSide("device"), 5 << 19
-    held, new = np.zeros(size, np.uint16), np.arange(size).astype(np.uint16) | np.uint16(1)
-    side.prepare("w", held, CPU, 1)
-    places = np.arange(size, dtype=np.int32)
-    change = Change("bfloat16", (size,), places, held, new, size, None)
-    with side.following({"w": change}):
-        held[:] = new
-    assert written == [1 << 20, 1 << 20, 1 << 19]
-    assert side.old("w", held, CPU, slice(0, size))().tolist() == new.view(np.int16).tolist()
+@pytest.fixture
+def refuses_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(box: torch.Tensor, bits: torch.Tensor) -> None:
+        raise AssertionError("uploaded")
+
+    monkeypatch.setattr(diff_device, "upload_box", refuse)
+
+
+@pytest.mark.usefixtures("refuses_uploads")
+@pytest.mark.parametrize("density", [0.01, 0.9])
+@pytest.mark.parametrize("piece", [32, 1 << 24])
+def test_a_copy_follows_from_what_is_there(
+    piece: int, density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is uploaded: of sparse changes, dense ones, and those in a file."""
+    monkeypatch.setattr(device_batch, "_PIECE", piece)
+    monkeypatch.setattr(diff_device, "LISTED_SHARE", 8)
+    held = model(43, 0)
+    snapshot = Snapshot(held.items(), "deltas", "device")
+    for seed in range(1, 4):
+        new = step(held, seed, density)
+        assert found(snapshot, new) == in_host_memory(held, new)
+        read = snapshot.read(new.items(), changes_in_memory=0)
+        snapshot.advance({key: change for key, change in read if change is not None})
+        held = new
+
+
+def test_a_change_that_was_found_before_the_last_one() -> None:
+    """Its list is gone, and is not taken for that of the last one."""
+    held = {"w": torch.zeros(400, dtype=torch.bfloat16)}
+    snapshot = Snapshot(held.items(), "deltas", "device")
+    first, second = (step(held, seed, 0.01) for seed in (1, 2))
+    changes, others = (
+        {key: c for key, c in snapshot.read(new.items()) if c} for new in (first, second)
+    )
+    assert changes["w"].new.size
+    assert others["w"].new.size
+    snapshot.advance(changes)
+    assert found(snapshot, second) == in_host_memory(first, second)
+
+
+def test_lists_are_bounded_and_freed() -> None:
+    lists = Lists()
+    places, new = torch.arange(100), torch.zeros(100, dtype=torch.int16)
+
+    def kept(*, wide: bool = False, most: float) -> Listed | None:
+        return lists.keep(places, new, wide=wide, most=most)
+
+    assert kept(most=599) is None
+    first = kept(most=600)
+    assert first is not None
+    assert first.elements[0].tolist() == places.tolist()
+    assert first.elements[0].dtype == torch.int32
+    assert kept(most=1199) is None
+    second = kept(wide=True, most=1600)
+    assert second is not None
+    assert second.elements[0].dtype == torch.int64
+    del first  # with the last change that has it
+    assert kept(most=1599) is None
+    assert kept(most=1600) is not None
+    lists.let_go()
+    assert second.nbytes == 0
+    assert kept(most=600) is not None
+
+
+def whole(tensors: Tensors) -> list[Shard]:
+    return [
+        Shard(name, tensor, tuple(tensor.shape), (slice(None),) * tensor.ndim)
+        for name, tensor in tensors.items()
+    ]
+
+
+@pytest.mark.parametrize("kind", [DeltaSender, ShardedSender])
+def test_a_sync_that_is_over_keeps_no_list(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its engine took or refused it; so the trainer has its memory back."""
+    given: Any = whole if kind is ShardedSender else Tensors.items
+    listed: list[weakref.ref[Listed]] = []
+
+    class Watched(Listed):
+        def __init__(self, *elements: torch.Tensor) -> None:
+            super().__init__(*elements)
+            listed.append(weakref.ref(self))
+
+    monkeypatch.setattr("delta_sender.diff.listed.Listed", Watched)
+    held = {name: torch.zeros(400, dtype=torch.bfloat16) for name in ("a", "b")}
+    engine = Engine.of(held)
+    with kind("http://engine/", given(held), client=engine.client()) as sender:
+        for seed in range(1, 5):
+            held = step(held, seed, 0.01)
+            if seed % 2:
+                engine.faults[len(engine.requests)] = sends(error(400, "DeltaError"))
+                with contextlib.suppress(SyncError):
+                    sender.sync(given(held))
+            else:
+                sender.sync(given(held))
+                assert engine.holds(held)
+            assert listed
+            assert not any(one.nbytes for weak in listed if (one := weak()) is not None)
+            listed.clear()
 
 
 def test_refilled_views_are_compared_as_they_were_yielded() -> None:
@@ -324,13 +486,7 @@ def test_refilled_views_are_compared_as_they_were_yielded() -> None:
     held = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
     snapshot = Snapshot(held.items(), "deltas", "device")
     new = {name: tensor + 1 + number for number, (name, tensor) in enumerate(held.items())}
-
-    def refilling() -> Iterator[tuple[str, torch.Tensor]]:
-        buffer = torch.empty(40, dtype=torch.bfloat16)
-        for name, tensor in new.items():
-            yield name, buffer[: tensor.numel()].copy_(tensor)
-
-    snapshot.advance({key: change for key, change in snapshot.read(refilling()) if change})
+    snapshot.advance({key: change for key, change in snapshot.read(refilling(new)) if change})
     assert [change for _, change in snapshot.read(new.items())] == [None] * 3
 
 

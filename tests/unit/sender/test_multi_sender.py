@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -14,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_sender import MultiSender, PartialSyncError
+from delta_sender.diff import device as diff_device
+from delta_sender.diff import snapshot as sender_snapshot
 from delta_sender.diff.snapshot import Changes
 from delta_sender.encode import part_builder
 from engine_ext.format import encode_part
@@ -279,10 +282,20 @@ FAULTS = st.sampled_from(["none", "refuses", "loses", "restarts", "corrupts"])
     steps=st.lists(st.tuples(FAULTS, FAULTS, st.sampled_from([0.0, 0.03, 0.3, 0.7])), max_size=6),
     digest=st.booleans(),
     encoding=st.sampled_from(["deltas_zstd", "gap8_ulp"]),
+    on_device=st.booleans(),
 )
 def test_engine_that_acknowledged_holds_trainers_bytes(
-    steps: list[tuple[str, str, float]], digest: bool, encoding: str
+    steps: list[tuple[str, str, float]], digest: bool, encoding: str, on_device: bool
 ) -> None:
+    with (
+        mock.patch.object(sender_snapshot, "is_on_device", return_value=on_device),
+        mock.patch.object(diff_device, "free_bytes", return_value=1 << 20),
+        mock.patch.object(diff_device, "LISTED_SHARE", 1),  # of some changes, not of all
+    ):
+        send_steps(steps, digest, encoding)
+
+
+def send_steps(steps: list[tuple[str, str, float]], digest: bool, encoding: str) -> None:
     base = model_of(tensors=2, numel=40)
     model = {name: tensor.clone() for name, tensor in base.items()}
     a, b = two(base)

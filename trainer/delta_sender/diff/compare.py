@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from delta_sender.diff.listed import ListedShare
 from engine_ext.format import Digest, ParamDelta, byte_stream, change_digest, join_streams, loops
 from engine_ext.kernels import (
     LINE,
@@ -55,6 +56,7 @@ class Difference(msgspec.Struct, frozen=True, eq=False, gc=False):
         change: Summand of the tensor's digest; None if no name was given.
         stream: The gap stream of the indices, in bytes; None if it was not asked for, or if another
             form might be smaller.
+        listed: The same elements on the device that has found them; empty if it does not keep them.
     """
 
     indices: NDArray[Any]
@@ -62,6 +64,7 @@ class Difference(msgspec.Struct, frozen=True, eq=False, gc=False):
     new: Bits
     change: Digest | None
     stream: NDArray[np.uint8] | None
+    listed: Sequence[ListedShare] = ()
 
 
 def find_differing(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> Any:
@@ -254,6 +257,7 @@ class Change(msgspec.Struct, frozen=True, eq=False, gc=False):
         digest: What the change adds to a digest, under the name in the snapshot; None if not asked
             for.
         stream: The gap stream of the indices; None if it was not made.
+        listed: See `Difference`.
     """
 
     dtype: str
@@ -264,6 +268,7 @@ class Change(msgspec.Struct, frozen=True, eq=False, gc=False):
     nnz: int
     digest: Digest | None
     stream: NDArray[np.uint8] | None = None
+    listed: Sequence[ListedShare] = ()
 
     @property
     def nbytes(self) -> int:

@@ -1,98 +1,31 @@
 """Keep what tensors on an accelerator are compared with: a copy of the snapshot there, or uploads.
 
-The snapshot in host memory is the one that counts: its copy is made from it, and follows when it
-advances. Without a copy it is in pinned memory, and uploaded while earlier elements are compared.
-
-On the CPU, streams do nothing; there it is tested.
+The snapshot in host memory is the one that counts, and its copy follows when it advances, by what
+the device keeps of the changes that it has found. A base on a device is copied there at once, and
+the snapshot is made from that copy; another base is copied to the device in the first sync. Where
+there is no room, the snapshot is in pinned memory, and uploaded while earlier ones are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from delta_sender.diff.compare import Bits, Change
-from engine_ext.kernels import gather_scatter
-
-
-class CopyStreams:
-    """The copy streams of one device; the module `cuda` makes streams and events.
-
-    For the CPU nothing is copied, and the order is that of the calls.
-    """
-
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._device, self._cuda = device, cuda
-        self._has_streams = device.type == "cuda"
-        if self._has_streams:
-            self._up, self._down = cuda.Stream(device), cuda.Stream(device)
-
-    def upload(self, host: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to copy host memory to the device; pin it if the copy is to overlap other work.
-
-        It must not change until the copy was used. Return a function that makes the thread's
-        current stream wait for the copy, and returns it.
-        """
-        if not self._has_streams:
-            return lambda: host
-        with self._cuda.stream(self._up):
-            copied = host.to(self._device, non_blocking=True)
-            arrived = self._up.record_event()
-
-        def use() -> torch.Tensor:
-            current = self._cuda.current_stream(self._device)
-            current.wait_event(arrived)
-            copied.record_stream(current)
-            return copied
-
-        return use
-
-    def download(self, data: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to copy to pinned host memory, after what the current stream has queued by now.
-
-        Return a function that waits for the copy, and returns it.
-        """
-        if not self._has_streams:
-            return lambda: data
-        ready = self._cuda.current_stream(self._device).record_event()
-        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-        with self._cuda.stream(self._down):
-            self._down.wait_event(ready)
-            host.copy_(data, non_blocking=True)
-            data.record_stream(self._down)
-            arrived = self._down.record_event()
-
-        def use() -> torch.Tensor:
-            arrived.synchronize()
-            return host
-
-        return use
-
-    def send(self, arrays: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
-        """Copy small arrays to the device in one copy, on the current stream."""
-        whole = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
-        if self._has_streams:
-            whole = whole.pin_memory().to(self._device, non_blocking=True)
-        parts = torch.split(whole, [array.size for array in arrays])
-        return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
-
-    def synchronize(self) -> None:
-        """Wait until the thread's current stream has done all that is queued on it."""
-        if self._has_streams:
-            self._cuda.current_stream(self._device).synchronize()
-
+from delta_sender.diff.copy_streams import CopyStreams
+from delta_sender.diff.listed import LISTED_SHARE, Listed, Lists, is_listed, write_listed
+from engine_ext.kernels import download_box, gather_scatter, upload_box
 
 # Where the copy is that the device compares with; `auto` by the device's free memory.
 SNAPSHOT_ON: Final = ("auto", "device", "host")
 
-_SHARE: Final = 0.5  # most of the device's free memory that `auto` takes
-# Elements of a copy that are written at once: each takes up to 24 bytes of the device meanwhile.
-_WRITTEN: Final = 1 << 20
+_SHARE: Final = 0.5  # most of the device's free memory that `auto` takes, with lists of changes
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
@@ -102,6 +35,8 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 
 class DeviceSide:
     """A snapshot's copies on devices. Methods launch on the calling thread's current streams.
+
+    A device on which a copy finds no room has none at all.
 
     Raises:
         ValueError: `snapshot_on` is not one of `SNAPSHOT_ON`.
@@ -113,31 +48,87 @@ class DeviceSide:
             raise ValueError(f"snapshot_on is {snapshot_on!r}; it is one of {known}")
         self._snapshot_on = snapshot_on
         self._streams: dict[torch.device, CopyStreams] = {}
-        self._has_mirrors: dict[torch.device, bool] = {}
+        self._most: dict[torch.device, float] = {}  # bytes that copies can take
         self._mirrors: dict[str, torch.Tensor] = {}
+        self._taken: Counter[torch.device] = Counter()  # bytes of these
+        self._lists = Lists()
+
+    def copied(self, key: str, bits: torch.Tensor) -> Bits:
+        """Copy a tensor of the base on its device, if there is room, and to host memory.
+
+        Args:
+            bits: Integers [n], contiguous.
+
+        Returns:
+            The bits in host memory: a copy of that on the device, pinned if there is none.
+
+        Raises:
+            torch.OutOfMemoryError: The snapshot is to be on the device, which has no room.
+        """
+        mirror = self._mirrored(key, bits.device, bits.nbytes, bits.clone)
+        if mirror is None:
+            memory = _pinned_memory(bits, bits.device)
+            return gather_scatter.host_bits(memory.copy_(bits))
+        # Allocated by numpy, which asks for huge pages: page faults take longer than the copy.
+        copy: Bits = np.empty(bits.numel(), f"u{bits.itemsize}")
+        download_box(mirror, gather_scatter.signed(copy))
+        return copy
 
     def prepare(self, key: str, bits: Bits, device: torch.device, nbytes: int) -> Bits:
         """Make a tensor ready to be compared on a device; the whole snapshot has `nbytes`.
 
         Return its bits in memory that the snapshot should keep instead; maybe `bits` itself.
+
+        Raises:
+            torch.OutOfMemoryError: The snapshot is to be on the device, which has no room.
         """
-        mirror = self._mirrors.pop(key, None)
+        mirror = self._mirrors.get(key)
         if mirror is not None and mirror.device == device:
-            self._mirrors[key] = mirror
             return bits
-        if device not in self._has_mirrors:
-            self._has_mirrors[device] = self._snapshot_on == "device" or (
-                self._snapshot_on == "auto" and nbytes <= _SHARE * free_bytes(device)
-            )
-        if self._has_mirrors[device]:
+        self._drop(key)
+        host = gather_scatter.signed(bits)
+
+        def uploaded() -> torch.Tensor:
+            box = torch.empty(host.shape, dtype=host.dtype, device=device)
+            upload_box(box, host)
+            return box
+
+        # The first one of a device stands for all.
+        needed = host.nbytes if device in self._most else nbytes
+        if self._mirrored(key, device, needed, uploaded) is not None:
+            return bits
+        return pinned(bits, device)
+
+    def _mirrored(
+        self, key: str, device: torch.device, needed: int, make: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Make a copy on a device that has room for `needed` bytes; else return None."""
+        if device not in self._most:
+            most = {"device": math.inf, "host": 0.0}.get(self._snapshot_on)
+            if most is None:
+                most = _SHARE / (1 + LISTED_SHARE) * free_bytes(device)
+            self._most[device] = most
+        if self._taken[device] + needed <= self._most[device]:
             try:
-                self._mirrors[key] = gather_scatter.signed(bits).to(device, copy=True)
-                return bits
+                self._keep(key, make())
+                return self._mirrors[key]
             except torch.OutOfMemoryError:
                 if self._snapshot_on == "device":
                     raise
-                self._has_mirrors[device] = False
-        return pinned(bits, device)
+        for other in [k for k, mirror in self._mirrors.items() if mirror.device == device]:
+            self._drop(other)
+        self._most[device] = 0.0
+        return None
+
+    def _keep(self, key: str, mirror: torch.Tensor) -> None:
+        self._mirrors[key] = mirror
+        self._taken[mirror.device] += mirror.nbytes
+
+    def _drop(self, key: str) -> torch.Tensor | None:
+        mirror = self._mirrors.pop(key, None)
+        if mirror is not None:
+            self._taken[mirror.device] -= mirror.nbytes
+        return mirror
 
     def is_mirrored(self, key: str) -> bool:
         """Return whether a device has a copy of a tensor that `prepare` made ready."""
@@ -164,34 +155,40 @@ class DeviceSide:
             self._streams[device] = CopyStreams(device)
         return self._streams[device]
 
+    def keep(self, places: torch.Tensor, new: torch.Tensor, *, wide: bool) -> Listed | None:
+        """Keep changed elements until a copy follows; None if it would be too many, see `Lists`."""
+        most = LISTED_SHARE * self._taken[places.device]
+        return self._lists.keep(places, new, wide=wide, most=most)
+
+    def let_go(self) -> None:
+        """Free what was kept of the changes that were found last."""
+        self._lists.let_go()
+
     @contextmanager
-    def following(self, changes: Mapping[str, Change]) -> Iterator[None]:
+    def following(
+        self, changes: Mapping[str, Change], bits_of: Callable[[str], Bits]
+    ) -> Iterator[None]:
         """Make the copies follow the snapshot, which advances by `changes` inside the block.
 
-        If either is interrupted, or a device has no memory left for the changes, the copies
-        concerned are dropped, and made again when needed.
+        Tensors whose changes their device does not keep are uploaded. If it is interrupted, their
+        copies are dropped, and made again when needed.
+
+        Args:
+            bits_of: Returns a tensor's bits in the snapshot; called after the block.
         """
-        behind = {key: self._mirrors.pop(key) for key in changes if key in self._mirrors}
-        devices = {mirror.device for mirror in behind.values()}
+        behind = {key: mirror for key in changes if (mirror := self._drop(key)) is not None}
         yield
-        for key in [*behind]:
-            try:
-                _write(behind[key], changes[key].indices, gather_scatter.signed(changes[key].new))
-            except torch.OutOfMemoryError:
-                del behind[key]
-        for device in devices:
+        listed = {key: one for key in behind if is_listed(one := changes[key].listed)}
+        try:
+            write_listed([(behind[key], shares) for key, shares in listed.items()])
+        except torch.OutOfMemoryError:
+            listed = {}
+        for key in behind.keys() - listed.keys():
+            upload_box(behind[key], gather_scatter.signed(bits_of(key)))
+        for device in {mirror.device for mirror in behind.values()}:
             self.streams(device).synchronize()
-        self._mirrors |= behind
-
-
-def _write(mirror: torch.Tensor, indices: NDArray[Any] | None, new: torch.Tensor) -> None:
-    if indices is None:
-        mirror.copy_(new)
-        return
-    for start in range(0, len(indices), _WRITTEN):
-        these = slice(start, start + _WRITTEN)
-        where = torch.from_numpy(indices[these]).to(mirror.device)
-        gather_scatter.scatter(mirror, where, new[these].to(mirror.device))
+        for key, mirror in behind.items():
+            self._keep(key, mirror)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -201,9 +198,12 @@ def free_bytes(device: torch.device) -> int:
 
 def pinned(bits: Bits, device: torch.device) -> Bits:
     """Return bits in host memory that a device can copy from while it computes; maybe no copy."""
-    if device.type != "cuda" or gather_scatter.signed(bits).is_pinned():
+    host = gather_scatter.signed(bits)
+    if device.type != "cuda" or host.is_pinned():
         return bits
-    memory = torch.empty(bits.size, dtype=gather_scatter.signed(bits).dtype, pin_memory=True)
-    copy = gather_scatter.host_bits(memory)
-    copy[:] = bits
-    return copy
+    return gather_scatter.host_bits(_pinned_memory(host, device).copy_(host))
+
+
+def _pinned_memory(bits: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return host memory for bits, pinned for a GPU."""
+    return torch.empty(bits.shape, dtype=bits.dtype, pin_memory=device.type == "cuda")

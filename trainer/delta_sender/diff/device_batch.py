@@ -24,7 +24,9 @@ import torch
 from numpy.typing import NDArray
 
 from delta_sender.diff.compare import Bits, Difference
-from delta_sender.diff.device import CopyStreams, DeviceSide
+from delta_sender.diff.copy_streams import CopyStreams
+from delta_sender.diff.device import DeviceSide
+from delta_sender.diff.listed import Listed, ListedShare
 from engine_ext.format import (
     ChangedElements,
     Digest,
@@ -63,6 +65,7 @@ class _Found(NamedTuple):
     new: Bits
     digest: Digest
     stream: NDArray[np.uint8]
+    listed: ListedShare | None
 
 
 @dataclass(slots=True)
@@ -75,6 +78,7 @@ class _Own:
         starts: The index in its tensor at which each begins.
         index: The dtype of each one's indices.
         totals: Symbols of each, and both lanes of its change's digest, int64 [pieces, 3].
+        listed: The elements of all, if the device keeps them.
     """
 
     counts: NDArray[np.int64]
@@ -82,6 +86,7 @@ class _Own:
     starts: list[int]
     index: list[np.dtype[Any]]
     totals: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 3), np.int64))
+    listed: Listed | None = None
 
 
 @dataclass(slots=True)
@@ -184,11 +189,14 @@ class DeviceComparisons:
     ) -> Difference:
         """Return what differs in a tensor, whose changed pieces these are."""
         change = Digest.total(one.digest for one in found) if digested else None
+        listed = [share for one in found if (share := one.listed) is not None]
+        if len(listed) < len(found):
+            listed = []
         if len(found) == 1 and not found[0].start:
             (one,) = found
             suffice = bytes_suffice(one.indices.size, int(one.indices[-1]) + 1)
             stream = one.stream if self._streams and suffice else None
-            return Difference(one.indices, one.old, one.new, change, stream)
+            return Difference(one.indices, one.old, one.new, change, stream, listed)
         stream = None
         if self._streams:
             stream = join_streams([(one.indices, _without_first(one)) for one in found])
@@ -200,7 +208,7 @@ class DeviceComparisons:
                 (bits, [one.new for one in found]),
             )
         )
-        return Difference(indices, old, new, change, stream)
+        return Difference(indices, old, new, change, stream, listed)
 
     def _compare(self, batch: _Batch) -> Iterator[None]:
         """Compare a batch; at each step the device has been given work, whose result is needed.
@@ -232,6 +240,8 @@ class DeviceComparisons:
                 *(places, was, now, own.counts, own.starts, names, int(own.sizes.sum()))
             )
             symbols, totals = device_streams(elements, streams.send)
+            wide = any(index.itemsize > 4 for index in own.index)
+            own.listed = self._side.keep(places, now, wide=wide)
             del places, elements
             wait_for_totals = streams.download(totals)
             yield
@@ -318,7 +328,8 @@ def _found(
         if start or indices.dtype != index:
             indices = indices.astype(index) + index.type(start)
         stream = symbols[at : at + length]
-        found.append(_Found(start, indices, was[these], now[these], Digest(*lanes), stream))
+        share = None if own.listed is None else ListedShare(own.listed, first, count)
+        found.append(_Found(start, indices, was[these], now[these], Digest(*lanes), stream, share))
         first, at = first + count, at + length
     return found
 

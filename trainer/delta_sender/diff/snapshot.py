@@ -6,6 +6,7 @@ accelerator.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -67,27 +68,40 @@ class Snapshot:
         self._threads = usable_cores()
         self.tied: dict[str, str] = {}  # keys by the further names of tied tensors
         refilled: set[str] = set()  # names under which a buffer's memory first came
+        devices: dict[str, torch.device] = {}
         for name, tensor, first in _with_ties(base):
             if is_on_device(tensor):
                 runs_change_kernels(tensor.device)  # compiles them now, not in the first sync
+                devices[name] = tensor.device
             if first is None:
-                self._set(name, self._keep(_to_bits(name, tensor)))
+                self._set(name, self._copy(name, tensor))
             elif isinstance(base, _HOLDING):
                 self.tied[name] = first
             else:
-                self._add_tied(name, _to_bits(name, tensor), first, refilled)
+                self._add_tied(name, tensor, first, refilled)
+        for name, device in devices.items():
+            if name in self._dense:
+                self._prepare_on_device(name, device)
 
-    def _add_tied(self, name: str, dense: ParamDelta, first: str, refilled: set[str]) -> None:
+    def _add_tied(self, name: str, tensor: torch.Tensor, first: str, refilled: set[str]) -> None:
         """Take in a tensor that is in the memory of an earlier one, unless that was refilled."""
         if first not in refilled:
-            if np.array_equal(dense.values, self._dense[first].values):
+            if np.array_equal(_to_bits(name, tensor).values, self._dense[first].values):
                 self.tied[name] = first
                 return
             refilled.add(first)
             for other in [other for other, key in self.tied.items() if key == first]:
                 del self.tied[other]
                 self._set(other, self._keep(replace(self._dense[first], name=other)))
-        self._set(name, self._keep(dense))
+        self._set(name, self._copy(name, tensor))
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> ParamDelta:
+        """Return a tensor of the base as the snapshot keeps it, dense."""
+        if not is_on_device(tensor):
+            return self._keep(_to_bits(name, tensor))
+        dtype = _dtype_name(name, tensor)
+        values = self._devices.copied(name, _flat_bits(tensor))
+        return ParamDelta(name, dtype, tuple(tensor.shape), None, values)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._dense)
@@ -100,8 +114,9 @@ class Snapshot:
         """The manifest dtype of every tensor, by each of its names."""
         return {name: self._dense[self.key(name)].dtype for name in (*self._dense, *self.tied)}
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
+        """Bytes of all tensors, each once; it stays."""
         return sum(dense.values.nbytes for dense in self._dense.values())
 
     def key(self, name: str) -> str:
@@ -133,6 +148,7 @@ class Snapshot:
                 `tensors` is a collection, names, shapes and dtypes are checked first. Or a tensor
                 has changed while it was compared.
         """
+        self.let_go()
         limit = self.nbytes // 4 if changes_in_memory is None else changes_in_memory
         keep = Spill(limit).keep
         yielded = None if isinstance(tensors, (*_HOLDING, Stable)) else Yielded()
@@ -298,9 +314,17 @@ class Snapshot:
 
     def advance(self, changes: Changes) -> None:
         """Apply the committed `changes`."""
-        with self._devices.following(changes), ThreadPoolExecutor(self._threads) as pool:
+        following = self._devices.following(changes, lambda key: self._dense[key].values)
+        with following, ThreadPoolExecutor(self._threads) as pool:
             for _ in pool.map(self._apply, _batches(changes)):
                 pass
+
+    def let_go(self) -> None:
+        """Free what devices keep of the changes that were read last: none of them will be applied.
+
+        The next `read` does so, too.
+        """
+        self._devices.let_go()
 
     def _apply(self, changes: Sequence[tuple[str, Change]]) -> None:
         """Apply one dense change, or several sparse ones of one element size."""
@@ -334,7 +358,8 @@ class Snapshot:
             indices, was, new, stream = None, old.values, old.values.copy(), None
             gather_scatter.write(new, found.indices, found.new)
         nnz = found.indices.size
-        return Change(old.dtype, old.shape, indices, was, new, nnz, found.change, stream)
+        digest, listed = found.change, found.listed
+        return Change(old.dtype, old.shape, indices, was, new, nnz, digest, stream, listed)
 
 
 class MappedSnapshot(Snapshot):

@@ -405,9 +405,12 @@ def digest_of(tensors: Iterable[tuple[str, Bits]]) -> Digest:
 
 
 def without_old(changes: Changes) -> Changes:
-    """Return the changes without old bits and gap streams, which only sending them needs."""
+    """Return the changes without what is not needed once they were sent.
+
+    Those are old bits, gap streams, and elements that devices keep.
+    """
     none = np.empty(0)
     return {
-        key: msgspec.structs.replace(change, old=none, stream=None)
+        key: msgspec.structs.replace(change, old=none, stream=None, listed=())
         for key, change in changes.items()
     }

@@ -165,11 +165,7 @@ class Publisher:
     ) -> Session:
         version, needs_full = self._tracker.version_of(url, self.options.base_version)
         session = Session(
-            destination,
-            self.snapshot,
-            self.options,
-            version,
-            self._run,
+            *(destination, self.snapshot, self.options, version, self._run),
             is_log=is_log,
             has_log=has_log,
         )
@@ -340,6 +336,7 @@ class Publisher:
             if fleet is not None:
                 fleet.decide(commits=False)
             sync_round.fail(error)
+            self.snapshot.let_go()
             if isinstance(error, Exception):  # an interruption does not wait for answers
                 self._end_unfinished()
             raise
@@ -439,6 +436,7 @@ class Publisher:
                 self._log.acknowledge(logged)
         elif logged is not None:
             self._drop_from_log(logged, sync_round, is_unknown=bool(late) or any(unknown))
+        self.snapshot.let_go()
         engines = {self._url_of(thread.session): thread for thread in done if not thread.is_writer}
         self._lagging.forget(engines)
         reports, failures, others = acknowledge_all(engines)

@@ -298,6 +298,8 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         except BaseException:  # an interruption leaves the ranks at different steps
             self._ranks.leave("interrupted")
             raise
+        finally:
+            self._snapshot.let_go()
 
     def _read(
         self, shards: Shards, facts: dict[str, Any], started: float, *, full: bool
