@@ -18,6 +18,7 @@ from engine_ext.placement.live_elements import (
     DeviceRows,
     HostElements,
     LiveElements,
+    LiveTensors,
     WholeBox,
 )
 from engine_ext.placement.locator import box_loop
@@ -39,6 +40,7 @@ __all__ = [
     "HostElements",
     "Lease",
     "LiveElements",
+    "LiveTensors",
     "Placed",
     "Placement",
     "Plan",

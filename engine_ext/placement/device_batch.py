@@ -7,10 +7,12 @@ the bus in one copy. Without the kernels, PyTorch's operators visit one tensor a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine_ext.format import Digest, device_digest
 from engine_ext.kernels import gather_scatter as host
@@ -202,27 +204,17 @@ class _Group:
         from engine_ext.kernels.triton import gather_scatter
 
         wide = self._elements[0].offsets.dtype == torch.int64
-        live: list[int] = []
-        offsets: list[int] = []
-        sent: list[int] = []
-        counts: list[int] = []
-        for number, one in enumerate(self._elements):
-            own = new[number].data_ptr() if new else 0
-            first, width = one.offsets.data_ptr(), self._flat.itemsize
-            if isinstance(one, DeviceElements):
-                live.append(one.flat.data_ptr())
-                offsets.append(first)
-                sent.append(own)
-                counts.append(one.offsets.numel())
-                continue
-            before = np.cumsum(one.counts) - one.counts
-            live += one.addresses.tolist()
-            offsets += (first + before * one.offsets.itemsize).tolist()
-            sent += (own + before * width).tolist()
-            counts += one.counts.tolist()
-        table = gather_scatter.rows(
-            live, offsets, sent, counts, width=self._flat.itemsize, wide=wide
-        )
+        sent = [own.data_ptr() for own in new] or [0] * len(self._elements)
+        pairs = zip(self._elements, sent, strict=True)
+        columns: list[NDArray[np.int64]] = []
+        # Tens of thousands of either kind, and not of both.
+        for are_rows, some in groupby(pairs, key=lambda pair: isinstance(pair[0], DeviceRows)):
+            if are_rows:
+                columns += [_addresses(one, own) for one, own in some]
+            else:
+                columns.append(np.array([_address(one, own) for one, own in some], np.int64).T)
+        width = self._flat.itemsize
+        table = gather_scatter.rows(*np.concatenate(columns, 1), width=width, wide=wide)
         return gather_scatter.prepare(table, old, wide=wide, **modes)
 
     def _sent(self, bits: Bits) -> Bits:
@@ -236,3 +228,16 @@ class _Group:
 
     def _split(self, whole: torch.Tensor) -> Bits:
         return [*torch.split(whole, self._counts)]
+
+
+def _address(one: Elements, new: int) -> tuple[int, int, int, int]:
+    """Return what `gather_scatter.rows` takes of elements of one tensor; `new` is an address."""
+    return one.flat.data_ptr(), one.offsets.data_ptr(), new, one.offsets.numel()
+
+
+def _addresses(rows: Elements, new: int) -> NDArray[np.int64]:
+    """Return the same of each row, int64 [4, rows]."""
+    assert isinstance(rows, DeviceRows)
+    before = np.cumsum(rows.counts) - rows.counts
+    places = rows.offsets.data_ptr() + before * rows.offsets.itemsize
+    return np.stack([rows.addresses, places, new + before * rows.flat.itemsize, rows.counts])
