@@ -1,7 +1,7 @@
 """The params of a part as arrays, so that what is done for each of them needs no Python.
 
-A part of a mixture of experts has tens of thousands of small params. What the manifest says of them
-are columns here, and their streams and values are in one buffer each: objects are made of those
+A part of a mixture of experts has tens of thousands of small params. The manifest's numbers are
+columns here, and all streams and all values are in one buffer each: objects are made of those
 params alone that need some.
 """
 

@@ -6,7 +6,7 @@ longer than to write what they stand for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -63,6 +63,11 @@ class DigestTable(Mapping[str, Digest]):
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    def items(self) -> ItemsView[str, Digest]:
+        """Return the names with their digests."""
+        lanes = self._sums.tolist()
+        return {name: Digest(*own) for name, own in zip(self._numbers, lanes, strict=True)}.items()
 
     def find(self, names: Sequence[str]) -> NDArray[np.int64]:
         """Return the number of each of these tensors, int64 [n]; -1 for one that is not here."""

@@ -46,7 +46,7 @@ def test_unaligned_memory_is_copied(width: int) -> None:
 
 
 def deltas(seed: int, numels: list[int]) -> list[ParamDelta]:
-    """Params of which some need symbols of two bytes, as their elements are far apart."""
+    """Some need symbols of two bytes, as their elements are far apart."""
     random, found = np.random.default_rng(seed), list[ParamDelta]()
     for number, numel in enumerate(numels):
         count = int(random.integers(0, min(numel, 9) + 1))

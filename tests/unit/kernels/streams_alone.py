@@ -37,7 +37,16 @@ from engine_ext.format.part_arrays import PartArrays
 from engine_ext.kernels import StagingStream
 from engine_ext.kernels import triton as device
 from engine_ext.kernels.triton import gap_expand, gather_scatter
-from engine_ext.placement import DeviceMemory, DeviceRows, device_batch, device_memory, targets
+from engine_ext.placement import (
+    DeviceBatch,
+    DeviceElements,
+    DeviceMemory,
+    DeviceRows,
+    LiveTensors,
+    device_batch,
+    device_memory,
+    targets,
+)
 from engine_ext.sync import staged as sync_staged
 from engine_ext.sync import stream_table
 from engine_ext.sync.staged import StagedPart
@@ -283,6 +292,29 @@ def test_no_object_is_made_of_a_streamed_param() -> None:
     assert added.call_count < len(base)
     assert memory(served.model) == memory(load(Experts, target))
     assert_digests(applier)
+
+
+def test_rows_and_single_elements_are_one_batch() -> None:
+    """In any order; each has its own bits."""
+    live = [torch.arange(n, n + 90, dtype=torch.int16).to(DEVICE) for n in (0, 1000)]
+    before = [one.clone() for one in live]
+    addresses = np.array([one.data_ptr() for one in live], np.int64)
+    tensors = LiveTensors(live, addresses, ["a", "b"])
+    places = [torch.tensor(own, dtype=torch.int32).to(DEVICE) for own in ([3, 4], [5, 8, 0, 9])]
+    many = torch.arange(20, 90, dtype=torch.int32).to(DEVICE)
+    elements: list[DeviceElements | DeviceRows] = [
+        DeviceElements(live[1], places[0]),
+        DeviceRows(tensors, np.array([1, 0, 1]), np.array([1, 1, 2]), places[1]),
+        DeviceElements(live[0], many),
+    ]
+    batch = DeviceBatch(elements)
+    old = [[1003, 1004], [1005, 8, 1000, 1009], [*range(20, 90)]]
+    assert [one.tolist() for one in batch.read()] == old
+    new = [torch.arange(len(own), dtype=torch.int16) - 100 for own in old]
+    batch.put(new)
+    assert [one.tolist() for one in batch.read()] == [one.tolist() for one in new]
+    batch.put([torch.tensor(own, dtype=torch.int16) for own in old])
+    assert all(map(torch.equal, live, before))
 
 
 def test_ranks_that_share_a_tensor() -> None:
