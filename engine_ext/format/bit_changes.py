@@ -38,8 +38,8 @@ def encode_changes(flipped: Sequence[_Bits], cleared: Sequence[_Bits]) -> NDArra
 
 def decode_changes(
     raw: NDArray[np.uint8], params: Sequence[ParamEntry]
-) -> tuple[list[_Bits], list[_Bits] | None]:
-    """Return each param's flipped bits, and the cleared ones or None; see `encode_changes`.
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+    """Return all flipped bits, and all cleared ones or None; see `encode_changes`.
 
     Raises:
         MalformedPart: there are too few bytes, or too many.
@@ -47,17 +47,4 @@ def decode_changes(
     size = sum(entry.nnz * bits_dtype(entry.dtype).itemsize for entry in params)
     if raw.size not in (size, 2 * size):
         raise MalformedPart(f"the changes have {raw.size} bytes, neither {size} nor {2 * size}")
-    flipped, cleared = list[_Bits](), list[_Bits]()
-    start = 0
-    for entry in params:
-        bits = bits_dtype(entry.dtype)
-        stop = start + entry.nnz * bits.itemsize
-        flipped.append(_bits(raw[start:stop], bits))
-        if raw.size != size:
-            cleared.append(_bits(raw[size + start : size + stop], bits))
-        start = stop
-    return flipped, cleared if raw.size != size else None
-
-
-def _bits(raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> _Bits:
-    return np.require(raw.view(dtype), requirements="A")
+    return raw[:size], raw[size:] if raw.size != size else None

@@ -44,8 +44,11 @@ def encode_planes(values: Sequence[NDArray[Any]], *, stored: bool = False) -> _B
     return np.concatenate([*(own for _, own in planes), frame])
 
 
-def decode_planes(raw: _Bytes, params: Sequence[ParamEntry]) -> list[NDArray[Any]]:
+def decode_planes(raw: _Bytes, params: Sequence[ParamEntry]) -> _Bytes:
     """Decode the values of all params; the inverse of `encode_planes`.
+
+    Returns:
+        They are in the widths of the params' dtypes, one param's after another's; uint8 [bytes].
 
     Raises:
         MalformedPart: A plane is cut short, or the frame is corrupt or declares another size.
@@ -55,14 +58,18 @@ def decode_planes(raw: _Bytes, params: Sequence[ParamEntry]) -> list[NDArray[Any
         raise MalformedPart(f"the values have {raw.size} bytes; {lower_end} are not compressed")
     nnz = sum(entry.nnz for entry in params)
     highest = decompress_planes(raw[lower_end:], nnz, nnz, "the exponents")
-    found = []
+    kinds = {bits_dtype(entry.dtype) for entry in params}
+    if len(kinds) == 1 and max(kind.itemsize for kind in kinds) <= 2:
+        return _join(highest, raw[:lower_end], kinds.pop()).view(np.uint8)
+    found = [np.empty(0, np.uint8)]
     start = 0
     for entry in params:
         bits = bits_dtype(entry.dtype)
         stop = start + entry.nnz * (bits.itemsize - 1)
-        found.append(_join(highest[entry.val_start : entry.val_end], raw[start:stop], bits))
+        own = _join(highest[entry.val_start : entry.val_end], raw[start:stop], bits)
+        found.append(own.view(np.uint8))
         start = stop
-    return found
+    return np.concatenate(found)
 
 
 def _split(bits: NDArray[Any]) -> tuple[_Bytes, _Bytes]:

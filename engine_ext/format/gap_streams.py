@@ -14,7 +14,7 @@ the high planes of all params: low bytes hardly compress, high bytes compress we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -156,25 +156,30 @@ def pack_streams(
     return compress_planes(*planes, search=True, stored=stored)
 
 
-def unpack_streams(
-    positions: NDArray[np.uint8], params: Sequence[ParamEntry]
-) -> Iterator[NDArray[np.uint8]]:
-    """Yield each param's stream, low plane first; the inverse of `pack_streams`.
+def unpack_streams(positions: NDArray[np.uint8], params: Sequence[ParamEntry]) -> NDArray[np.uint8]:
+    """Return the streams of all params, one after another, each low plane first; uint8 [bytes].
+
+    The inverse of `pack_streams`.
 
     Raises:
         MalformedPart: The frame is corrupt, or declares another size than the manifest.
     """
     size = params[-1].pos_end if params else 0
     content = decompress_planes(positions, size, size, "the gap streams")
-    symbols = [(p.pos_end - p.pos_start) // max(p.pos_width, 1) for p in params]
-    start, high = 0, sum(symbols)
-    for entry, count in zip(params, symbols, strict=True):
-        stream = content[start : start + count]
-        start += count
-        if entry.pos_width == 2:
-            stream = np.concatenate([stream, content[high : high + count]])
-            high += count
-        yield stream
+    wide = [(p.pos_start, p.pos_end) for p in params if p.pos_width == 2]
+    if not wide:
+        return content
+    streams = np.empty_like(content)
+    done, start = 0, 0  # bytes of the result, and of the streams and low planes
+    high = size - sum(end - begin for begin, end in wide) // 2
+    for begin, end in [*wide, (size, size)]:
+        plain, half = begin - done, (end - begin) // 2
+        streams[done:begin] = content[start : start + plain]
+        start += plain
+        streams[begin : begin + half] = content[start : start + half]
+        streams[begin + half : end] = content[high : high + half]
+        start, high, done = start + half, high + half, end
+    return streams
 
 
 def decode_gaps(stream: NDArray[np.uint8], width: int, numel: int) -> NDArray[Any]:

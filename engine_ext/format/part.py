@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
+from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize
 from engine_ext.errors import DeltaError, MalformedPart
 from engine_ext.format import exponent_planes, ulp_differences
 from engine_ext.format.bit_changes import decode_changes, encode_changes
@@ -38,6 +38,7 @@ from engine_ext.format.manifest import (
     parse_manifest,
 )
 from engine_ext.format.param_delta import ParamDelta
+from engine_ext.format.part_arrays import PartArrays, PartColumns
 from engine_ext.format.positions import decode_positions, encode_positions
 from engine_ext.format.ulp_differences import decode_differences, encode_differences
 from engine_ext.format.undo_promotion import narrow_values
@@ -68,6 +69,7 @@ class UnpackedPart:
     """A part without compression, one array per param; `expand_part` makes deltas of it.
 
     Attributes:
+        columns: of the manifest's params.
         streams: uint8 [bytes], the positions as the encoding has them.
         values: unsigned ints [nnz], in the width of `values_dtype`, or of the param's own dtype if
             that is None.
@@ -75,10 +77,11 @@ class UnpackedPart:
     """
 
     manifest: Manifest
+    columns: PartColumns
     values_dtype: str | None
-    streams: Sequence[NDArray[np.uint8]]
-    values: Sequence[NDArray[Any]]
-    cleared: Sequence[NDArray[Any]] | None = None
+    streams: PartArrays
+    values: PartArrays
+    cleared: PartArrays | None = None
 
 
 def decode_part(buffer: Buffer, limits: Limits = _DEFAULT_LIMITS) -> DecodedPart:
@@ -117,42 +120,63 @@ def unpack_part(
         MalformedPart: A frame is corrupt, or a size is not that of the manifest.
     """
     manifest = header.manifest
-    params = manifest.params
+    params, columns = manifest.params, PartColumns.of(manifest.params)
     if manifest.encoding not in PACKED_ENCODINGS:
-        wide = header.values.dtype
-        streams = [positions[entry.pos_start : entry.pos_end] for entry in params]
-        own = np.require(values.view(bits_dtype(wide)), requirements="A")
-        return UnpackedPart(
-            manifest, wide, streams, [own[entry.val_start : entry.val_end] for entry in params]
-        )
+        return place_arrays(manifest, columns, header.values.dtype, positions, values)
     if positions.size + values.size < _WORTH_THREADS or usable_cores() == 1:
-        streams = [*unpack_streams(positions, params)]
-        return UnpackedPart(manifest, None, streams, *_packed_values(manifest, values))
+        streams = unpack_streams(positions, params)
+        return place_arrays(manifest, columns, None, streams, *_packed_values(manifest, values))
     with ThreadPoolExecutor(1, thread_name_prefix="delta-decode") as pool:
         unpacked = pool.submit(_packed_values, manifest, values)
-        streams = [*unpack_streams(positions, params)]
-        return UnpackedPart(manifest, None, streams, *unpacked.result())
+        streams = unpack_streams(positions, params)
+        return place_arrays(manifest, columns, None, streams, *unpacked.result())
 
 
 def _packed_values(
     manifest: Manifest, raw: NDArray[np.uint8]
-) -> tuple[list[NDArray[Any]], list[NDArray[Any]] | None]:
-    """Return the values of each param of a packed part, and the bits cleared before."""
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+    """Return the values of all params of a packed part, and the bits cleared before."""
     if manifest.encoding == BIT_CHANGES:
         return decode_changes(raw, manifest.params)
     decode = decode_differences if manifest.encoding == DIFFERENCES else decode_planes
     return decode(raw, manifest.params), None
 
 
+def place_arrays(
+    manifest: Manifest,
+    columns: PartColumns,
+    values_dtype: str | None,
+    positions: NDArray[np.uint8],
+    values: NDArray[np.uint8],
+    cleared: NDArray[np.uint8] | None = None,
+) -> UnpackedPart:
+    """Return the part whose arrays are in these, param by param; uint8 [bytes] each.
+
+    Args:
+        values_dtype: See `UnpackedPart`, for it and what precedes it.
+    """
+    nnz, width = columns.nnz, columns.width
+    if values_dtype is not None:
+        width = np.full_like(width, itemsize(values_dtype))
+    return UnpackedPart(
+        manifest,
+        columns,
+        values_dtype,
+        PartArrays(positions, columns.pos_size, np.ones_like(width)),
+        PartArrays(values, nnz, width),
+        None if cleared is None else PartArrays(cleared, nnz, width),
+    )
+
+
 def expand_part(
-    part: UnpackedPart, threads: int | None = None, without: Collection[int] = ()
+    part: UnpackedPart, threads: int | None = None, numbers: Sequence[int] | None = None
 ) -> DecodedPart:
     """Make the indices and values of each param, with threads if there are many positions.
 
     The deltas can keep views of the arrays.
 
     Args:
-        without: the numbers of the params that are left out.
+        numbers: which of the params, ascending; None: all.
 
     Raises:
         MalformedPart: The positions are not as many as the values, or a value does not narrow to
@@ -160,13 +184,13 @@ def expand_part(
         NotUpdatable: An index is out of range or not ascending.
     """
     manifest = part.manifest
-    encoding, streams = manifest.encoding, part.streams
-    params: Sequence[ParamEntry] = manifest.params
-    numbers: Sequence[int] = range(len(params))
-    if without:
-        numbers = [number for number in numbers if number not in without]
-        params = [params[number] for number in numbers]
-        streams = [streams[number] for number in numbers]
+    encoding, params = manifest.encoding, manifest.params
+    if numbers is None:
+        numbers = range(len(params))
+    else:
+        params = tuple(params[number] for number in numbers)
+    streams, own = part.streams.views(numbers), part.values.views(numbers)
+    cleared = None if part.cleared is None else part.cleared.views(numbers)
     size, cores = sum(stream.size for stream in streams), threads or usable_cores()
     if encoding not in PACKED_ENCODINGS or size < _WORTH_THREADS or cores == 1:
         places = _places(encoding, params, streams)
@@ -178,13 +202,12 @@ def expand_part(
             ]
             places = [place for share in shares for place in share.result()]
     deltas = []
-    for number, entry, indices in zip(numbers, params, places, strict=True):
-        values = part.values[number]
+    for number, (entry, indices, values) in enumerate(zip(params, places, own, strict=True)):
         if part.values_dtype is not None:
             values = narrow_values(values, part.values_dtype, entry.dtype, entry.name)
-        cleared = None
+        before = None
         if encoding == BIT_CHANGES:
-            cleared = np.zeros_like(values) if part.cleared is None else part.cleared[number]
+            before = np.zeros_like(values) if cleared is None else cleared[number]
         deltas.append(
             ParamDelta(
                 entry.name,
@@ -193,7 +216,7 @@ def expand_part(
                 indices,
                 values,
                 differences=encoding == DIFFERENCES,
-                cleared=cleared,
+                cleared=before,
                 new_checksum=entry.new_checksum,
             )
         )

@@ -70,8 +70,11 @@ def encode_differences(
     return compress_planes(nibbles, escaped, search=False, stored=stored)
 
 
-def decode_differences(raw: NDArray[np.uint8], params: Sequence[ParamEntry]) -> list[NDArray[Any]]:
+def decode_differences(raw: NDArray[np.uint8], params: Sequence[ParamEntry]) -> NDArray[np.uint8]:
     """Decode the differences of all params, none dense; the inverse of `encode_differences`.
+
+    Returns:
+        They are in the widths of the params' dtypes, one param's after another's; uint8 [bytes].
 
     Raises:
         MalformedPart: The frame is corrupt, or its size impossible; there are more or fewer
@@ -82,33 +85,25 @@ def decode_differences(raw: NDArray[np.uint8], params: Sequence[ParamEntry]) -> 
     content = decompress_planes(raw, halves, most, "the differences")
     # The loop takes all params at once; if something is wrong it does not say what.
     found = _decode_all(content[:halves], content[halves:], params)
-    return _decode_by_numpy(content, halves, params) if found is None else found
+    if found is not None:
+        return found.view(np.uint8)
+    each = _decode_by_numpy(content, halves, params)
+    return np.concatenate([np.empty(0, np.uint8), *(own.view(np.uint8) for own in each)])
 
 
 def _decode_all(
     pairs: NDArray[np.uint8], escaped: NDArray[np.uint8], params: Sequence[ParamEntry]
-) -> list[NDArray[Any]] | None:
-    """Decode the params in one compiled call; None without numba, and if something is wrong.
-
-    Returns:
-        Views of one array.
-    """
+) -> NDArray[Any] | None:
+    """Decode the params in one compiled call; None without numba, and if something is wrong."""
     dtypes = {bits_dtype(entry.dtype) for entry in params}
     bits = dtypes.pop() if len(dtypes) == 1 else None
     loops = None if bits is None or escaped.size % bits.itemsize else _loops(bits.itemsize)
     if loops is None:
         return None
-    sizes = [entry.nnz for entry in params]
-    out: NDArray[Any] = np.empty(sum(sizes) + 1, bits)
+    sizes = np.array([entry.nnz for entry in params], np.int64)
+    out: NDArray[Any] = np.empty(int(sizes.sum()) + 1, bits)
     whole = escaped.view(bits)
-    if loops.read(pairs, whole, np.array(sizes, np.int64), out) != whole.size:
-        return None
-    found = []
-    start = 0
-    for size in sizes:
-        found.append(out[start : start + size])
-        start += size
-    return found
+    return out[:-1] if loops.read(pairs, whole, sizes, out) == whole.size else None
 
 
 def _decode_by_numpy(

@@ -5,6 +5,7 @@ Only processes of one engine read such a file, so its layout is no contract::
     what            bytes
     data            a plain container as it was sent; or, of a packed encoding, the params' values,
                     then the bits cleared before, then the gap streams, each one after another
+    columns         of the params: `PartColumns`, int64
     layout          msgpack of `PartLayout`
     its length      8, little-endian
 
@@ -13,19 +14,19 @@ Gap streams stay as they are: each rank expands them where it locates the elemen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from engine_ext.dtypes import bits_dtype
+from engine_ext.dtypes import itemsize
 from engine_ext.format.container import Header
 from engine_ext.format.identity import part_identity
 from engine_ext.format.manifest import PACKED_ENCODINGS, Manifest
-from engine_ext.format.part import UnpackedPart, unpack_part
+from engine_ext.format.part import UnpackedPart, place_arrays, unpack_part
+from engine_ext.format.part_arrays import PartColumns
 from engine_ext.structs import prepare
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class PartLayout(msgspec.Struct, frozen=True, array_like=True):
     values_dtype: str | None  # of all values; None: each param has its own
     positions: int  # offset of the params' positions, in bytes
     values: int  # offset of the params' values
+    columns: int  # offset of the columns
     cleared: int | None = None  # offset of the bits cleared before, in the order of the values
 
 
@@ -72,31 +74,24 @@ def verify_container(header: Header, container: Buffer) -> VerifiedContents:
     identity, manifest = part_identity(header, container), header.manifest
     begins = header.positions.begin, header.values.begin
     if manifest.encoding not in PACKED_ENCODINGS:
-        layout = PartLayout(identity, manifest, header.values.dtype, *begins)
-        return VerifiedContents(identity, False, [_footer(layout)])
+        columns = PartColumns.of(manifest.params)
+        end = memoryview(container).nbytes
+        layout = PartLayout(identity, manifest, header.values.dtype, *begins, end)
+        return VerifiedContents(identity, False, _footer(columns, layout))
     data = np.frombuffer(memoryview(container), np.uint8)
     positions = data[header.positions.begin : header.positions.end]
     unpacked = unpack_part(header, positions, data[header.values.begin : header.values.end])
-    values, cleared, streams = (
-        [own.view(np.uint8) for own in arrays]
-        for arrays in (unpacked.values, unpacked.cleared or (), unpacked.streams)
-    )
-    end = sum(own.size for own in values)
-    layout = PartLayout(
-        identity,
-        manifest,
-        None,
-        end + sum(own.size for own in cleared),
-        0,
-        end if cleared else None,
-    )
+    given = (unpacked.values, unpacked.cleared, unpacked.streams)
+    found = [None if arrays is None else arrays.whole for arrays in given]
     # Views of the container would change when the file is written.
-    own = [
-        piece.copy() if np.may_share_memory(piece, data) else piece for piece in values + cleared
+    pieces = [
+        one.copy() if np.may_share_memory(one, data) else one for one in found if one is not None
     ]
-    return VerifiedContents(
-        identity, True, [*(p.data for p in own), *(s.data for s in streams), _footer(layout)]
-    )
+    ends = np.cumsum([piece.size for piece in pieces]).tolist()
+    cleared = None if unpacked.cleared is None else ends[0]
+    layout = PartLayout(identity, manifest, None, ends[-2], 0, ends[-1], cleared)
+    whole = [*(piece.data for piece in pieces), *_footer(unpacked.columns, layout)]
+    return VerifiedContents(identity, True, whole)
 
 
 def read_unpacked(file: Buffer, identity: str) -> UnpackedPart | None:
@@ -113,23 +108,15 @@ def read_unpacked(file: Buffer, identity: str) -> UnpackedPart | None:
             return None
     if layout.identity != identity:
         return None
-    data, params = np.frombuffer(memoryview(file), np.uint8), layout.manifest.params
-    at = layout.positions
-    streams = [data[at + entry.pos_start : at + entry.pos_end] for entry in params]
-    values = [*_values(data, layout, layout.values)]
-    cleared = None if layout.cleared is None else [*_values(data, layout, layout.cleared)]
-    return UnpackedPart(layout.manifest, layout.values_dtype, streams, values, cleared)
+    data = np.frombuffer(memoryview(file), np.uint8)
+    columns = PartColumns.read(data[layout.columns : end - size])
+    nnz, own = columns.nnz, layout.values_dtype
+    nbytes = int((nnz * columns.width).sum() if own is None else nnz.sum() * itemsize(own))
+    arrays = (data[at : at + nbytes] for at in (layout.values, layout.cleared) if at is not None)
+    streams = data[layout.positions : layout.positions + int(columns.pos_size.sum())]
+    return place_arrays(layout.manifest, columns, own, streams, *arrays)
 
 
-def _values(data: NDArray[np.uint8], layout: PartLayout, start: int) -> Iterator[NDArray[Any]]:
-    """Yield each param's values, or the bits cleared before, from their offset on."""
-    for entry in layout.manifest.params:
-        bits = bits_dtype(layout.values_dtype or entry.dtype)
-        end = start + entry.nnz * bits.itemsize
-        yield np.require(data[start:end].view(bits), requirements="A")
-        start = end
-
-
-def _footer(layout: PartLayout) -> bytes:
+def _footer(columns: PartColumns, layout: PartLayout) -> list[Buffer]:
     encoded = msgspec.msgpack.encode(layout)
-    return encoded + len(encoded).to_bytes(_LENGTH, "little")
+    return [columns.whole().view(np.uint8).data, encoded + len(encoded).to_bytes(_LENGTH, "little")]

@@ -17,6 +17,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine_ext.format import device_factors
 from engine_ext.kernels import gather_scatter as host
@@ -346,24 +347,17 @@ class _Group:
         from engine_ext.kernels.triton import gather_scatter
 
         width = self._flat.itemsize
-        live: list[int] = []
-        offsets: list[int] = []
-        sent: list[int] = []
-        counts: list[int] = []
-        for one, bits in zip(self._elements, new, strict=True):
-            first, own = one.offsets.data_ptr(), 0 if bits is None else bits.data_ptr()
-            if isinstance(one, DeviceElements):
-                live.append(one.flat.data_ptr())
-                offsets.append(first)
-                sent.append(own)
-                counts.append(one.offsets.numel())
-                continue
-            before = np.cumsum(one.counts) - one.counts
-            live += one.addresses.tolist()
-            offsets += (first + before * one.offsets.itemsize).tolist()
-            sent += (own + before * width if own else np.zeros_like(before)).tolist()
-            counts += one.counts.tolist()
-        table = gather_scatter.rows(live, offsets, sent, counts, width=width, wide=self._is_wide)
+        sent = [0 if bits is None else bits.data_ptr() for bits in new]
+        pairs = zip(self._elements, sent, strict=True)
+        columns: list[NDArray[np.int64]] = []
+        # Tens of thousands of either kind, and not of both.
+        for are_rows, some in itertools.groupby(pairs, key=_are_rows):
+            if are_rows:
+                columns += [_addresses(one, own) for one, own in some]
+            else:
+                columns.append(np.array([_address(one, own) for one, own in some], np.int64).T)
+        joined = np.concatenate(columns, 1)
+        table = gather_scatter.rows(*joined, width=width, wide=self._is_wide)
         self._table = self._memory.keep(torch.from_numpy(table).view(-1), self.device)
         self.sums = torch.zeros(2, dtype=torch.int64, device=self.device)
 
@@ -372,3 +366,21 @@ class _Group:
 
     def _split(self, whole: torch.Tensor) -> Bits:
         return [*torch.split(whole, self._counts)]
+
+
+def _are_rows(pair: tuple[Elements, int]) -> bool:
+    return isinstance(pair[0], DeviceRows)
+
+
+def _address(one: Elements, new: int) -> tuple[int, int, int, int]:
+    """Return what `gather_scatter.rows` takes of elements of one tensor; `new` is an address."""
+    return one.flat.data_ptr(), one.offsets.data_ptr(), new, one.offsets.numel()
+
+
+def _addresses(rows: Elements, new: int) -> NDArray[np.int64]:
+    """Return the same of each row, int64 [4, rows]; no row has new bits if `new` is 0."""
+    assert isinstance(rows, DeviceRows)
+    before = np.cumsum(rows.counts) - rows.counts
+    places = rows.offsets.data_ptr() + before * rows.offsets.itemsize
+    sent = new + before * rows.flat.itemsize if new else np.zeros_like(before)
+    return np.stack([rows.addresses, places, sent, rows.counts])

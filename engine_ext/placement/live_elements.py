@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -128,22 +128,36 @@ class DeviceElements:
         return self.offsets.to(self.flat.device)
 
 
-@dataclass(slots=True, eq=False)
-class DeviceRows:
-    """Single elements of many live tensors of one dtype on a device, one tensor after another.
+class LiveTensors(NamedTuple):
+    """Live tensors on devices.
 
     Attributes:
-        flats: the live tensors as integers, [extent] each.
-        addresses: theirs, int64 [tensors].
-        names: theirs.
-        counts: how many elements of each, int64 [tensors].
-        offsets: the elements, [n], on the device or in pinned host memory.
-        lease: of the memory of `offsets`, see `engine_ext.placement.device_memory`.
+        flats: each as integers, [extent].
+        addresses: int64 [tensors].
+        names: one for each.
     """
 
     flats: Sequence[torch.Tensor]
     addresses: NDArray[np.int64]
     names: Sequence[str]
+
+
+@dataclass(slots=True, eq=False)
+class DeviceRows:
+    """Single elements of many live tensors of one dtype on a device, row after row.
+
+    A row has elements of one tensor: those of an expert, in a tensor that holds many of them.
+
+    Attributes:
+        tensors: the live tensors, and others.
+        numbers: which of them each row is of, int64 [rows].
+        counts: how many elements each row has, int64 [rows].
+        offsets: the elements, [n], on the device or in pinned host memory.
+        lease: of the memory of `offsets`, see `engine_ext.placement.device_memory`.
+    """
+
+    tensors: LiveTensors
+    numbers: NDArray[np.int64]
     counts: NDArray[np.int64]
     offsets: torch.Tensor
     lease: Lease | None = None
@@ -151,17 +165,28 @@ class DeviceRows:
     @property
     def flat(self) -> torch.Tensor:
         """One of the live tensors: all have its dtype and device."""
-        return self.flats[0]
+        return self.tensors.flats[int(self.numbers[0])]
+
+    @property
+    def addresses(self) -> NDArray[np.int64]:
+        """The address of each row's live tensor, int64 [rows]."""
+        return self.tensors.addresses[self.numbers]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the live tensors, each once."""
+        return [self.tensors.names[number] for number in np.unique(self.numbers).tolist()]
 
     @property
     def nbytes(self) -> int:
         return self.offsets.nbytes if self.lease is None else 0
 
-    def of(self, number: int) -> DeviceElements:
-        """Return the elements of one of the tensors."""
-        end = int(self.counts[: number + 1].sum())
-        own = self.offsets[end - int(self.counts[number]) : end]
-        return DeviceElements(self.flats[number], own, self.lease)
+    def of(self, row: int) -> tuple[str, DeviceElements]:
+        """Return a row's elements, and the name of its live tensor."""
+        end, number = int(self.counts[: row + 1].sum()), int(self.numbers[row])
+        own = self.offsets[end - int(self.counts[row]) : end]
+        flat = self.tensors.flats[number]
+        return self.tensors.names[number], DeviceElements(flat, own, self.lease)
 
     def read(self) -> torch.Tensor:
         return torch.cat([one.read() for one in self._each()])
@@ -174,8 +199,9 @@ class DeviceRows:
             one.put(own)
 
     def _each(self) -> Iterator[DeviceElements]:
-        for flat, own in zip(self.flats, self._split(self.offsets), strict=True):
-            yield DeviceElements(flat, own, self.lease)
+        numbers = self.numbers.tolist()
+        for number, own in zip(numbers, self._split(self.offsets), strict=True):
+            yield DeviceElements(self.tensors.flats[number], own, self.lease)
 
     def _split(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         return torch.split(whole, self.counts.tolist())

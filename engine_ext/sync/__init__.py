@@ -4,9 +4,9 @@
 planned. The receiver carries out the operations of `engine_ext.ranks.operations`: `sync_state`
 decides which parts are admitted, `background_staging` stages them in threads, `delta_applier` turns
 them into staged writes (`stager`, the tables, `staged`), whose sums the commit needs (`totals`,
-`writes`), and `transaction` commits them with a vote of all ranks (`consensus`), or undoes them;
-`disposer` frees what is left. `post_load` follows what the engine computes from loaded weights;
-`masked` writes through the engine's own loader. `initial_sync` serves an engine without a
+`digest_table`, `writes`), and `transaction` commits them with a vote of all ranks (`consensus`), or
+undoes them; `disposer` frees what is left. `post_load` follows what the engine computes from loaded
+weights; `masked` writes through the engine's own loader. `initial_sync` serves an engine without a
 checkpoint, `scrubber` compares live memory with the digest, and `adapter_receivers` serve LoRA
 adapters.
 

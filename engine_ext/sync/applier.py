@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from engine_ext.format import DecodedPart, Digest, UnpackedPart, expand_part
@@ -52,7 +52,7 @@ class Applier(Protocol):
         """The certified placement; None before the initial sync."""
 
     @property
-    def digests(self) -> dict[str, Digest]:
+    def digests(self) -> Mapping[str, Digest]:
         """The digest of the elements that this rank counts, by checkpoint tensor."""
 
     @property

@@ -5,7 +5,7 @@ Each raises `NotUpdatable` before anything is written; its operands name the ten
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -80,17 +80,20 @@ def check_no_overlap(staged: Sequence[StagedPart]) -> None:
 
     A part that declares the whole new bytes of a tensor must send all of its changes.
     """
-    if totals(staged).is_apart:
+    whole = totals(staged)
+    if whole.is_apart:
         return
+    counts = Counter(name for part in whole.parts for name in part.changes.names)
+    repeated = {name for name, count in counts.items() if count > 1}
     by_name: dict[str, list[StagedParam]] = defaultdict(list)
     alone = set()
     for part in staged:
-        for param in part.params:
+        for param in part.params_of(repeated):
             by_name[param.name].append(param)
             if param.dense or part.manifest.proves_states:
                 alone.add(param.name)
     for name, params in by_name.items():
-        if len(params) > 1 and (name in alone or _overlap(params)):
+        if name in alone or _overlap(params):
             raise NotUpdatable(
                 f"{name}: two parts send the same elements; send each element in one part",
                 tensor=name,
@@ -106,7 +109,8 @@ def _overlap(params: Sequence[StagedParam]) -> bool:
         elif isinstance(write.elements, DeviceElements):
             by_live[write.live].append(write.elements.offsets.cpu().numpy())
     for rows, number in (row for param in params for row in param.rows):
-        by_live[rows.names[number]].append(rows.of(number).offsets.cpu().numpy())
+        live, elements = rows.of(number)
+        by_live[live].append(elements.offsets.cpu().numpy())
     return any(
         len(np.unique(np.concatenate(found))) < sum(map(len, found)) for found in by_live.values()
     )

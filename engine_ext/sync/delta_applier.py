@@ -8,7 +8,7 @@ all of them, writes, and recomputes the derived tensors that depend on what was 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,7 @@ from engine_ext.ranks import RankGroup, SingleRank
 from engine_ext.startup import LaterCopies
 from engine_ext.sync import checks, consensus
 from engine_ext.sync.applier import Scan
+from engine_ext.sync.digest_table import DigestTable
 from engine_ext.sync.host_table import HostTable
 from engine_ext.sync.moved_tensors import MovedTensors, TraceAgain
 from engine_ext.sync.new_states import GatheredProof
@@ -142,16 +143,16 @@ class DeltaApplier:
     @property
     def digest(self) -> Digest:
         """The digest of all covered elements that this rank counts."""
-        return self._digest
+        return self._digests.total
 
     @property
-    def digests(self) -> dict[str, Digest]:
+    def digests(self) -> DigestTable:
         """The digest of the elements that this rank counts, by checkpoint tensor."""
         return self._digests
 
     @digests.setter
-    def digests(self, digests: dict[str, Digest]) -> None:
-        self._digests, self._digest = digests, Digest.total(digests.values())
+    def digests(self, digests: Mapping[str, Digest]) -> None:
+        self._digests = DigestTable(digests)
 
     def stage(self, part: DecodedPart, streams: StagedStreams = NO_STREAMS) -> StagedPart:
         """Check every param of a part and prepare its writes. The model is only read.
@@ -176,14 +177,14 @@ class DeltaApplier:
         staged = self._stage(part, undo=undo)
         for param in staged.params:
             param.tied = not self.plan.writes(param.name)
-        staged.params += streams.params
+        staged.streamed = streams.params
         staged.together += streams.writes
         for delta in ignored:
             staged.skipped[delta.name] = staged.skipped.get(delta.name, 0) + delta.nnz
         staged.compared = self._compared(ignored, part)
         # Here, in a thread: the commit has no time to look at each param.
         own = part_totals(staged)
-        own.advance = Advance(self.digests, own.by_name, full=part.manifest.full)
+        own.advance = Advance(self.digests, own.changes, full=part.manifest.full)
         return staged
 
     def stage_unpacked(self, part: UnpackedPart, threads: int | None = None) -> StagedPart:
@@ -192,7 +193,7 @@ class DeltaApplier:
         Args and errors: see `engine_ext.sync.applier.Applier` and `stage`.
         """
         found = self._streams.stage(part, self._memory)
-        return self.stage(expand_part(part, threads, found.numbers), found)
+        return self.stage(expand_part(part, threads, found.others), found)
 
     def _stage(self, part: DecodedPart, *, undo: bool) -> StagedPart:
         return stage_part(part, self.plan, self._table, self.threads, self._memory, undo=undo)
@@ -426,9 +427,7 @@ class DeltaApplier:
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
         """Advance the digests after a write; see `Applier.finish`."""
         whole, advance = totals(staged), self._advanced(staged)
-        digests = self.digests.copy()  # another one: it is the start of what comes next
-        digests.update(advance.after)
-        self._digests, self._digest = digests, self._digest + advance.total
+        self._digests = advance.start.plus(advance.numbers, advance.changes.sums)
         self._advance_copies(staged)
         known = self.post_load.committed(staged)
         if not whole.keeps:
@@ -440,20 +439,20 @@ class DeltaApplier:
         """Return what the digests become; found before the commit, it is kept till then."""
         whole, start = totals(staged), self.digests
         if whole.advance is None or whole.advance.start is not start:
-            full = any(part.manifest.full for part in staged)
-            found = [part.advance for part in whole.parts]
-            parts = [one for one in found if one is not None and one.start is start]
-            if whole.is_apart and len(parts) == len(staged):
-                whole.advance = Advance.joined(start, parts)
-            else:
-                whole.advance = Advance(start, whole.by_name, full=full)
+            full, parts = any(part.manifest.full for part in staged), []
+            for part in whole.parts:
+                known = part.advance
+                if known is None or known.start is not start:
+                    known = Advance(start, part.changes, full=full)
+                parts.append(known)
+            whole.advance = Advance.joined(start, parts)
         return whole.advance
 
     def _advance_copies(self, staged: Sequence[StagedPart]) -> None:
         if not self.copies:
             return
         whole, full = totals(staged), any(part.manifest.full for part in staged)
-        for name in [n for n in self.copies if any(n in part.by_name for part in whole.parts)]:
+        for name in [n for n in self.copies if any(n in part.names for part in whole.parts)]:
             if full:
                 del self.copies[name]
                 continue
@@ -469,8 +468,7 @@ class DeltaApplier:
         """
         restore(log.writes, self.threads)
         self._after_write(log.live_names)
-        digests = {name: self.digests[name] - change for name, change in log.changes.items()}
-        self.digests = {**self.digests, **digests}
+        self._digests = self._digests.minus(log.changes)
         self.copies.clear()
         self.post_load.restored(log.rebuilt)
 

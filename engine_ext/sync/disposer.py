@@ -38,7 +38,8 @@ class Disposer:
             return
         lists: list[list[Any]] = [log.writes for log in logs]
         for part in staged:  # what holds most memory first
-            lists += [part.together, *part_totals(part).writes.lists(), part.params]
+            lists += [part.together, *part_totals(part).writes.lists()]
+            lists += [part.params, part.streamed.rows]
         if sum(map(len, lists)) > _AT_ONCE:
             with contextlib.suppress(RuntimeError):  # the interpreter ends
                 self._last = self._thread.submit(_empty, lists)

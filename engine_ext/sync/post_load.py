@@ -151,7 +151,7 @@ class PostLoad:
         """Return the modules that must still be rebuilt for a sync, the same on every rank."""
         if not (staged and self._order):
             return []
-        sent = [part_totals(part).by_name.keys() for part in staged]
+        sent = [part_totals(part).names for part in staged]
         done = staged[0].rebuilt.modules if _is_of(staged) else {}
         return [
             path

@@ -9,11 +9,13 @@ patterns) throughout.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import Digest, Manifest, ParamDelta
@@ -25,6 +27,7 @@ from engine_ext.placement import (
     LiveElements,
     WholeBox,
 )
+from engine_ext.sync.digest_table import Changes, Sums, total_of
 
 CHANGED: Final = "a weight changed between staging and commit; send the sync again"
 
@@ -153,7 +156,7 @@ class StagedParam(msgspec.Struct, eq=False, gc=False):
         delta: the param as it was sent, for an applier that writes through the model's loader. It
             keeps the whole part's memory alive.
         writes: the writes on this rank of elements of this param alone.
-        rows: its rows in writes of the part that are of many params.
+        rows: if it was streamed, its rows of elements of many params.
         counted: elements of the delta that this rank counts (see `engine_ext.placement.ownership`).
         change: digest of the counted elements, new minus old; in a full sync, of the new values.
         replaced: in a full sync whose parts declare a ``digest_part``, digest of the old values.
@@ -182,13 +185,106 @@ class StagedParam(msgspec.Struct, eq=False, gc=False):
     def absorb(self, other: StagedParam) -> None:
         """Add another piece of the same param."""
         self.writes += other.writes
-        self.rows += other.rows
         self.counted += other.counted
         if other.change is not Digest.ZERO:
             self.change += other.change
             self.replaced += other.replaced
         for ranks, change in other.replicas.items():
             self.replicas[ranks] = self.replicas.get(ranks, Digest.ZERO) + change
+
+
+class StreamedParams:
+    """Params of a part whose streams were expanded on devices, as arrays.
+
+    Objects are made of those alone that a check has to look at.
+
+    Args:
+        names: of the checkpoint's tensors, each once.
+        nnz: elements that the part sends of each, int64 [params].
+        numel: elements of each tensor, int64 [params].
+
+    Attributes:
+        names, nnz, numel: see above.
+        counted: elements of each that this rank counts, int64 [params].
+        change: digest of these, new minus old; uint64 [params, 2].
+        rows: elements of many params, and the place in `names` of each row's, int64 [rows].
+    """
+
+    __slots__ = ("_numbers", "_replicas", "change", "counted", "names", "nnz", "numel", "rows")
+
+    def __init__(
+        self, names: Sequence[str], nnz: NDArray[np.int64], numel: NDArray[np.int64]
+    ) -> None:
+        self.names, self.nnz, self.numel = names, nnz, numel
+        self.counted = np.zeros_like(nnz)
+        self.change: Sums = np.zeros((nnz.size, 2), np.uint64)
+        self.rows: list[tuple[DeviceRows, NDArray[np.int64]]] = []
+        self._replicas: dict[tuple[int, ...], tuple[Sums, NDArray[np.bool_]]] = {}
+        self._numbers: dict[str, int] = {}
+
+    def add(
+        self,
+        elements: DeviceRows,
+        places: NDArray[np.int64],
+        sums: Sums,
+        counted: NDArray[np.bool_],
+    ) -> None:
+        """Add rows of elements.
+
+        Args:
+            places: of the param of each row in `names`, int64 [rows].
+            sums: digest of each row's change, uint64 [rows, 2].
+            counted: whether this rank counts the row's elements, [rows].
+        """
+        self.rows.append((elements, places))
+        np.add.at(self.counted, places[counted], elements.counts[counted])
+        np.add.at(self.change, places[counted], sums[counted])
+
+    def add_replicas(self, ranks: tuple[int, ...], places: NDArray[np.int64], sums: Sums) -> None:
+        """Add rows whose elements these ranks hold; other arguments as for `add`."""
+        if ranks not in self._replicas:
+            held = np.zeros(self.nnz.size, np.bool_)
+            self._replicas[ranks] = np.zeros_like(self.change), held
+        added, held = self._replicas[ranks]
+        np.add.at(added, places, sums)
+        held[places] = True
+
+    def replicas(self) -> dict[tuple[int, ...], Digest]:
+        """By set of ranks that hold the same elements, the digest of their change in all params."""
+        return {ranks: total_of(added) for ranks, (added, _) in self._replicas.items()}
+
+    def replicas_of(self, name: str) -> dict[tuple[int, ...], Digest]:
+        """Return the same of one tensor, empty if it is not here."""
+        if self._replicas and not self._numbers:
+            self._numbers = {own: number for number, own in enumerate(self.names)}
+        number = self._numbers.get(name)
+        return {
+            ranks: Digest(*added[number].tolist())
+            for ranks, (added, held) in self._replicas.items()
+            if number is not None and held[number]
+        }
+
+    def params(self, names: Container[str] | None = None) -> list[StagedParam]:
+        """Return the params of these names as objects; None: of all names."""
+        chosen = [n for n, name in enumerate(self.names) if names is None or name in names]
+        found = {
+            number: StagedParam(
+                self.names[number],
+                int(self.nnz[number]),
+                False,
+                counted=int(self.counted[number]),
+                change=Digest(*self.change[number].tolist()),
+                replicas=self.replicas_of(self.names[number]),
+            )
+            for number in chosen
+        }
+        for elements, places in self.rows:
+            for row in np.flatnonzero(np.isin(places, chosen)).tolist():
+                found[int(places[row])].rows.append((elements, row))
+        return [*found.values()]
+
+
+NO_PARAMS: Final = StreamedParams((), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +313,8 @@ class StagedPart:
     """A part, ready to be written on this rank.
 
     Attributes:
-        params: in the part's order, but for those that the stream table has staged: they follow.
+        params: in the part's order, without those that the stream table has staged.
+        streamed: these.
         together: the writes of these.
         rebuilt: of the first part of a sync.
         skipped: the params that are left out because no rank makes anything of them: how many
@@ -232,6 +329,7 @@ class StagedPart:
 
     manifest: Manifest
     params: list[StagedParam]
+    streamed: StreamedParams = NO_PARAMS
     together: list[Write] = field(default_factory=list)
     rebuilt: StagedModules = field(default_factory=StagedModules)
     skipped: dict[str, int] = field(default_factory=dict)
@@ -245,7 +343,12 @@ class StagedPart:
     @property
     def nnz(self) -> int:
         """Elements that the part changes, on all ranks together; without those skipped."""
-        return sum(param.nnz for param in self.params)
+        return sum(param.nnz for param in self.params) + int(self.streamed.nnz.sum())
+
+    def params_of(self, names: Container[str] | None = None) -> list[StagedParam]:
+        """Return the params of these names; None: of all. Those streamed are made for it."""
+        found = [param for param in self.params if names is None or param.name in names]
+        return found + self.streamed.params(names)
 
 
 @dataclass(slots=True)
@@ -254,14 +357,14 @@ class UndoLog:
 
     Attributes:
         writes: elements of live memory, with their old bits.
-        changes: how much the sync changed the digest of each checkpoint tensor.
+        changes: how much the sync changed the digests of checkpoint tensors.
         live_names: the live tensors that it wrote to.
         rebuilt: what rebuilding its modules gave before it; see `PostLoad.committed`.
         nbytes: host memory that the log takes.
     """
 
     writes: list[tuple[LiveElements, Any]]
-    changes: dict[str, Digest]
+    changes: Changes
     live_names: frozenset[str] = frozenset()
     rebuilt: Mapping[str, Mapping[str, str] | None] = field(default_factory=dict)
     nbytes: int = 0

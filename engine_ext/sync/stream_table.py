@@ -2,7 +2,8 @@
 
 The gaps and values of a part cross the bus as they were sent. Kernels expand the gaps,
 find the elements, read their old values, digest the change and make the new values, for all tensors
-of a batch at once. The host's share of a tensor is a look-up and a few numbers.
+of a batch at once. On the host, tensors are looked up by name; all else is arithmetic on columns
+that have a row for each tensor.
 
 The old values are copied to pinned memory while the next batch is staged; an undo needs them.
 """
@@ -14,6 +15,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,7 +24,6 @@ from engine_ext.dtypes import NAME_OF_TORCH
 from engine_ext.format import (
     DIFFERENCES,
     PACKED_ENCODINGS,
-    Digest,
     UnpackedPart,
     device_factors,
     loops,
@@ -31,8 +32,17 @@ from engine_ext.format import (
 )
 from engine_ext.kernels import StagingStream
 from engine_ext.kernels.triton import runs_kernels
-from engine_ext.placement import DeviceBatch, DeviceMemory, DeviceRows, Placed, Plan, Status, Target
-from engine_ext.sync.staged import StagedParam, Write
+from engine_ext.placement import (
+    DeviceBatch,
+    DeviceMemory,
+    DeviceRows,
+    LiveTensors,
+    Placed,
+    Plan,
+    Status,
+    Target,
+)
+from engine_ext.sync.staged import NO_PARAMS, StreamedParams, Write
 
 logger = logging.getLogger(__name__)
 
@@ -51,55 +61,72 @@ class _Kind(NamedTuple):
     offsets: torch.dtype
 
 
-class _Tensor(NamedTuple):
-    """The consecutive rows of one tensor, from row `first` on; none if other ranks hold it."""
-
-    kind: _Kind | None
-    placed: Placed
-    dtype: str
-    first: int
-    rows: int
-
-
-class _Row(NamedTuple):
-    """Data with which a row's elements are delivered.
-
-    Attributes:
-        counted: whether this rank counts the elements.
-        replicas: the ranks that hold the same elements, if there are others.
-    """
-
-    flat: torch.Tensor
-    live: str
-    counted: bool
-    replicas: tuple[int, ...] | None
-
-
-class _Piece(NamedTuple):
-    """Symbols of one param, see `engine_ext.format.split_positions`."""
+class _Tensor(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A tensor that has a row in the columns of tensors."""
 
     number: int
-    tensor: _Tensor
-    start: int
-    stop: int
-    after: int
-    first: int
-    end: int
+    placed: Placed
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class _Tensors(NamedTuple):
+    """The consecutive rows of each tensor, int64 [tensors] each.
+
+    Attributes:
+        kinds: the number of its kind; -1 if only other ranks hold it.
+        first, rows: its first row, and how many it has.
+    """
+
+    kinds: _Int64s
+    first: _Int64s
+    rows: _Int64s
+
+
+class _Rows(NamedTuple):
+    """Data with which the elements of rows are delivered, [rows] each.
+
+    Attributes:
+        live: the number of the live tensor.
+        counted: whether this rank counts the elements.
+        holders: the number of the ranks that hold the same elements; -1 if there are no others.
+    """
+
+    live: _Int64s
+    counted: NDArray[np.bool_]
+    holders: _Int64s
+
+
+class _Pieces(NamedTuple):
+    """Symbols of params, see `engine_ext.format.split_positions`; int64 [pieces] each.
+
+    Attributes:
+        number: which of the part's params.
+        tensor: which tensor it is of.
+    """
+
+    number: _Int64s
+    tensor: _Int64s
+    start: _Int64s
+    stop: _Int64s
+    after: _Int64s
+    first: _Int64s
+    end: _Int64s
 
 
 class StagedStreams(NamedTuple):
     """The params of a part that were staged from their streams.
 
     Attributes:
-        numbers: which of the part's params they are.
+        others: the numbers of the part's other params; None: none was staged.
     """
 
-    numbers: frozenset[int]
-    params: list[StagedParam]
+    others: list[int] | None
+    params: StreamedParams
     writes: list[Write]
 
 
-NO_STREAMS: Final = StagedStreams(frozenset(), [], [])
+NO_STREAMS: Final = StagedStreams(None, NO_PARAMS, [])
 
 
 class StreamTable:
@@ -114,10 +141,11 @@ class StreamTable:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._tensors: dict[str, _Tensor] = {}
-        self._rows: list[_Row] = []
+        self._names: dict[str, _Tensor] = {}
+        self._kinds: list[_Kind] = []
         targets: list[Target] = []
         seeds: list[tuple[int, int]] = []
+        tensors: list[tuple[int, int, int]] = []
         tied = {*plan.tied, *plan.tied.values()}
         for name, placed in plan.placement.items():
             if name not in plan.digested or name in tied:
@@ -128,22 +156,20 @@ class StreamTable:
                 if kind is None:
                     continue
             dtype = NAME_OF_TORCH[spec.dtype]
-            self._tensors[name] = _Tensor(kind, placed, dtype, len(targets), len(own))
+            self._names[name] = _Tensor(len(tensors), placed, spec.shape, dtype)
+            tensors.append((_number_of(kind, self._kinds), len(targets), len(own)))
             targets += own
             seeds += [loops.digest_seeds(name)] * len(own)
-        for target in targets:
-            replicas = target.ranks if len(target.ranks) > 1 else None
-            live = target.segment.live.name
-            self._rows.append(_Row(target.flat, live, target.ranks[0] == plan.rank, replicas))
         if not targets:
-            self._tensors.clear()
+            self._names.clear()
             return
-        rows, dims = _tables_of(targets, seeds)
-        self._addresses = rows[:, 0].copy()
+        self._tensors = _Tensors(*np.array(tensors, np.int64).T)
+        self._live, self._rows, self._holders = _rows_of(targets, plan.rank)
         from engine_ext.kernels.triton import gap_expand
 
+        tables = _tables_of(targets, seeds)
         self._boxes = {
-            device: gap_expand.Boxes(*(torch.from_numpy(t).to(device) for t in (rows, dims)))
+            device: gap_expand.Boxes(*(torch.from_numpy(t).to(device) for t in tables))
             for device in {target.flat.device for target in targets}
         }
 
@@ -153,107 +179,95 @@ class StreamTable:
         All of them or none: if a stream is not as the manifest says, staging by the host has the
         error; if memory does not suffice, pinned or on the device, the host's way needs less.
         """
-        numbers = self._numbers(part)
-        entries = part.manifest.params
-        params = {
-            number: StagedParam(entries[number].name, entries[number].nnz, False)
-            for number in numbers
-        }
+        numbers, tensors = self._find(part)
+        if not numbers.size:
+            return NO_STREAMS
+        entries, columns = part.manifest.params, part.columns
+        names = [entries[number].name for number in numbers.tolist()]
+        params = StreamedParams(names, columns.nnz[numbers], columns.numel[numbers])
         writes = list[Write]()
         streams: dict[torch.device, StagingStream] = {}
         try:
             # An exception holds memory that kernels still use: they end before it goes.
             with contextlib.ExitStack() as ends:
-                for kind, pieces in self._batches(part, numbers):
+                for kind, pieces in self._batches(part, numbers, tensors):
                     if kind.device not in streams:
                         streams[kind.device] = StagingStream(kind.device)
                         ends.callback(streams[kind.device].wait)
                     stream = streams[kind.device]
                     with stream.current():
-                        batch = _Batch(part, kind, pieces, stream).locate(self._boxes[kind.device])
-                        if batch is None:
+                        batch = _Batch(part, kind, pieces, self._tensors, stream)
+                        if not batch.locate(self._boxes[kind.device]):
                             return NO_STREAMS
-                        writes += self._deliver(batch, params, memory)
+                        places = np.searchsorted(numbers, batch.numbers)
+                        writes += self._deliver(batch, places, params, memory)
                     del batch  # before the next one takes memory
         except RuntimeError:
             logger.warning("delta updates: a part is staged by the host", exc_info=True)
             return NO_STREAMS
-        return StagedStreams(frozenset(numbers), list(params.values()), writes)
+        left = np.ones(len(entries), np.bool_)
+        left[numbers] = False
+        return StagedStreams(np.flatnonzero(left).tolist(), params, writes)
 
-    def _numbers(self, part: UnpackedPart) -> list[int]:
-        """Return which params have rows here."""
-        manifest, tensors = part.manifest, self._tensors
-        if manifest.full or manifest.encoding not in _STREAMED or not tensors:
-            return []
-        found = []
-        for number, entry in enumerate(manifest.params):
-            tensor = tensors.get(entry.name)
-            if tensor is None or not entry.nnz or entry.is_dense or entry.new_checksum is not None:
-                continue
-            # The host path refuses a tensor that does not fit, or cannot be updated any more.
-            placed = tensor.placed
-            symbols, rest = divmod(part.streams[number].size, entry.pos_width)
-            fits = (entry.shape, entry.dtype) == (placed.spec.shape, tensor.dtype)
-            fits &= part.values_dtype in (None, entry.dtype) and not rest and symbols >= entry.nnz
-            if fits and placed.status is not Status.UNCERTIFIED:
-                found.append(number)
-        return found
+    def _find(self, part: UnpackedPart) -> tuple[_Int64s, _Int64s]:
+        """Return the numbers of the params that have rows here, ascending, and of their tensors."""
+        manifest, columns, find = part.manifest, part.columns, self._names.get
+        if manifest.full or manifest.encoding not in _STREAMED or not self._names:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        # The host path refuses a tensor that does not fit, or cannot be updated any more.
+        wide, lost = part.values_dtype, Status.UNCERTIFIED
+        found = [
+            own.number
+            if (own := find(entry.name)) is not None
+            and own.shape == entry.shape
+            and own.dtype == entry.dtype
+            and wide in (None, own.dtype)
+            and own.placed.status is not lost
+            else -1
+            for entry in manifest.params
+        ]
+        tensors = np.array(found, np.int64)
+        symbols, rest = np.divmod(_sizes(part), np.maximum(columns.pos_width, 1))
+        fits = (tensors >= 0) & (columns.nnz > 0) & (columns.pos_width > 0)
+        numbers = np.flatnonzero(fits & (rest == 0) & (symbols >= columns.nnz))
+        return numbers, tensors[numbers]
 
     def _batches(
-        self, part: UnpackedPart, numbers: Sequence[int]
-    ) -> Iterator[tuple[_Kind, list[_Piece]]]:
+        self, part: UnpackedPart, numbers: _Int64s, tensors: _Int64s
+    ) -> Iterator[tuple[_Kind, _Pieces]]:
         """Yield the pieces that are staged together."""
-        found: dict[_Kind, list[_Piece]] = {}
-        room: dict[_Kind, int] = {}
-        for number in numbers:
-            entry = part.manifest.params[number]
-            tensor = self._tensors[entry.name]
-            if tensor.kind is None:
-                continue
-            stream, kind = part.streams[number], tensor.kind
-            for piece in split_positions(
-                *(part.manifest.encoding, stream, entry.pos_width, entry.nnz, _BATCH_SYMBOLS)
-            ):
-                size = piece.stop - piece.start
-                if size > room.get(kind, 0):
-                    if kind in found:
-                        yield kind, found[kind]
-                    found[kind], room[kind] = [], _BATCH_SYMBOLS
-                found[kind].append(_Piece(number, tensor, *piece))
-                room[kind] -= size
-        yield from found.items()
+        kinds = self._tensors.kinds[tensors]
+        for number, kind in enumerate(self._kinds):
+            own = kinds == number
+            pieces = _divided(part, numbers[own], tensors[own])
+            until, start = np.cumsum(pieces.stop - pieces.start), 0
+            while start < until.size:
+                most = _BATCH_SYMBOLS + (until[start - 1] if start else 0)
+                stop = max(start + 1, int(np.searchsorted(until, most, "right")))
+                yield kind, _Pieces(*(column[start:stop] for column in pieces))
+                start = stop
 
     def _deliver(
-        self, batch: _Batch, params: dict[int, StagedParam], memory: DeviceMemory
+        self, batch: _Batch, places: _Int64s, params: StreamedParams, memory: DeviceMemory
     ) -> Iterator[Write]:
-        """Stage the located elements, and give each param its share."""
+        """Stage the located elements, and give the params at these places their shares."""
         chosen = np.flatnonzero(batch.counts)
         if not chosen.size:
             return
         write, lanes = batch.stage(memory)
-        rows = batch.rows[chosen]
-        own = [self._rows[row] for row in rows.tolist()]
-        counts = batch.counts[chosen]
+        rows, places = batch.rows[chosen], places[chosen]
+        live, counted, holders = (column[rows] for column in self._rows)
         elements = DeviceRows(
-            *([row.flat for row in own], self._addresses[rows], [row.live for row in own]),
-            *(counts, write.offsets, write.offsets_lease),
+            *(self._live, live, batch.counts[chosen], write.offsets, write.offsets_lease)
         )
         old = batch.stream.begin_download(write.old)
         launched = DeviceBatch.as_read(elements, write.new, write.old, old, memory)
         yield Write(elements, write.new, "", True, old, batch=launched, lease=write.new_lease)
-        sums = lanes.cpu().numpy().view(np.uint64)[chosen].tolist()
-        numbers = batch.numbers[chosen].tolist()
-        for place, (number, count, row) in enumerate(
-            zip(numbers, counts.tolist(), own, strict=True)
-        ):
-            param, change = params[number], Digest(*sums[place])
-            param.rows.append((elements, place))
-            if row.counted:
-                param.counted += count
-                param.change += change
-            if row.replicas is not None:
-                known = param.replicas.get(row.replicas, Digest.ZERO)
-                param.replicas[row.replicas] = known + change
+        sums = lanes.cpu().numpy().view(np.uint64)[chosen]
+        params.add(elements, places, sums, counted)
+        for number in np.unique(holders[holders >= 0]).tolist():
+            held = holders == number
+            params.add_replicas(self._holders[number], places[held], sums[held])
 
 
 class _Elements(NamedTuple):
@@ -275,59 +289,63 @@ class _Batch:
     """
 
     def __init__(
-        self, part: UnpackedPart, kind: _Kind, pieces: Sequence[_Piece], stream: StagingStream
+        self,
+        part: UnpackedPart,
+        kind: _Kind,
+        pieces: _Pieces,
+        tensors: _Tensors,
+        stream: StagingStream,
     ) -> None:
         self._part, self._kind, self._pieces, self.stream = part, kind, pieces, stream
-        several = np.array([piece.tensor.rows for piece in pieces], np.int64)
-        first = np.array([piece.tensor.first for piece in pieces], np.int64)
-        self._piece = np.repeat(np.arange(len(pieces)), several)
+        several, first = tensors.rows[pieces.tensor], tensors.first[pieces.tensor]
+        self._piece = np.repeat(np.arange(several.size), several)
         before = np.cumsum(several) - several
         self.rows = (first - before)[self._piece] + np.arange(self._piece.size)
-        self.numbers = np.array([piece.number for piece in pieces], np.int64)[self._piece]
+        self.numbers = pieces.number[self._piece]
         self.counts: _Int64s = np.zeros(0, np.int64)
 
-    def locate(self, boxes: Any) -> _Batch | None:
-        """Find the elements; return None if a stream is not what the manifest says."""
+    def locate(self, boxes: Any) -> bool:
+        """Find the elements; return False if a stream is not what the manifest says."""
         from engine_ext.kernels.triton import gap_expand
 
-        pieces, streams, entries = self._pieces, self._part.streams, self._part.manifest.params
-        spans = np.array([piece[2:] for piece in pieces], np.int64)
-        width = np.array([entries[piece.number].pos_width for piece in pieces], np.int64)
-        numels = np.array([entries[piece.number].numel for piece in pieces], np.int64)
-        nnz = np.array([entries[piece.number].nnz for piece in pieces], np.int64)
-        start, stop, after, begin, end = spans.T
+        part, pieces = self._part, self._pieces
+        number, _, start, stop, after, begin, end = pieces
+        columns = part.columns
+        width, numels, nnz = (
+            column[number] for column in (columns.pos_width, columns.numel, columns.nnz)
+        )
         sizes, counts = stop - start, end - begin
-        whole = np.array([streams[piece.number].size for piece in pieces], np.int64) // width
+        whole = _sizes(part)[number] // width
         counted = np.where(stop == whole, end == nnz, end <= nnz)
-        sent, places = _sent(self._part, pieces, width, whole)
-        if not counted.all() or not places:
-            return None
+        sent = _sent(part, pieces, width, whole)
+        if not counted.all() or sent is None:
+            return False
         values_at = np.cumsum(counts) - counts
         of, programs = self._piece, -(-sizes // gap_expand.BLOCK)
         ends = np.cumsum(programs[of])
         begins = ends - programs[of]
-        low, high, upper, stride, skip = (one[of] for one in places)
-        columns = (
+        low, high, upper, stride, skip = (one[of] for one in sent.places)
+        items = (
             *(self.rows, low, high, after[of], numels[of], values_at[of], counts[of]),
             *(begins, ends - 1, stride, upper, skip),
         )
         item = np.repeat(np.arange(of.size), programs[of])
         done = (np.arange(item.size) - begins[item]) * gap_expand.BLOCK
         each = item, done, np.minimum(sizes[of][item] - done, gap_expand.BLOCK)
-        symbols = self.stream.upload(sent, torch.uint8)
+        symbols = self.stream.upload(sent.symbols, torch.uint8)
         tables = [
             self.stream.upload([np.stack(one, 1).reshape(-1)], torch.int64).view(-1, len(one))
-            for one in (each, columns)
+            for one in (each, items)
         ]
         self._located = gap_expand.locate(boxes, symbols, *tables)
         # The values are copied while the kernels run.
-        values = [self._part.values[p.number][p.first : p.end] for p in pieces]
-        self._values = self.stream.upload(values, self._kind.bits)
+        at, itemsize = part.values.begins[number], self._kind.bits.itemsize
+        values = _cut(part.values.whole, at + begin * itemsize, at + end * itemsize)
+        self._values = self.stream.upload(values, torch.uint8).view(self._kind.bits)
         found = self._located.found.cpu().numpy()
         self.counts = found[:, 2]
-        if (found[:, 0] != counts[of]).any() or (after[of] + found[:, 1] > numels[of]).any():
-            return None
-        return self
+        wrong = (found[:, 0] != counts[of]) | (after[of] + found[:, 1] > numels[of])
+        return not wrong.any()
 
     def stage(self, memory: DeviceMemory) -> tuple[_Elements, torch.Tensor]:
         """Read the old bits and make the new ones; with them come the digests' sums.
@@ -348,53 +366,107 @@ class _Batch:
         return _Elements(offsets, offsets_lease, new, new_lease, old), lanes
 
 
-def _sent(
-    part: UnpackedPart, pieces: Sequence[_Piece], width: _Int64s, whole: _Int64s
-) -> tuple[list[NDArray[np.uint8]], tuple[_Int64s, ...]]:
-    """Return the symbols of pieces as they are sent to the device, and where the kernels find them.
+class _Sent(NamedTuple):
+    """The symbols of pieces as they are sent to the device, and where the kernels find them.
+
+    Attributes:
+        symbols: uint8 [bytes] each, one after another.
+        places: the columns of an item that say where they are, for each piece.
+    """
+
+    symbols: list[NDArray[np.uint8]]
+    places: tuple[_Int64s, _Int64s, _Int64s, _Int64s, _Int64s]
+
+
+def _sent(part: UnpackedPart, pieces: _Pieces, width: _Int64s, whole: _Int64s) -> _Sent | None:
+    """Return the symbols of pieces; None if a stream ends within a gap.
 
     Args:
         width: bytes of each's symbols.
         whole: how many symbols the param of each has.
-
-    Returns:
-        The bytes, and the columns of an item that say where they are, for each piece; no columns if
-        a stream ends within a gap.
     """
-    stop = np.array([piece.stop for piece in pieces], np.int64)
-    sizes = stop - np.array([piece.start for piece in pieces], np.int64)
+    data, begin = part.streams.whole, part.streams.begins[pieces.number]
+    sizes, none = pieces.stop - pieces.start, np.full_like(width, -1)
     if part.manifest.encoding not in PACKED_ENCODINGS:
-        raw = [
-            part.streams[piece.number][piece.start * each : piece.stop * each]
-            for piece, each in zip(pieces, width.tolist(), strict=True)
-        ]
         at = np.cumsum(sizes * width) - sizes * width
-        none = np.full_like(at, -1)
-        return raw, (at, at + 1, np.where(width == 4, at + 2, none), width, none)
+        symbols = _cut(data, begin + pieces.start * width, begin + pieces.stop * width)
+        return _Sent(symbols, (at, at + 1, np.where(width == 4, at + 2, none), width, none))
     wide = width == 2
-    low, high = [], []
-    for piece, is_wide in zip(pieces, wide.tolist(), strict=True):
-        stream = part.streams[piece.number]
-        low.append(stream[piece.start : piece.stop])
-        if is_wide:
-            half = stream.size // 2
-            high.append(stream[half + piece.start : half + piece.stop])
-    last = np.array([symbols[-1] for symbols in low], np.int64)
-    last[wide] += 256 * np.array([symbols[-1] for symbols in high], np.int64)
+    # The low bytes of each, and its high bytes if it has some.
+    begins = np.stack([begin + pieces.start, begin + np.where(wide, whole + pieces.start, 0)], 1)
+    lengths = np.stack([sizes, np.where(wide, sizes, 0)], 1)
+    ends = begins + lengths
+    last = data[ends[:, 0] - 1] + np.where(wide, data[ends[:, 1] - 1].astype(np.int64) << 8, 0)
     skip = np.where(wide, skip_symbol(2), skip_symbol(1))
-    if ((last == skip) & (stop == whole)).any():
-        return [], ()
-    high_sizes = np.where(wide, sizes, 0)
-    high_at = sizes.sum() + np.cumsum(high_sizes) - high_sizes
-    none = np.full_like(sizes, -1)
-    places = (
-        np.cumsum(sizes) - sizes,
-        np.where(wide, high_at, none),
-        none,
-        np.ones_like(sizes),
-        skip,
+    if ((last == skip) & (pieces.stop == whole)).any():
+        return None
+    at = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(-1, 2)
+    places = at[:, 0], np.where(wide, at[:, 1], none), none, np.ones_like(none), skip
+    return _Sent(_cut(data, begins.reshape(-1), ends.reshape(-1)), places)
+
+
+def _cut(whole: NDArray[np.uint8], begins: _Int64s, ends: _Int64s) -> list[NDArray[np.uint8]]:
+    """Return some bytes of an array in their order; those that are neighbours are one array."""
+    some = begins < ends
+    begins, ends = begins[some], ends[some]
+    if not begins.size:
+        return []
+    first = np.flatnonzero(np.concatenate([[True], begins[1:] != ends[:-1]]))
+    last = np.append(first[1:], begins.size) - 1
+    pairs = zip(begins[first].tolist(), ends[last].tolist(), strict=True)
+    return [whole[begin:end] for begin, end in pairs]
+
+
+def _sizes(part: UnpackedPart) -> _Int64s:
+    """Return the bytes of each param's stream."""
+    return part.streams.ends - part.streams.begins
+
+
+def _divided(part: UnpackedPart, numbers: _Int64s, tensors: _Int64s) -> _Pieces:
+    """Return the pieces of some params; those of a param that fits a batch are one."""
+    widths, nnz = part.columns.pos_width[numbers], part.columns.nnz[numbers]
+    sizes, none = _sizes(part)[numbers] // widths, np.zeros_like(numbers)
+    rows = np.stack([numbers, tensors, none, sizes, none, none, nnz], 1)
+    large = np.flatnonzero(sizes > _BATCH_SYMBOLS)
+    if large.size:
+        found = [rows[sizes <= _BATCH_SYMBOLS]]
+        streams = part.streams.views(numbers[large].tolist())
+        for at, stream in zip(large.tolist(), streams, strict=True):
+            pieces = split_positions(
+                part.manifest.encoding, stream, int(widths[at]), int(nnz[at]), _BATCH_SYMBOLS
+            )
+            found.append(np.array([[*rows[at, :2], *piece] for piece in pieces], np.int64))
+        rows = np.concatenate(found)
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    return _Pieces(*np.ascontiguousarray(rows.T))
+
+
+def _number_of(one: Any, known: list[Any]) -> int:
+    """Return the number of an object among those known; it is added if it is new. -1 for None."""
+    if one is None:
+        return -1
+    if one not in known:
+        known.append(one)
+    return known.index(one)
+
+
+def _rows_of(
+    targets: Sequence[Target], rank: int
+) -> tuple[LiveTensors, _Rows, list[tuple[int, ...]]]:
+    """Return what the elements of targets are delivered with."""
+    keys = [(t.segment.live.name, t.flat.data_ptr(), t.dtype) for t in targets]
+    live = dict(zip(keys, targets, strict=True))
+    numbers = {key: number for number, key in enumerate(live)}
+    holders: list[tuple[int, ...]] = []
+    shared = [target.ranks if len(target.ranks) > 1 else None for target in targets]
+    rows = _Rows(
+        np.array([numbers[key] for key in keys], np.int64),
+        np.array([target.ranks[0] == rank for target in targets], np.bool_),
+        np.array([_number_of(ranks, holders) for ranks in shared], np.int64),
     )
-    return low + high, places
+    names, addresses, _ = zip(*live, strict=True)
+    flats = [target.flat for target in live.values()]
+    return LiveTensors(flats, np.array(addresses, np.int64), names), rows, holders
 
 
 def _kind_of(targets: Sequence[Target], dtype: torch.dtype) -> _Kind | None:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
+import numpy as np
+
 from engine_ext.format import Digest
+from engine_ext.sync.digest_table import NO_CHANGES, Changes, DigestTable, sums_of, total_of
 from engine_ext.sync.staged import StagedModules, StagedPart
 from engine_ext.sync.writes import PartWrites
 
@@ -20,37 +24,33 @@ _Replicas = dict[tuple[int, ...], Digest]
 
 
 class Advance:
-    """What some changes make of the digests of the tensors that a rank counts elements of.
+    """What a change makes of the digests of the tensors that a rank counts elements of.
 
     Attributes:
         start: the digests before.
-        after, changes: the digest after the changes of each tensor among them, and the difference.
-        total: the sum of the differences.
+        numbers: of these tensors in it, int64 [tensors].
+        changes: of their digests.
     """
 
-    __slots__ = ("after", "changes", "start", "total")
+    __slots__ = ("changes", "numbers", "start")
 
-    def __init__(
-        self, start: Mapping[str, Digest], changes: Mapping[str, Digest], *, full: bool
-    ) -> None:
+    def __init__(self, start: DigestTable, changes: Changes, *, full: bool) -> None:
         self.start = start
-        self.after: dict[str, Digest] = {}
-        self.changes: dict[str, Digest] = {}
-        for name, change in changes.items():
-            held = start.get(name)
-            if held is not None:  # else another rank counts it
-                self.changes[name] = change - held if full else change
-                self.after[name] = change if full else held + change
-        self.total = Digest.total(self.changes.values())
+        numbers = start.find(changes.names)
+        held = numbers >= 0  # else another rank counts it
+        self.numbers, sums = numbers[held], changes.sums[held]
+        names = changes.names if held.all() else [*compress(changes.names, held.tolist())]
+        self.changes = Changes(names, sums - start.of(self.numbers) if full else sums)
 
     @classmethod
-    def joined(cls, start: Mapping[str, Digest], parts: Sequence[Advance]) -> Advance:
-        """Return that of several changes of different tensors."""
-        found = cls(start, {}, full=False)
-        for part in parts:
-            found.after.update(part.after)
-            found.changes.update(part.changes)
-        found.total = Digest.total(part.total for part in parts)
+    def joined(cls, start: DigestTable, parts: Sequence[Advance]) -> Advance:
+        """Return that of several changes of different elements."""
+        found = cls(start, NO_CHANGES, full=False)
+        if parts:
+            names = [name for part in parts for name in part.changes.names]
+            sums = np.concatenate([part.changes.sums for part in parts])
+            found.numbers = np.concatenate([part.numbers for part in parts])
+            found.changes = Changes(names, sums)
         return found
 
 
@@ -58,46 +58,66 @@ class PartTotals:
     """Sums over the params of a part on this rank.
 
     Attributes:
-        numel: elements of each tensor that the part has sent, by name.
+        sent: the tensors that the part sends, by name.
+        numel: elements of all of these.
         nnz: elements that it changes, on all ranks together; without those skipped.
         counted: elements that this rank counts.
         writes: of the params.
         live_names: the live tensors that these are to.
         undo_bytes: host memory that their undo takes.
         keeps: whether all of their old values are kept.
+        changes: the params' `change`, by tensor.
+        names: those of the params.
         added, replaced: sum of the params' `change` and `replaced`.
-        by_name: the params' `change` by tensor.
-        replicated: by tensor, the params' `replicas`.
         advance: of the digests, see `DeltaApplier.stage`; None if nothing has found it.
     """
 
     __slots__ = (
-        *("added", "advance", "by_name", "counted", "keeps", "live_names", "nnz", "numel"),
-        *("replaced", "replicated", "undo_bytes", "writes"),
+        *("_entries", "_replicated", "_streamed", "added", "advance", "changes", "counted"),
+        *("keeps", "live_names", "names", "nnz", "numel", "replaced", "sent", "undo_bytes"),
+        "writes",
     )
 
     def __init__(self, part: StagedPart) -> None:
-        self.numel = {entry.name: entry.numel for entry in part.manifest.params}
+        params, streamed, entries = part.params, part.streamed, part.manifest.params
+        self._entries, self._streamed = entries, streamed
+        apart = frozenset(streamed.names)
+        own = (entry.numel for entry in entries if entry.name not in apart)
+        self.numel = int(streamed.numel.sum()) + sum(own)
         self.nnz = part.nnz
-        self.counted = sum(param.counted for param in part.params)
-        writes = [w for param in part.params if not param.tied for w in param.writes]
+        self.counted = sum(param.counted for param in params) + int(streamed.counted.sum())
+        writes = [w for param in params if not param.tied for w in param.writes]
         writes += part.together
         self.writes = PartWrites(writes)
         self.live_names = frozenset(name for write in writes for name in write.live_names)
         self.undo_bytes = sum(write.undo_bytes for write in writes)
         self.keeps = all(write.keep for write in writes)
-        self.added = Digest.total(param.change for param in part.params)
+        sums = np.concatenate([sums_of(param.change for param in params), streamed.change])
+        self.changes = Changes([*(param.name for param in params), *streamed.names], sums)
+        self.names = frozenset(self.changes.names)
+        skips = len(entries) != len(self.names)
+        self.sent = frozenset(entry.name for entry in entries) if skips else self.names
+        self.added = total_of(sums)
         self.replaced = Digest.total(
-            param.replaced for param in part.params if param.replaced is not Digest.ZERO
+            param.replaced for param in params if param.replaced is not Digest.ZERO
         )
-        self.by_name: dict[str, Digest] = {}
-        self.replicated: dict[str, _Replicas] = {}
-        for param in part.params:
-            before = self.by_name.get(param.name)
-            self.by_name[param.name] = param.change if before is None else before + param.change
-            if param.replicas:
-                _add(self.replicated.setdefault(param.name, {}), param.replicas)
+        self._replicated = {p.name: p.replicas for p in params if p.replicas}
         self.advance: Advance | None = None
+
+    def replicas(self) -> _Replicas:
+        """Return the digests of the changes by the ranks that hold the same elements."""
+        found = self._streamed.replicas()
+        for replicas in self._replicated.values():
+            _add(found, replicas)
+        return found
+
+    def replicas_of(self, name: str) -> _Replicas:
+        """Return the same of one tensor."""
+        return self._replicated.get(name) or self._streamed.replicas_of(name)
+
+    def numels(self, names: Container[str]) -> dict[str, int]:
+        """Return the elements of some tensors that the part sends, by name."""
+        return {entry.name: entry.numel for entry in self._entries if entry.name in names}
 
 
 def part_totals(part: StagedPart) -> PartTotals:
@@ -118,8 +138,9 @@ class SyncTotals:
         parts: of each part.
         writes: of each part, and of the rebuilt modules.
         live_names, undo_bytes, keeps: as of `PartTotals`, for all of these.
-        nnz, numel: as of `PartTotals`, of all parts.
-        names: of the tensors that the parts have sent.
+        nnz: as of `PartTotals`, of all parts.
+        numel: elements of the tensors that the parts have sent.
+        names: of these tensors.
         is_apart: whether no two params are of the same tensor.
         proven: whether a part declares the digest after the sync.
         is_checked: whether `DeltaApplier.check_sync` has accepted the parts.
@@ -134,38 +155,25 @@ class SyncTotals:
     undo_bytes: int
     keeps: bool
     nnz: int
-    numel: dict[str, int]
+    numel: int
     names: frozenset[str]
     is_apart: bool
     proven: bool
     is_checked: bool = False
     advance: Advance | None = None
 
-    @property
-    def by_name(self) -> dict[str, Digest]:
-        """By tensor the digest of its change; in a full sync, of its new values."""
-        found: dict[str, Digest] = {}
-        for part in self.parts:
-            if found.keys().isdisjoint(part.by_name):
-                found.update(part.by_name)
-                continue
-            for name, change in part.by_name.items():
-                found[name] = found.get(name, Digest.ZERO) + change
-        return found
-
     def replicated(self, name: str) -> _Replicas:
         """Return the digests of a tensor's changes by the ranks that hold the same elements."""
         found: _Replicas = {}
         for part in self.parts:
-            _add(found, part.replicated.get(name, {}))
+            _add(found, part.replicas_of(name))
         return found
 
     def summary(self) -> dict[str, Any]:
         """Return this rank's share of a sync for the others, see `consensus.rank_summary`."""
         replicas: _Replicas = {}
         for part in self.parts:
-            for found in part.replicated.values():
-                _add(replicas, found)
+            _add(replicas, part.replicas())
         return {
             "counted": sum(part.counted for part in self.parts),
             "changes": [(part.added - part.replaced).hex() for part in self.parts],
@@ -179,10 +187,10 @@ class SyncTotals:
         Returns:
             How many elements; of how many tensors; how many elements these have.
         """
-        left_out = [name for name in skipped if name in self.numel]
+        left_out = self.names & skipped.keys()
         nnz = self.nnz - sum(skipped[name] for name in left_out)
-        elements = sum(self.numel.values()) - sum(self.numel[name] for name in left_out)
-        return nnz, len(self.numel) - len(left_out), elements
+        elements = self.numel - (sum(_numels(self.parts, left_out).values()) if left_out else 0)
+        return nnz, len(self.names) - len(left_out), elements
 
 
 def totals(staged: Sequence[StagedPart]) -> SyncTotals:
@@ -216,10 +224,11 @@ def _has_modules_of(known: SyncTotals, staged: Sequence[StagedPart]) -> bool:
 def _add_up(staged: Sequence[StagedPart]) -> SyncTotals:
     parts = [part_totals(part) for part in staged]
     rebuilt = [w for part in staged for one in part.rebuilt.modules.values() for w in one.writes]
-    numel: dict[str, int] = {}
-    for part in parts:
-        numel.update(part.numel)
-    names = set[str]().union(*(part.by_name for part in parts))
+    names = frozenset[str]().union(*(part.sent for part in parts))
+    numel = sum(part.numel for part in parts)
+    if len(names) != sum(len(part.sent) for part in parts):
+        numel = sum(_numels(parts, names).values())
+    apart = len(frozenset[str]().union(*(part.names for part in parts)))
     return SyncTotals(
         others=tuple(staged[1:]),
         modules=[(part.rebuilt, len(part.rebuilt.modules)) for part in staged],
@@ -232,10 +241,18 @@ def _add_up(staged: Sequence[StagedPart]) -> SyncTotals:
         keeps=all(part.keeps for part in parts) and all(write.keep for write in rebuilt),
         nnz=sum(part.nnz for part in parts),
         numel=numel,
-        names=frozenset(numel),
-        is_apart=len(names) == sum(len(part.params) for part in staged),
+        names=names,
+        is_apart=apart == sum(len(part.changes.names) for part in parts),
         proven=any(part.manifest.digest_after is not None for part in staged),
     )
+
+
+def _numels(parts: Sequence[PartTotals], names: Container[str]) -> dict[str, int]:
+    """Return the elements of some tensors that parts send, by name."""
+    found: dict[str, int] = {}
+    for part in parts:
+        found.update(part.numels(names))
+    return found
 
 
 def _add(sums: _Replicas, more: _Replicas) -> None:

@@ -29,7 +29,6 @@ from rich.console import Console
 from rich.table import Table
 
 from engine_ext.format import (
-    Digest,
     Limits,
     ParamDelta,
     UnpackedPart,
@@ -46,6 +45,7 @@ from engine_ext.ranks import SingleRank
 from engine_ext.resources import usable_cores
 from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import DeltaApplier, StagedPart
+from engine_ext.sync.totals import part_totals
 from scripts import command_line
 from scripts.bench.sender_device import missing_device
 
@@ -159,7 +159,7 @@ def _measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     changes = set()
     for way, stage in ways.items():
-        changes.add(Digest.total(param.change for param in stage().params))  # compiles
+        changes.add(part_totals(stage()).added)  # compiles
         runs = []
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

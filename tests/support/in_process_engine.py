@@ -20,6 +20,7 @@ from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
 from engine_ext.settings import Settings
 from engine_ext.sync.applier import ExpandsParts, Scan
+from engine_ext.sync.digest_table import NO_CHANGES
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.sync.unwritten import Unwritten
@@ -150,7 +151,7 @@ class Shard(ExpandsParts):
         self._restore()
 
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog:
-        return UndoLog([], {})
+        return UndoLog([], NO_CHANGES)
 
     def roll_back(self, log: UndoLog) -> None:
         self._restore()

@@ -85,10 +85,10 @@ def visit_elements(
 
 
 def rows(
-    live: Sequence[int],
-    offsets: Sequence[int],
-    new: Sequence[int],
-    counts: Sequence[int],
+    live: Sequence[int] | NDArray[np.int64],
+    offsets: Sequence[int] | NDArray[np.int64],
+    new: Sequence[int] | NDArray[np.int64],
+    counts: Sequence[int] | NDArray[np.int64],
     *,
     width: int,
     wide: bool,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -32,10 +33,23 @@ from engine_ext.format import (
     read_unpacked,
 )
 from engine_ext.format.gap_streams import index_dtype
+from engine_ext.format.part_arrays import PartArrays
 from engine_ext.kernels import StagingStream
 from engine_ext.kernels import triton as device
 from engine_ext.kernels.triton import gap_expand, gather_scatter
-from engine_ext.placement import DeviceMemory, DeviceRows, device_batch, device_memory, targets
+from engine_ext.placement import (
+    DeviceBatch,
+    DeviceElements,
+    DeviceMemory,
+    DeviceRows,
+    LiveTensors,
+    are_as_read,
+    device_batch,
+    device_memory,
+    overwrite,
+    targets,
+)
+from engine_ext.sync import staged as sync_staged
 from engine_ext.sync import stream_table
 from engine_ext.sync.staged import StagedPart
 from tests.support.served_models import (
@@ -101,7 +115,7 @@ def unpacked(body: bytes) -> UnpackedPart:
 
 def by_name(staged: StagedPart) -> list[Any]:
     """What a part stages for each tensor, but for the writes."""
-    found = [(p.name, p.nnz, p.dense, p.counted, p.change, p.replicas) for p in staged.params]
+    found = [(p.name, p.nnz, p.dense, p.counted, p.change, p.replicas) for p in staged.params_of()]
     return sorted(found, key=lambda one: one[0])
 
 
@@ -124,7 +138,7 @@ def assert_alike(served: Served, body: bytes) -> StagedPart:
 def rows_of(staged: StagedPart) -> int:
     """How many tensors' elements the stream table has staged."""
     many = [write.elements for write in writes_of(staged) if isinstance(write.elements, DeviceRows)]
-    return sum(len(one.names) for one in many)
+    return sum(one.numbers.size for one in many)
 
 
 @QUICK
@@ -151,7 +165,7 @@ def test_a_shard_is_staged_as_by_the_host(
                 one.locator.offset_dtype = np.int64
     with mock.patch.object(stream_table, "_BATCH_SYMBOLS", batch):
         staged = assert_alike(served, body_between(base, target, encoding))
-    assert all(not param.writes for param in staged.params if param.nnz)
+    assert all(not param.nnz for param in staged.params)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +264,62 @@ def test_one_launch_stages_all_tensors(model: type[ToyModel]) -> None:
     commit_and_back(served, [staged], model, {**whole, **target})
 
 
+def test_no_object_is_made_of_a_streamed_param() -> None:
+    """Up to the digests after the commit; and neighbours in the file are sent as one array."""
+    base = base_checkpoint(Experts)
+    target = {name: changed(tensor, n, 0.6) for n, (name, tensor) in enumerate(base.items())}
+    served = serve(Experts, base, apply="scatter")
+    by_host = served.applier.stage(decode_part(body_between(base, target, "gap8_exp")))
+    digest = Digest.total(param.change for param in by_host.params).hex()
+    part, sent = unpacked(body_between(base, target, "gap8_exp", digest)), list[int]()
+    on_device(served)
+    upload = StagingStream.upload
+
+    def noted(stream: StagingStream, arrays: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+        sent.append(len(arrays))
+        return upload(stream, arrays, dtype)
+
+    applier = served.applier
+    with (
+        mock.patch.object(StagingStream, "upload", noted),
+        mock.patch.object(sync_staged, "StagedParam", side_effect=AssertionError),
+        mock.patch.object(Digest, "__add__", wraps=Digest.__add__, autospec=True) as added,
+    ):
+        staged = [applier.stage_unpacked(part)]
+        applier.check_sync(staged, full=False)
+        applier.agree(staged, [applier.rank_summary(staged)])
+        applier.write(staged)
+        assert applier.finish(staged) is not None
+    assert sent == [1, 1, 1, 1]  # symbols, programs, items, values
+    assert added.call_count < len(base)
+    assert memory(served.model) == memory(load(Experts, target))
+    assert_digests(applier)
+
+
+def test_rows_and_single_elements_are_one_batch() -> None:
+    """In any order; each has its own bits."""
+    live = [torch.arange(n, n + 90, dtype=torch.int16).to(DEVICE) for n in (0, 1000)]
+    before = [one.clone() for one in live]
+    addresses = np.array([one.data_ptr() for one in live], np.int64)
+    tensors = LiveTensors(live, addresses, ["a", "b"])
+    places = [torch.tensor(own, dtype=torch.int32).to(DEVICE) for own in ([3, 4], [5, 8, 0, 9])]
+    many = torch.arange(20, 90, dtype=torch.int32).to(DEVICE)
+    elements: list[DeviceElements | DeviceRows] = [
+        DeviceElements(live[1], places[0]),
+        DeviceRows(tensors, np.array([1, 0, 1]), np.array([1, 1, 2]), places[1]),
+        DeviceElements(live[0], many),
+    ]
+    batch = DeviceBatch(elements)
+    old = [[1003, 1004], [1005, 8, 1000, 1009], [*range(20, 90)]]
+    assert [one.tolist() for one in batch.read()] == old
+    new = [torch.arange(len(own), dtype=torch.int16) - 100 for own in old]
+    overwrite(elements, new)
+    assert not are_as_read([batch])
+    assert [one.tolist() for one in batch.read()] == [one.tolist() for one in new]
+    overwrite(elements, [torch.tensor(own, dtype=torch.int16) for own in old])
+    assert all(map(torch.equal, live, before))
+
+
 def test_ranks_that_share_a_tensor() -> None:
     base = base_checkpoint(OneRank)
     target = {name: changed(base[name], n, 0.6) for n, name in enumerate(base)}
@@ -281,7 +351,7 @@ def test_what_is_on_other_ranks_is_not_expanded() -> None:
     body = body_between(base, target, "gap8_exp")
     for number, served in enumerate(serve_ranks([holder("a"), holder("b")], base, apply="scatter")):
         staged = assert_alike(served, body)
-        assert [param.counted for param in staged.params] == [24 * (1 - number), 24 * number]
+        assert [param.counted for param in staged.params_of()] == [24 * (1 - number), 24 * number]
         broken = with_streams(unpacked(body), 1 - number, [255] * 24)
         assert by_name(served.applier.stage_unpacked(broken)) == by_name(staged)
 
@@ -292,7 +362,7 @@ def test_what_is_on_other_ranks_is_not_expanded() -> None:
 def with_streams(part: UnpackedPart, number: int, symbols: Sequence[int]) -> UnpackedPart:
     streams = list(part.streams)
     streams[number] = np.array(symbols, np.uint8)
-    return UnpackedPart(part.manifest, part.values_dtype, streams, part.values, part.cleared)
+    return replace(part, streams=PartArrays.joined(streams))
 
 
 class Two(ToyModel):
@@ -323,7 +393,7 @@ def test_a_wrong_stream_is_refused_as_by_the_host(batch: int) -> None:
             with pytest.raises(error) as raised:
                 served.applier.stage_unpacked(with_streams(part, number % 2, symbols))
             assert raised.value.operands["tensor"] == "ab"[number % 2]
-        assert all(param.rows for param in served.applier.stage_unpacked(part).params)
+        assert [*served.applier.stage_unpacked(part).streamed.names] == ["a", "b"]
     assert memory(served.model) == before
 
 
@@ -382,8 +452,8 @@ def test_a_weight_that_changed_after_staging_is_seen() -> None:
     staged = served.applier.stage_unpacked(unpacked(body_between(base, target, "gap8_exp")))
     [write] = writes_of(staged)
     rows: Any = write.elements
-    for number in range(len(rows.names)):
-        one = rows.of(number)
+    for number in range(rows.numbers.size):
+        _, one = rows.of(number)
         one.flat[one.offsets[-1].long()] ^= 1
         with pytest.raises(BaseMismatch, match="between staging and commit"):
             served.applier.check_base([staged])

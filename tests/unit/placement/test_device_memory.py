@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_ext.conformance.toy_models.base import DEVICE
-from engine_ext.placement import DeviceElements, DeviceMemory, DeviceRows, device_memory
+from engine_ext.placement import (
+    DeviceElements,
+    DeviceMemory,
+    DeviceRows,
+    LiveTensors,
+    device_memory,
+)
 from tests.support.served_models import PROPERTY
 
 pytestmark = pytest.mark.slow
@@ -53,7 +59,8 @@ def test_reserved_memory_is_not_counted_again() -> None:
     for memory, counted in ((DeviceMemory(8192, [HERE]), 0), (DeviceMemory(), 40)):
         offsets, lease = memory.keep(torch.arange(10, dtype=torch.int32), HERE)
         assert DeviceElements(flat, offsets, lease).nbytes == counted
-        rows = DeviceRows([flat], np.zeros(1, np.int64), ["w"], np.array([10]), offsets, lease)
+        tensors = LiveTensors([flat], np.zeros(1, np.int64), ["w"])
+        rows = DeviceRows(tensors, np.array([0]), np.array([10]), offsets, lease)
         assert rows.nbytes == counted
 
 

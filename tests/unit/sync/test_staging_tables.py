@@ -113,7 +113,9 @@ def _arrays(write: Write) -> tuple[list[tuple[str, int]], Any, Any]:
     """The live tensor and the offset of each element, its old and its new bits."""
     elements = write.elements
     if isinstance(elements, DeviceRows):
-        names = np.repeat(np.array(elements.names), elements.counts).tolist()
+        names = np.repeat(
+            np.array(elements.tensors.names)[elements.numbers], elements.counts
+        ).tolist()
         places = [*zip(names, elements.offsets.tolist(), strict=True)]
         return places, _unsigned(write.old), _unsigned(write.new)
     if isinstance(elements, WholeBox):

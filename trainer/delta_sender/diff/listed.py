@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import torch
 
+from engine_ext.format import device_factors
 from engine_ext.kernels.triton import runs_change_kernels
 
 # Most bytes of lists for each byte of the snapshot there: 2 % of bf16 weights take 6 % of it.
@@ -142,4 +143,5 @@ def _write_by_kernel(written: Sequence[_Written]) -> None:
         width=like.itemsize,
         wide=wide,
     )
-    gather_scatter.prepare(table, like, wide=wide, write=True)()
+    sent = torch.from_numpy(table).to(like.device)
+    gather_scatter.visit(sent, like, device_factors(like.device), wide=wide, write=True)
