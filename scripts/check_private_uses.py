@@ -10,7 +10,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
 # The number must only fall; whoever makes it fall lowers it here.
-MOST_PRIVATE_USES: Final = 285
+MOST_PRIVATE_USES: Final = 283
 
 
 def private_uses() -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, Union, get_args
 
 import msgspec
@@ -92,6 +93,8 @@ __all__ = [
     "ScrubState",
     "Serving",
     "StagedSync",
+    "Stop",
+    "StoppedCall",
     "SyncPrepared",
     "SyncRecord",
     "Written",
@@ -119,9 +122,12 @@ class Operation(
 
     Attributes:
         adapter: the LoRA adapter whose own tensors are meant; None means the model's weights.
+        refusal: the error, as JSON, for which this rank refuses the operation: the engine was to
+            stop for it on this rank, and could not. Other ranks learn of it in their vote.
     """
 
     adapter: str | None = None
+    refusal: dict[str, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -305,9 +311,46 @@ def _reply_type(operation: type[Operation[ReplyT]]) -> type[ReplyT]:
     return reply_type
 
 
+class Stop(msgspec.Struct, frozen=True, kw_only=True):
+    """How one rank's engine has stopped for an operation.
+
+    Attributes:
+        stop_ms, caches_ms: milliseconds until it had stopped, and that its caches took then.
+        refusal: the error, as JSON, if one of the two has failed.
+    """
+
+    stop_ms: float
+    caches_ms: float
+    refusal: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class StoppedCall(Generic[ReplyT]):
+    """Answers of all ranks to an operation for which their engine was stopped.
+
+    Attributes:
+        answers: every rank's reply or error, in rank order.
+        refusal: why the engine could not stop, or not treat its caches; every rank has refused
+            the operation then.
+        stop_ms, caches_ms: see `Stop`.
+    """
+
+    answers: list[ReplyT | DeltaError]
+    refusal: DeltaError | None
+    stop_ms: float
+    caches_ms: float
+
+    @classmethod
+    def of(cls, answers: list[ReplyT | DeltaError], stops: Sequence[Stop]) -> StoppedCall[ReplyT]:
+        """Return it with the first of the `stops`' times, as the first rank's reply has its own."""
+        refusals = [from_wire(stop.refusal) for stop in stops if stop.refusal is not None]
+        first = stops[0]
+        return cls(answers, refusals[0] if refusals else None, first.stop_ms, first.caches_ms)
+
+
 # The operations above; an adapter can define more for itself.
 Request: Any = Union[tuple(Operation.__subclasses__())]  # noqa: UP007
-prepare(Request, *map(_reply_type, Operation.__subclasses__()))
+prepare(Stop, Request, *map(_reply_type, Operation.__subclasses__()))
 
 
 # Transport -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from engine_ext.resources import no_full_collections
 from engine_ext.sync.applier import Applier, Scan
 from engine_ext.sync.background_staging import BackgroundStaging
 from engine_ext.sync.scrubber import Scrubber
-from engine_ext.sync.sync_operations import SyncOperations
+from engine_ext.sync.sync_operations import SyncOperations, check_stopped
 from engine_ext.sync.sync_state import SyncState
 from engine_ext.sync.unwritten import Unwritten
 
@@ -154,12 +154,15 @@ class Receiver(SyncOperations):
 
         Raises:
             AdapterNotLoaded: it is for a LoRA adapter, which `AdapterReceivers` serves.
+            DeltaError: the engine has not stopped for it; see `ops.Operation.refusal`.
         """
         if request.adapter is not None:
             raise AdapterNotLoaded(
                 f"adapter {request.adapter}: this engine takes no updates of LoRA adapters",
                 adapter=request.adapter,
             )
+        if not isinstance(request, ops.CommitSync | ops.RollBack):  # these vote on it
+            check_stopped(request)
         if self._scrub_interval is not None:
             # Not before: an engine must take no other work on its device while it captures graphs.
             self._scrubber.start(self._scrub_interval)

@@ -11,7 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from engine_ext.errors import BaseMismatch, CommitFailed, Conflict, EngineUncertain, WriteUndone
+from engine_ext.errors import (
+    BaseMismatch,
+    CommitFailed,
+    Conflict,
+    EngineUncertain,
+    WriteUndone,
+    from_wire,
+)
 from engine_ext.format import PartId
 from engine_ext.model import TracingError
 from engine_ext.ranks import RankGroup, run_on_all_or_none
@@ -211,6 +218,7 @@ class SyncOperations:
         """
 
         def prepare() -> Sequence[StagedPart]:
+            check_stopped(request)
             self._sync_state.check_not_held(request.group)
             return self._ready(request.version, request.sync_id)
 
@@ -276,6 +284,7 @@ class SyncOperations:
         """
 
         def prepare() -> Sequence[StagedPart]:
+            check_stopped(request)
             self._sync_state.check_not_held()
             self._sync_state.check_writable(full=False)
             if not self._undo or self._sync_state.previous is None:
@@ -426,6 +435,12 @@ class SyncOperations:
             self._undo = []
         logs = before if log is None else [*before, log]
         return [one for one in logs if not any(one is other for other in self._undo)]
+
+
+def check_stopped(request: ops.Operation[ops.ReplyT]) -> None:
+    """Raise why the engine has not stopped for an operation, if it has not."""
+    if request.refusal is not None:
+        raise from_wire(request.refusal)
 
 
 def _continued(sync: Sync, base: int) -> bool:

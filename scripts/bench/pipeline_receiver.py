@@ -34,6 +34,8 @@ from engine_ext.ranks.operations import (
     Operation,
     PollPart,
     ReplyT,
+    Stop,
+    StoppedCall,
     decode_answers,
     encode_request,
 )
@@ -106,26 +108,22 @@ class PlainEngine:
         )
         return decode_answers(request, [answer])
 
+    async def call_stopped(
+        self, request: Operation[ReplyT], flush_cache: bool | str
+    ) -> StoppedCall[ReplyT]:
+        return StoppedCall.of(await self.call(request), [Stop(stop_ms=0.0, caches_ms=0.0)])
+
+    async def end_requests(self, mode: str) -> None:
+        pass
+
     async def is_paused(self) -> bool:
         return False
-
-    async def pause(self, mode: str, *, flush_cache: bool) -> float:
-        return 0.0
-
-    async def flush_cache(self) -> None:
-        pass
-
-    async def salt_cache(self) -> None:
-        pass
 
     async def check_salt(self) -> None:
         pass
 
-    async def resume(self) -> None:
-        pass
-
-    async def set_weight_version(self, version: str) -> None:
-        self._version = version
+    async def publish(self, version: str | None, *, resumes: bool) -> None:
+        self._version = version or self._version
 
     async def get_weight_version(self) -> str:
         return self._version

@@ -1,8 +1,11 @@
 """Commits and rollbacks: pause generation, carry out one operation on every rank, resume.
 
-The order is always: acquire the lease of the engine that the ranks keep, pause, call the operation
-on all ranks, publish the engine's weight version, resume, release the lease. An engine that the
-caller had paused stays paused, and so does one whose weights are uncertain.
+The order is always: acquire the lease of the engine that the ranks keep; stop generation and call
+the operation on all ranks, in one call into the engine; record the change; publish the engine's
+weight version and resume, in another one; release the lease. The two calls cannot be one: a change
+is recorded, and noted for requests that ask for a version, after all ranks of all replicas have
+written and before a token of the new weights can be computed. An engine that the caller had paused
+stays paused, and so does one whose weights are uncertain.
 """
 
 from __future__ import annotations
@@ -41,9 +44,11 @@ from engine_ext.ranks.operations import (
     AbortSync,
     CommitSync,
     CommittedSync,
+    GetStatus,
     Operation,
     RankState,
     RollBack,
+    StoppedCall,
     Written,
 )
 from engine_ext.ranks.status import AuditStatus
@@ -96,19 +101,31 @@ class EngineCommitter(LeasedEngine):
             CommitFailed: some rank failed half-way, or did not answer. The engine stays paused.
             CommittedNotResumed: every rank has written, and the engine, or what records the
                 change, failed after that.
+            SaltUnavailable: the options want a salt, which the engine cannot give. Nothing is
+                paused.
             DeltaError: every rank has refused, and none has written. A sync that was held for a
                 group is dropped; it stays held after any other error before the write.
         """
         is_model = engine is None or engine is self._engine
+        if options.flush_cache == "salt":
+            await self._engine.check_salt()
         async with self.lease(pauses=True) as lease:
             audited = await self._begin_record(request, engine or self._engine, origin, lease)
             phases = pauses.PausePhases()
             try:
-                await self._stop(lease, options, phases)
+                await self._end_requests(lease, options)
+                phases.end("stop")
                 if is_model:
                     self.served.begin_write()
-                written = await self._write(request, engine or self._engine)
-                phases.end("call", vote=written.vote_ms, commit=written.commit_ms)
+                stopped = await self._call_stopped(request, options, engine or self._engine)
+                written = await self._written(request, stopped, engine or self._engine)
+                phases.end(
+                    "call",
+                    stop=stopped.stop_ms,
+                    caches=stopped.caches_ms,
+                    vote=written.vote_ms,
+                    commit=written.commit_ms,
+                )
             except CommitFailed:
                 # The engine stays paused: neither this process nor the other HTTP processes
                 # must generate from mixed weights.
@@ -126,8 +143,7 @@ class EngineCommitter(LeasedEngine):
                     lease.publish_owed |= is_model
                 if not self.uncertain and (not lease.was_paused or lease.resume_owed):
                     try:
-                        await self._publish_owed(lease)
-                        await self._resume(lease)
+                        await self._publish(lease, None, resumes=True)
                     except Exception:  # the caller gets to know what the ranks have answered
                         logger.exception("generation could not be resumed; that is repeated")
                         self._publish_later(engine or self._engine)
@@ -141,24 +157,22 @@ class EngineCommitter(LeasedEngine):
                 with contextlib.suppress(Exception):  # the next lease sees it
                     self.served.see((await rank_states(self._engine))[0].version)
             try:
-                await self._publish(written, lease, engine or self._engine, audited, phases)
+                await self._finish(written, lease, is_model, audited, phases)
             except CommittedNotResumed:
                 self._publish_later(engine or self._engine)
                 raise
             return written, phases.ended()
 
-    async def _stop(self, lease: HeldLease, options: Options, phases: pauses.PausePhases) -> None:
-        """Stop generation, unless the caller has, and drop cached results of the weights."""
-        flushes = options.flush_cache is True
-        if not lease.was_paused:
-            mode = _without_waiting(options) if self.uncertain else options.pause_mode
-            dropping = await self._engine.pause(mode, flush_cache=flushes)
-            phases.end("stop", caches=dropping)
-        elif flushes:
-            await self._engine.flush_cache()
-        if options.flush_cache == "salt":
-            await self._engine.salt_cache()
-        phases.end("caches")
+    async def _end_requests(self, lease: HeldLease, options: Options) -> None:
+        """End the requests in flight, if they are not to be kept and the caller has not paused.
+
+        Not in the call that stops the engine and writes: replicas end theirs at different times,
+        and one that waited for the others' vote would answer nothing meanwhile. While the weights
+        are uncertain no request is waited for, which would end on them.
+        """
+        mode = options.pause_mode
+        if mode != "keep" and not lease.was_paused and not (self.uncertain and mode == "wait"):
+            await self._engine.end_requests(mode)
 
     async def halt(self, options: Options) -> None:
         """Pause generation for good, because a rank's weights have become uncertain."""
@@ -167,8 +181,12 @@ class EngineCommitter(LeasedEngine):
             async with self.lease(pauses=True) as lease:
                 self.served.lose()
                 if not lease.was_paused:
+                    await self._end_requests(lease, options)
+                    state = GetStatus(details=False)
                     flushes = options.flush_cache is True
-                    await self._engine.pause(_without_waiting(options), flush_cache=flushes)
+                    stopped = await self._engine.call_stopped(state, flushes)
+                    if stopped.refusal is not None:
+                        raise stopped.refusal
         except Exception:
             self.served.lose()
             logger.exception("generation could not be paused; its requests answer 503")
@@ -188,11 +206,10 @@ class EngineCommitter(LeasedEngine):
                 lease.resume_owed = False  # nothing was paused
                 raise EngineUncertain("an earlier write failed half-way; send a full sync")
             try:
-                await self._engine.pause("abort", flush_cache=False)
+                await self._engine.end_requests("abort")
             finally:
                 try:
-                    await self._publish_owed(lease)
-                    await self._resume(lease)
+                    await self._publish(lease, None, resumes=True)
                 except Exception:
                     self._publish_later(self._engine)
                     raise
@@ -227,9 +244,9 @@ class EngineCommitter(LeasedEngine):
             replies = await self.status(engine)
             if self.uncertain:
                 raise EngineUncertain("the ranks are not at one version; send a full sync")
-            await self._publish_version(replies[0].version, lease, engine or self._engine)
-            if lease.resume_owed:
-                await self._resume(lease)
+            is_model = engine is None or engine is self._engine
+            version = replies[0].version if is_model else None
+            await self._publish(lease, version, resumes=lease.resume_owed)
             if self._audit is not None:
                 try:
                     await self._audit.settle(engine or self._engine)
@@ -341,8 +358,7 @@ class EngineCommitter(LeasedEngine):
             replies = await self.status()
             if self.uncertain or any(reply.released for reply in replies):
                 return
-            await self._publish_owed(lease)
-            await self._engine.resume()
+            await self._publish(lease, None, resumes=True)
             await self.see_pause(lease)
             logger.warning(
                 "delta updates: generation is resumed: %s had paused it %.0f s ago, longer than "
@@ -368,11 +384,11 @@ class EngineCommitter(LeasedEngine):
                 lease.resume_owed = False  # nothing was paused
             raise
 
-    async def _publish(
+    async def _finish(
         self,
         written: Written,
         lease: HeldLease,
-        engine: Engine,
+        is_model: bool,
         audited: Audited | None,
         phases: pauses.PausePhases,
     ) -> None:
@@ -381,7 +397,6 @@ class EngineCommitter(LeasedEngine):
         An engine whose version is not published stays paused: its tokens would get the old one.
         """
         failures: list[Exception] = []
-        version = str(written.version)
         if audited is not None:
             try:
                 await audited.done(written)
@@ -389,35 +404,33 @@ class EngineCommitter(LeasedEngine):
                 failures.append(error)
             phases.end("audit")
         try:
-            await self._publish_version(written.version, lease, engine)
-            phases.end("version")
-            if lease.resume_owed:
-                await self._resume(lease)
-                phases.end("resume")
+            version = written.version if is_model else None
+            await self._publish(lease, version, resumes=lease.resume_owed)
+            phases.end("resume")
         except Exception as error:
             failures.append(error)
         if failures:
             why = f"{type(failures[0]).__name__}: {failures[0]}"
             raise CommittedNotResumed(
-                f"version {version} is committed, but recording or publishing the version, or "
-                f"resuming generation, failed: {why}; send the sync again"
+                f"version {written.version} is committed, but recording or publishing the version, "
+                f"or resuming generation, failed: {why}; send the sync again"
             ) from failures[0]
 
-    async def _publish_version(self, version: int, lease: HeldLease, engine: Engine) -> None:
-        """Publish the version of what `engine` shows, and of the model if that is owed."""
-        await engine.set_weight_version(str(version))
-        if engine is self._engine:
-            lease.publish_owed = False
-        await self._publish_owed(lease)
+    async def _publish(self, lease: HeldLease, version: int | None, *, resumes: bool) -> None:
+        """Publish the model's version, and resume if `resumes`, in one call; else both stay owed.
 
-    async def _publish_owed(self, lease: HeldLease) -> None:
-        """Publish the model's version if a commit might have written without doing so.
-
-        Also in a pause of the caller's, which they can end before the commit is repeated.
+        Args:
+            version: None: the one that is served, if a commit might have written it without
+                publishing it. Also in a pause of the caller's, which they can end before the commit
+                is repeated.
         """
-        if lease.publish_owed and self.served.version != UNKNOWN:
-            await self._engine.set_weight_version(str(self.served.version))
-            lease.publish_owed = False
+        if version is None and lease.publish_owed and self.served.version != UNKNOWN:
+            version = self.served.version
+        if version is None and not resumes:
+            return
+        await self._engine.publish(None if version is None else str(version), resumes=resumes)
+        lease.publish_owed &= version is None
+        lease.resume_owed &= not resumes
 
     async def _publish_before_change(self, lease: HeldLease) -> None:
         """Publish what a commit owes before a caller pauses or resumes: the pause is theirs then.
@@ -426,22 +439,18 @@ class EngineCommitter(LeasedEngine):
             CommittedNotResumed: the version is not published, and its tokens would get the old one.
         """
         try:
-            await self._publish_owed(lease)
+            await self._publish(lease, None, resumes=False)
         except Exception as error:
             raise CommittedNotResumed(
                 f"version {self.served.version} is committed, but publishing it failed: "
                 f"{type(error).__name__}: {error}; generation stays paused until it is published"
             ) from error
 
-    async def _resume(self, lease: HeldLease) -> None:
-        """Resume generation; if that fails, the next commit or repeat does it."""
-        lease.resume_owed = True
-        await self._engine.resume()
-        lease.resume_owed = False
-
-    async def _write(self, request: Operation[_WrittenT], engine: Engine) -> _WrittenT:
+    async def _call_stopped(
+        self, request: Operation[_WrittenT], options: Options, engine: Engine
+    ) -> StoppedCall[_WrittenT]:
         try:
-            answers = await engine.call(request)
+            return await engine.call_stopped(request, options.flush_cache)
         except Exception as error:
             # A sync that is still staged would keep out the full sync that ends this state.
             with contextlib.suppress(Exception):
@@ -451,6 +460,12 @@ class EngineCommitter(LeasedEngine):
                 f"the ranks did not answer whether they committed: {type(error).__name__}: "
                 f"{error}; generation answers 503 until they do, or a full sync is answered"
             ) from error
+
+    async def _written(
+        self, request: Operation[_WrittenT], stopped: StoppedCall[_WrittenT], engine: Engine
+    ) -> _WrittenT:
+        """Return the first rank's reply with the facts of all ranks; raises as `run`."""
+        answers = stopped.answers
         refusals = [answer for answer in answers if isinstance(answer, DeltaError)]
         replies = [answer for answer in answers if not isinstance(answer, DeltaError)]
         failed = [refusal for refusal in refusals if isinstance(refusal, CommitFailed)]
@@ -461,6 +476,8 @@ class EngineCommitter(LeasedEngine):
                 f"{len(refusals)} of {len(answers)} ranks did not commit: {refusals[0].message}; "
                 "generation answers 503 until a full sync commits"
             )
+        if stopped.refusal is not None:  # the ranks have nothing against the sync
+            raise stopped.refusal
         if refusals:
             if isinstance(request, CommitSync) and request.group is not None:
                 # They would refuse it again, and its group has no other way to give it up.
@@ -474,11 +491,6 @@ class EngineCommitter(LeasedEngine):
         if isinstance(replies[0], CommittedSync):  # each rank keeps old values as it has room
             facts["rollback"] = all(r.rollback for r in replies if isinstance(r, CommittedSync))
         return msgspec.structs.replace(replies[0], **facts)
-
-
-def _without_waiting(options: Options) -> str:
-    """Return how to pause where no request must end on the weights that are there."""
-    return "keep" if options.pause_mode == "wait" else options.pause_mode
 
 
 def serialize_with_commits(

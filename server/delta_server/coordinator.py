@@ -308,7 +308,7 @@ class Coordinator:
 
     async def set_weight_version(self, text: str) -> None:
         """Set the engine's own weight version, with no sync."""
-        await self._engine.set_weight_version(text)
+        await self._engine.publish(text, resumes=False)
 
     async def roll_back(self, options: Options) -> dict[str, Any]:
         """Restore the version before the last one, weights and weight version.

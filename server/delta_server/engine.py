@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from delta_server.request_options import Flush
 from engine_ext.errors import DeltaError
 from engine_ext.ranks.operations import (
     GetStatus,
@@ -16,6 +17,7 @@ from engine_ext.ranks.operations import (
     RankState,
     RankStatus,
     ReplyT,
+    StoppedCall,
 )
 from engine_ext.ranks.status import ServerStatus
 
@@ -45,31 +47,32 @@ class Engine(Protocol):
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
         """Carry out one operation on every rank; returns replies or errors in rank order."""
 
-    async def is_paused(self) -> bool: ...
+    async def call_stopped(
+        self, request: Operation[ReplyT], flush_cache: Flush
+    ) -> StoppedCall[ReplyT]:
+        """Stop generation and carry out one operation on every rank, in one call into the engine.
 
-    async def pause(self, mode: str, *, flush_cache: bool) -> float:
-        """Stop generation; with `flush_cache`, then drop what was cached.
-
-        Return the milliseconds that dropping took.
-        """
-
-    async def flush_cache(self) -> None: ...
-
-    async def salt_cache(self) -> None:
-        """Keep what requests in flight have cached, but let no other request get it.
-
-        The engine is paused, and its weights change before it resumes.
+        In between, cached KV and image embeddings are treated as `flush_cache` says; with "salt",
+        after `check_salt`. Requests in flight and new ones wait until `publish` resumes them. If
+        the engine cannot stop, or not treat its caches, every rank refuses the operation.
 
         Raises:
-            SaltUnavailable: the engine cannot do that as it was started; nothing has changed.
+            Exception: it is not known what the ranks have done. The engine might be stopped.
         """
 
+    async def end_requests(self, mode: str) -> None:
+        """Let no request begin, and end those in flight: ``abort`` them, or ``wait`` for them.
+
+        The engine is paused from then on.
+        """
+
+    async def is_paused(self) -> bool: ...
+
     async def check_salt(self) -> None:
-        """Raise what `salt_cache` would, `SaltUnavailable`; the engine can be running."""
+        """Raise `SaltUnavailable` if `call_stopped` cannot salt the cache."""
 
-    async def resume(self) -> None: ...
-
-    async def set_weight_version(self, version: str) -> None: ...
+    async def publish(self, version: str | None, *, resumes: bool) -> None:
+        """Set the weight version, unless it is None, then resume if `resumes`; in one call."""
 
     async def get_weight_version(self) -> str: ...
 
@@ -84,21 +87,27 @@ class AdapterEngine:
     def __init__(self, engine: Engine, adapter: str) -> None:
         self.name, self.shared, self.address = engine.name, engine.shared, engine.address
         self._engine, self.adapter = engine, adapter
-        self.is_paused, self.pause, self.resume = engine.is_paused, engine.pause, engine.resume
-        self.flush_cache = engine.flush_cache
-        self.salt_cache, self.check_salt = engine.salt_cache, engine.check_salt
-        self.get_weight_version = engine.get_weight_version
+        self.is_paused, self.end_requests = engine.is_paused, engine.end_requests
+        self.check_salt, self.get_weight_version = engine.check_salt, engine.get_weight_version
 
     async def call(self, request: Operation[ReplyT]) -> list[ReplyT | DeltaError]:
         """Carry out one operation for the adapter on every rank."""
         return await self._engine.call(msgspec.structs.replace(request, adapter=self.adapter))
 
+    async def call_stopped(
+        self, request: Operation[ReplyT], flush_cache: Flush
+    ) -> StoppedCall[ReplyT]:
+        """Stop generation and carry out one operation for the adapter on every rank."""
+        own = msgspec.structs.replace(request, adapter=self.adapter)
+        return await self._engine.call_stopped(own, flush_cache)
+
     @property
     def model(self) -> str | None:
         return self._engine.model
 
-    async def set_weight_version(self, version: str) -> None:
-        """Publish nothing."""
+    async def publish(self, version: str | None, *, resumes: bool) -> None:
+        """Publish nothing; resume if `resumes`."""
+        await self._engine.publish(None, resumes=resumes)
 
 
 async def call_all_ranks(engine: Engine, request: Operation[ReplyT]) -> list[ReplyT]:

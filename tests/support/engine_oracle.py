@@ -377,12 +377,11 @@ class Known:
         self.highest[run] = max(first.version, self.highest.get(run, -1))
         self.uncertain = self.foreign = self.loaded = False
         self.mismatched = self.mismatched and not first.full
-        if fault == "lost":
+        if fault in ("lost", "unpublished"):
             self.paused = True
-            return frozenset({"CommitFailed"})
-        self.published = str(first.version)
-        self.paused = fault == "unpublished"
-        return frozenset({"CommittedNotResumed"}) if fault == "unpublished" else "committed"
+            return frozenset({"CommitFailed" if fault == "lost" else "CommittedNotResumed"})
+        self.publish()
+        return "committed"
 
     def run_of(self, first: Part, continued: bool) -> str:
         run = self.named_run(first)

@@ -13,11 +13,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from delta_server.request_options import Flush
 from engine_ext.conformance.thread_group import HANGS_AFTER_S
-from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
+from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable, as_delta_error
 from engine_ext.format import DecodedPart, ParamDelta
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
-from engine_ext.ranks.operations import Operation, ReplyT, decode_answers, encode_request
+from engine_ext.ranks.operations import (
+    Operation,
+    ReplyT,
+    Stop,
+    StoppedCall,
+    decode_answers,
+    encode_request,
+)
 from engine_ext.settings import Settings
 from engine_ext.sync.applier import ExpandsParts, Scan
 from engine_ext.sync.digest_table import NO_CHANGES
@@ -305,31 +313,43 @@ class Engine:
             raise self.loses.pop(request.name)
         return decode_answers(request, json.loads(json.dumps(answers)))
 
+    async def call_stopped(
+        self, request: Operation[ReplyT], flush_cache: Flush
+    ) -> StoppedCall[ReplyT]:
+        self.paused = True
+        stop = Stop(stop_ms=0.0, caches_ms=0.0)
+        try:
+            self._record("stop", flush_cache)
+        except Exception as error:
+            stop = msgspec.structs.replace(stop, refusal=as_delta_error(error).to_wire())
+        answers = await self.call(msgspec.structs.replace(request, refusal=stop.refusal))
+        return StoppedCall.of(answers, [stop])
+
+    async def end_requests(self, mode: str) -> None:
+        self.paused = True
+        self._record("end_requests", mode)
+
     async def is_paused(self) -> bool:
         return self.paused
 
-    async def pause(self, mode: str, *, flush_cache: bool) -> float:
-        self.paused = True
-        self._record("pause", mode, flush_cache)
-        return 0.0
-
-    async def flush_cache(self) -> None:
-        self._record("flush_cache")
-
-    async def salt_cache(self) -> None:
-        self._record("salt_cache")
-
     async def check_salt(self) -> None:
-        if "salt_cache" in self.fails:
-            raise self.fails["salt_cache"]
+        if "salt" in self.fails:
+            raise self.fails["salt"]
+
+    async def publish(self, version: str | None, *, resumes: bool) -> None:
+        self._record("publish", version, resumes)
+        self.weight_version = version or self.weight_version
+        self.paused &= not resumes
+
+    async def pause(self, mode: str = "keep") -> None:
+        """Pause as a caller does, by the engine's own method."""
+        self.paused = True
+        self._record("pause", mode)
 
     async def resume(self) -> None:
+        """Resume as a caller does."""
         self._record("resume")
         self.paused = False
-
-    async def set_weight_version(self, version: str) -> None:
-        self._record("set_weight_version", version)
-        self.weight_version = version
 
     async def get_weight_version(self) -> str:
         return self.weight_version

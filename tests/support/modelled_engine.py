@@ -228,9 +228,9 @@ class ModelledEngine(RuleBasedStateMachine):
         elif fault == "lost":
             self.rig.engine.loses["commit"] = ConnectionError("lost")
         elif fault == "unpaused":
-            self.rig.engine.fails["pause"] = RuntimeError("not now")
+            self.rig.engine.fails["stop"] = RuntimeError("not now")
         elif fault == "unpublished":
-            self.rig.engine.fails["resume"] = RuntimeError("not now")
+            self.rig.engine.fails["publish"] = RuntimeError("not now")
         with failing:
             yield
         self.rig.heal()

@@ -1,17 +1,16 @@
-"""Pause, flush and resume one SGLang server, for the delta service."""
+"""One SGLang server, for the delta service: calls of all ranks, stopping and resuming."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import time
 import uuid
 from typing import Any
 
-from engine_ext.adapters.sglang.prefix_cache import SaltCache
-from engine_ext.adapters.sglang.rpc import Channel
+from engine_ext.adapters.sglang import prefix_cache
+from engine_ext.adapters.sglang.rpc import Channel, HowToStop, Publish
 from engine_ext.errors import DeltaError
-from engine_ext.ranks.operations import Operation, ReplyT
+from engine_ext.ranks.operations import Operation, ReplyT, StoppedCall
 
 _IDLE_POLL_S = 0.05
 
@@ -30,7 +29,6 @@ class SglangEngine:
         self._manager = manager
         self.address = _own_address(manager.server_args)
         self._pause_generation = manager.pause_generation
-        self._continue_generation = manager.continue_generation
         self._channel = Channel(manager)
 
     @property
@@ -41,60 +39,52 @@ class SglangEngine:
         """Return every rank's reply or error, in rank order; RuntimeError if the engine died."""
         return await self._channel.call(request)
 
+    async def call_stopped(
+        self, request: Operation[ReplyT], flush_cache: bool | str
+    ) -> StoppedCall[ReplyT]:
+        """See `delta_server.engine.Engine`. All ranks use the same salt."""
+        salt = uuid.uuid4().hex if flush_cache == "salt" else None
+        await self._hold()
+        stop = HowToStop(flushes=flush_cache is True, salt=salt)
+        return await self._channel.call_stopped(request, stop)
+
     async def is_paused(self) -> bool:
         return bool(self._manager.is_pause)
 
-    async def pause(self, mode: str, *, flush_cache: bool) -> float:
-        """Stop scheduling. With `flush_cache` all KV is dropped; kept requests are recomputed.
-
-        Return the milliseconds that dropping took.
-
-        Raises:
-            RuntimeError: the cache could not be flushed.
-        """
-        if mode == "keep":
-            await self._pause("retract" if flush_cache else "in_place")
-        elif mode == "abort":
+    async def end_requests(self, mode: str) -> None:
+        """See `delta_server.engine.Engine`."""
+        if mode == "abort":
             await self._pause("abort")
         else:
             await self._wait_for_requests()
-        start = time.perf_counter()
-        if flush_cache:
-            await self._flush()
-        return (time.perf_counter() - start) * 1e3
-
-    async def flush_cache(self) -> None:
-        """Drop all KV of a paused engine; the requests in flight are recomputed. See `pause`."""
-        await self._pause("retract")
-        await self._flush()
-
-    async def salt_cache(self) -> None:
-        """See `delta_server.engine.Engine`. All ranks use the same salt."""
-        await self._salt(uuid.uuid4().hex)
 
     async def check_salt(self) -> None:
         """See `delta_server.engine.Engine`."""
-        await self._salt(None)
+        prefix_cache.check_salt()
 
-    async def _salt(self, salt: str | None) -> None:
-        for answer in await self.call(SaltCache(salt=salt)):
+    async def publish(self, version: str | None, *, resumes: bool) -> None:
+        """See `delta_server.engine.Engine`."""
+        # Before a token of the new weights can be answered.
+        self._manager._update_weight_version_if_provided(version)
+        for answer in await self.call(Publish(version=version, resumes=resumes)):
             if isinstance(answer, DeltaError):
                 raise answer
-
-    async def resume(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        await self._continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
-
-    async def set_weight_version(self, version: str) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
-
-        await self._manager.update_weight_version(
-            UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
-        )
+        if resumes:
+            await self._release()
 
     async def get_weight_version(self) -> str:
         return str(self._manager.config_value("weight_version"))
+
+    async def _hold(self) -> None:
+        """Hold new requests back, as SGLang's own pause does."""
+        async with self._manager.is_pause_cond:
+            self._manager.is_pause = True
+
+    async def _release(self) -> None:
+        """Let requests through that were held back; generation has resumed."""
+        async with self._manager.is_pause_cond:
+            self._manager.is_pause = False
+            self._manager.is_pause_cond.notify_all()
 
     async def _pause(self, mode: str) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -102,19 +92,10 @@ class SglangEngine:
         await self._pause_generation(PauseGenerationReqInput(mode=mode))
 
     async def _wait_for_requests(self) -> None:
-        """Hold new requests back, as SGLang's mode ``abort`` does, and wait for those in flight."""
-        async with self._manager.is_pause_cond:
-            self._manager.is_pause = True
+        """Hold new requests back, and wait for those in flight."""
+        await self._hold()
         while await self._manager.model_update_lock.is_locked():
             await asyncio.sleep(_IDLE_POLL_S)
-
-    async def _flush(self) -> None:
-        from sglang.srt.managers.io_struct import FlushCacheReqInput
-
-        # The manager's own method returns the first replica's answer alone.
-        for result in await self._manager.flush_cache_communicator(FlushCacheReqInput()):
-            if not result.success:
-                raise RuntimeError(f"SGLang did not flush its cache: {result.message}")
 
 
 def _own_address(server_args: Any) -> str | None:

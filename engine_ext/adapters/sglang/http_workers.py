@@ -34,6 +34,7 @@ class SglangHttpWorker(SglangEngine):
     def __init__(self, manager: Any) -> None:
         super().__init__(manager)
         self._broadcast_lock = asyncio.Lock()
+        self._continue_generation = manager.continue_generation
         self._original_apply = manager._apply_pause_continue_broadcast
         manager._apply_pause_continue_broadcast = self._apply_broadcast
 
@@ -60,13 +61,8 @@ class SglangHttpWorker(SglangEngine):
                     logger.exception("delta updates: the weight version could not be read")
             await self._original_apply(broadcast)
 
-    async def _pause(self, mode: str) -> None:
-        await super()._pause(mode)
-        if mode == "abort":
-            await self._wait_until_idle()
-
-    async def _wait_for_requests(self) -> None:
-        """Stop all processes from sending new requests, and wait for those in flight."""
+    async def _hold(self) -> None:
+        """Stop all processes from sending new requests."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         manager = self._manager
@@ -75,6 +71,22 @@ class SglangHttpWorker(SglangEngine):
         # The router notifies every process, and does not forward this mode to the ranks.
         manager._dispatch_to_scheduler(PauseGenerationReqInput(mode="abort"))
         await confirmed
+
+    async def _release(self) -> None:
+        """Let all processes send requests again."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        # The router forwards this to the ranks, too, which have resumed already.
+        await self._continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    async def _pause(self, mode: str) -> None:
+        await super()._pause(mode)
+        if mode == "abort":
+            await self._wait_until_idle()
+
+    async def _wait_for_requests(self) -> None:
+        """Stop all processes from sending new requests, and wait for those in flight."""
+        await self._hold()
         await self._wait_until_idle()
 
     async def _wait_until_idle(self) -> None:

@@ -11,20 +11,20 @@ import functools
 from typing import Any
 
 from engine_ext.errors import SaltUnavailable
-from engine_ext.ranks.operations import Operation, Reply
-from engine_ext.structs import prepare
 
 
-class SaltCache(Operation[Reply], frozen=True, kw_only=True, tag="salt_cache"):
-    """Separate the KV of requests to come from what is cached now; the engine is paused.
+def check_salt() -> None:
+    """Raise `SaltUnavailable` if this engine keeps old KV for requests to come, whatever its key.
 
-    Without a salt it is only checked whether that is possible.
+    Streaming sessions keep KV for their next turn. Call it in any process of the engine.
     """
+    from sglang.srt.runtime_context import get_serving
 
-    salt: str | None
-
-
-prepare(SaltCache)
+    if get_serving().enable_streaming_session:
+        raise SaltUnavailable(
+            "flush_cache=salt does not work with --enable-streaming-session: a session keeps KV of "
+            "old weights for its next turn; use flush_cache=true"
+        )
 
 
 class Salts:
@@ -46,21 +46,11 @@ class Salts:
         init.delta_updates = True  # type: ignore[attr-defined]
         request_type.__init__ = init
 
-    def change(self, salt: str | None, scheduler: Any) -> None:
-        """Use another salt, also for the requests that wait and hold no KV; None only checks.
+    def change(self, salt: str, scheduler: Any) -> None:
+        """Use another salt, also for the requests that wait and hold no KV.
 
-        Raises:
-            SaltUnavailable: streaming sessions keep KV for their next turn, whatever its key is.
+        Call it after `check_salt`, while the scheduler is paused.
         """
-        from sglang.srt.runtime_context import get_serving
-
-        if get_serving().enable_streaming_session:
-            raise SaltUnavailable(
-                "flush_cache=salt does not work with --enable-streaming-session: a session keeps "
-                "KV of old weights for its next turn; use flush_cache=true"
-            )
-        if salt is None:
-            return
         self._salt = salt
         diffusion = getattr(scheduler, "dllm_manager", None)
         for request in (

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +21,6 @@ import msgspec
 import psutil
 
 from engine_ext.adapters.sglang.names import LOAD_FORMAT
-from engine_ext.adapters.sglang.prefix_cache import SaltCache
 from engine_ext.errors import DeltaError
 from engine_ext.ranks import operations as ops
 from engine_ext.ranks import replicas
@@ -30,15 +30,37 @@ logger = logging.getLogger(__name__)
 
 _MARK = "delta-updates:"
 _DEATH_POLL_S = 0.5
-_REQUEST: Final[Any] = ops.Request | SaltCache
+
+
+class Publish(ops.Operation[ops.Reply], frozen=True, kw_only=True, tag="publish"):
+    """Set the weight version, unless it is None, then resume generation if `resumes`."""
+
+    version: str | None
+    resumes: bool
+
+
+_REQUEST: Final[Any] = ops.Request | Publish
+prepare(_REQUEST)
+
+
+class HowToStop(msgspec.Struct, frozen=True, kw_only=True):
+    """Cached KV is flushed or salted, or neither, when generation is stopped."""
+
+    flushes: bool = False
+    salt: str | None = None
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One operation on its way to the ranks, in a request's manifest; `call` identifies it."""
+    """One operation on its way to the ranks, in a request's manifest; `call` identifies it.
+
+    Attributes:
+        stop: generation is stopped for it; None: it continues.
+    """
 
     call: str
     operation: str
     arguments: dict[str, Any]
+    stop: HowToStop | None = None
 
     @classmethod
     def from_manifest(cls, manifest: Any) -> Call:
@@ -49,9 +71,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         """Return the operation; DeltaError as from `ops.decode_request`."""
         return ops.decode_request(self.operation, self.arguments, _REQUEST)
 
-    def reply(self, answers: list[dict[str, Any]], replica: int) -> str:
-        """Return a message that carries the answers of one replica's ranks."""
-        return _message(CallReply(call=self.call, replica=replica, answers=answers))
+    def reply(
+        self, answers: list[dict[str, Any]], replica: int, stop: ops.Stop | None = None
+    ) -> str:
+        """Return a message that carries the answers of one replica's ranks, and how it stopped."""
+        reply = CallReply(call=self.call, replica=replica, answers=answers, stop=stop)
+        return _message(reply)
 
     def failure(self, reason: str, replica: int) -> str:
         """Return a message with the reason why there are no answers."""
@@ -67,6 +92,7 @@ class CallReply(msgspec.Struct, frozen=True, kw_only=True):
     call: str
     replica: int = 0
     answers: list[dict[str, Any]] = []
+    stop: ops.Stop | None = None
     failure: str | None = None
 
 
@@ -101,11 +127,25 @@ class Channel:
 
     async def call(self, request: ops.Operation[ops.ReplyT]) -> list[ops.ReplyT | DeltaError]:
         """Return every rank's reply or error, in rank order; RuntimeError if there are none."""
+        return _answers(request, await self._replies(request))
+
+    async def call_stopped(
+        self, request: ops.Operation[ops.ReplyT], stop: HowToStop
+    ) -> ops.StoppedCall[ops.ReplyT]:
+        """Stop generation, then do as `call`."""
+        replies = await self._replies(request, stop)
+        stops = [reply.stop for reply in replies if reply.stop is not None]
+        return ops.StoppedCall.of(_answers(request, replies), stops)
+
+    async def _replies(
+        self, request: ops.Operation[Any], stop: HowToStop | None = None
+    ) -> list[CallReply]:
+        """Return every replica's reply, in their order; RuntimeError if there are none."""
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
         operation, arguments = ops.encode_request(request)
         self._manager.auto_create_handle_loop()
-        call = Call(call=uuid.uuid4().hex, operation=operation, arguments=arguments)
+        call = Call(call=uuid.uuid4().hex, operation=operation, arguments=arguments, stop=stop)
         replies = self._waiting[call.call] = _Replies(
             {}, asyncio.get_running_loop().create_future()
         )
@@ -125,7 +165,7 @@ class Channel:
         for reply in in_order:
             if reply.failure is not None:
                 raise RuntimeError(reply.failure)
-        return ops.decode_answers(request, [one for reply in in_order for one in reply.answers])
+        return in_order
 
     def _receive(self, output: Any) -> None:
         if not output.message.startswith(_MARK):
@@ -156,6 +196,12 @@ class Channel:
             dead = True
         if dead:
             raise RuntimeError("the engine died")
+
+
+def _answers(
+    request: ops.Operation[ops.ReplyT], replies: Sequence[CallReply]
+) -> list[ops.ReplyT | DeltaError]:
+    return ops.decode_answers(request, [one for reply in replies for one in reply.answers])
 
 
 def _schedulers_of_replicas(manager: Any) -> list[psutil.Process]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,24 +31,20 @@ from engine_ext.adapters.sglang.checkpoint import (
 from engine_ext.adapters.sglang.external_updates import watch_external_updates
 from engine_ext.adapters.sglang.pipeline import hold_operations
 from engine_ext.adapters.sglang.postload import probe, processing_context, recomputations
-from engine_ext.adapters.sglang.rpc import Call
+from engine_ext.adapters.sglang.rpc import Call, HowToStop, Publish
 from engine_ext.adapters.target_and_draft import TargetAndDraft
-from engine_ext.errors import (
-    Conflict,
-    DeltaError,
-    NotUpdatable,
-    SyncInProgress,
-    as_delta_error,
-    from_wire,
-)
-from engine_ext.ranks import GroupRanks, RankGroup, among_replicas
+from engine_ext.errors import DeltaError, NotUpdatable, SyncInProgress, as_delta_error
+from engine_ext.ranks import GroupRanks, RankGroup, among_replicas, run_on_all_or_none
 from engine_ext.ranks.operations import (
     BeginPart,
     CommitSync,
+    Operation,
     RankReport,
     Reply,
+    ReplyT,
     RollBack,
     Serving,
+    Stop,
     encode_answer,
 )
 from engine_ext.remote_parts import locator
@@ -81,7 +78,7 @@ def attach_receiver(runner: Any, chosen: settings.Settings, load: Callable[[], N
         watch_external_updates(receiver)
         if _stages() > 1:
             hold_operations()
-        runner.delta_receiver, runner.delta_ranks = receiver, ranks
+        runner.delta_receiver = receiver
         runner.delta_runners = [one.engine.runner for one in observed]
 
     if target.role.path:
@@ -152,9 +149,9 @@ def answer(updater: Any, request: Any) -> Any:
         message = f"deltas are sent to the delta endpoints ({error})"
         return UpdateWeightFromDiskReqOutput(success=False, message=message)
     try:
-        own = encode_answer(lambda: _carry_out(updater, call))
-        answers = _ranks_of_replica().all_gather(own)
-        message = call.reply(answers, _replica())
+        own, stop = _carry_out(updater, call)
+        gathered = _ranks_of_replica().all_gather([own, stop and msgspec.to_builtins(stop)])
+        message = call.reply([answer for answer, _ in gathered], _replica(), _of_all(gathered))
         return UpdateWeightFromDiskReqOutput(success=True, message=message)
     except Exception as error:
         logger.exception("delta updates: the ranks' answers could not be gathered")
@@ -182,22 +179,92 @@ def _replica() -> int:
     return get_parallel().dp_rank or 0
 
 
-def _carry_out(updater: Any, call: Call) -> Reply:
-    request = call.request()
-    if isinstance(request, prefix_cache.SaltCache):
-        prefix_cache.SALTS.change(request.salt, updater.scheduler)
-        return Reply()
+def _of_all(gathered: Sequence[Sequence[Any]]) -> Stop | None:
+    """Return how the first rank has stopped, with the refusal of any rank of its replica."""
+    stops = [msgspec.convert(stop, Stop) for _, stop in gathered if stop is not None]
+    if not stops:
+        return None
+    refusal = next((stop.refusal for stop in stops if stop.refusal is not None), None)
+    return msgspec.structs.replace(stops[0], refusal=refusal)
+
+
+def _carry_out(updater: Any, call: Call) -> tuple[dict[str, Any], Stop | None]:
+    """Return this rank's encoded answer to a call, and how it has stopped, if it was to."""
+    stop = None if call.stop is None else _stop(updater, call.stop)
+    refusal = None if stop is None else stop.refusal
+    return encode_answer(lambda: _reply(updater, call, refusal)), stop
+
+
+def _reply(updater: Any, call: Call, refusal: dict[str, Any] | None) -> Reply:
+    request = msgspec.structs.replace(call.request(), refusal=refusal)
+    if isinstance(request, Publish):
+        return _publish(updater.scheduler, request)
     receiver: Receiver | None = getattr(updater.tp_worker.model_runner, "delta_receiver", None)
     if receiver is None:
         raise DeltaError("this rank was started without --enable-delta-updates")
     receiver.set_asleep("weights" in updater.offload_tags, other=bool(updater.offload_tags))
-    writes = isinstance(request, CommitSync | RollBack)
-    if writes or isinstance(request, BeginPart):
-        _refuse_together(updater, writes=writes)
+    if isinstance(request, BeginPart):
+        # A replica decides alone, and the others forget the part if it refuses: a replica that
+        # hangs must not keep them from generating.
+        run_on_all_or_none(_ranks_of_replica(), lambda: _refuse_here(updater))
+    elif isinstance(request, CommitSync | RollBack) and refusal is None:
+        request = _checked(updater, request)
     reply: Reply = receiver.execute(request)
     if isinstance(reply, RankReport):
         return msgspec.structs.replace(reply, serving=_serving(updater))
     return reply
+
+
+def _checked(updater: Any, request: Operation[ReplyT]) -> Operation[ReplyT]:
+    """Return a write with this rank's reason against it, if there is one, for the vote on it.
+
+    Image embeddings are dropped: requests in flight compute theirs again.
+    """
+    try:
+        _refuse_here(updater)
+        image_embeddings.drop(updater.tp_worker.model_runner.model)
+    except Exception as error:
+        return msgspec.structs.replace(request, refusal=as_delta_error(error).to_wire())
+    return request
+
+
+def _publish(scheduler: Any, request: Publish) -> Reply:
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+    scheduler.record_weight_version_change(request.version)
+    if request.resumes:
+        scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+    return Reply()
+
+
+def _stop(updater: Any, how: HowToStop) -> Stop:
+    """Stop this rank's scheduler between two forward passes, and treat its KV; never raises.
+
+    Requests in flight stay; they are computed again if the KV is flushed.
+    """
+    begun = stopped = time.perf_counter()
+    refusal: dict[str, Any] | None = None
+    try:
+        _stop_scheduler(updater.scheduler, "retract" if how.flushes else "in_place")
+        stopped = time.perf_counter()
+        if how.flushes and not updater.scheduler.flush_cache():
+            raise RuntimeError("SGLang did not flush its cache")
+        if how.salt is not None:
+            prefix_cache.SALTS.change(how.salt, updater.scheduler)
+    except Exception as error:
+        refusal = as_delta_error(error).to_wire()
+    ended = time.perf_counter()
+    times = {"stop_ms": (stopped - begun) * 1e3, "caches_ms": (ended - stopped) * 1e3}
+    return Stop(**times, refusal=refusal)
+
+
+def _stop_scheduler(scheduler: Any, mode: str) -> None:
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+    scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
+    # A forward pass might still run on a stream of its own. If its error surfaces here, on this
+    # rank alone, the ranks learn of it in their vote.
+    torch.get_device_module().synchronize()
 
 
 def _serving(updater: Any) -> Serving:
@@ -207,40 +274,13 @@ def _serving(updater: Any) -> Serving:
     return Serving(idle=updater.scheduler.is_fully_idle(), weight_version=version)
 
 
-def _refuse_together(updater: Any, *, writes: bool) -> None:
-    """Raise on all ranks the error of `_refuse_here` on some rank; all ranks must call it.
-
-    Before a write all replicas agree, and each rank drops its image embeddings. When a part is
-    staged, a replica decides alone, and the others forget the part if it refuses: a replica that
-    hangs must not keep them from generating.
-    """
-    own: dict[str, Any] | None = None
-    try:
-        _refuse_here(updater, writes)
-        if writes:
-            image_embeddings.drop(updater.tp_worker.model_runner.model)
-    except Exception as error:
-        own = as_delta_error(error).to_wire()
-    everyone: RankGroup = updater.tp_worker.model_runner.delta_ranks
-    ranks = everyone if writes else _ranks_of_replica()
-    for refusal in filter(None, ranks.all_gather(own)):
-        raise from_wire(refusal)
-
-
-def _refuse_here(updater: Any, writes: bool) -> None:
+def _refuse_here(updater: Any) -> None:
     """Refuse a sync that this rank would not serve correctly now."""
     if updater._session is not None:
         raise SyncInProgress("SGLang's own weight update has begun and not ended")
     runners = updater.tp_worker.model_runner.delta_runners
     for reason in filter(None, map(in_place_refusal, runners)):
         raise NotUpdatable(reason)
-    scheduler = updater.scheduler
-    if writes:
-        if not scheduler._engine_paused and not scheduler.is_fully_idle():
-            raise Conflict("generation was resumed during the commit")
-        # A forward pass might still run on a stream of its own. If its error surfaces here, on this
-        # rank alone, no rank enters the vote.
-        torch.get_device_module().synchronize()
 
 
 def in_place_refusal(runner: Any) -> str | None:

@@ -28,6 +28,7 @@ _SHARED_MEMORY = "ipc_cache"
 _PATCHED = (
     "vllm.engine.arg_utils",
     "vllm.plugins.endpoint_plugins.interface",
+    "vllm.v1.engine.core",
     "vllm.v1.worker.worker_base",
 )
 
@@ -127,6 +128,15 @@ def endpoint_plugins() -> list[Any]:
     # If there are several HTTP processes, this one has not called `read_arguments` itself.
     _log_as_vllm()
     return [DeltaEndpoints()]
+
+
+def on_core_created() -> None:
+    """Give the engine cores of this process their methods, if delta updates are enabled."""
+    if settings.from_environment() is None:
+        return
+    from engine_ext.adapters.vllm import engine_core
+
+    engine_core.install()
 
 
 def on_worker_created(worker: Any) -> None:

@@ -13,7 +13,7 @@ import functools
 from typing import Any
 
 from engine_ext import settings
-from engine_ext.adapters.vllm import hooks, prefix_cache
+from engine_ext.adapters.vllm import engine_core, hooks
 
 _PATH = "/update_weights_delta"
 
@@ -21,11 +21,9 @@ _PATH = "/update_weights_delta"
 def register() -> None:
     """Install the hooks; safe to call more than once per process.
 
-    If vLLM was patched and has the other hooks in its source, it reaches the engine core alone.
+    Does nothing if vLLM was patched and has the hooks in its source.
     """
     if hooks.in_source():
-        if settings.from_environment() is not None:
-            prefix_cache.install()
         return
     _add_flags()
     if settings.from_environment() is not None:
@@ -61,7 +59,7 @@ def _install() -> None:
     install_checks()
     install_workers()
     install_endpoints()
-    prefix_cache.install()
+    engine_core.install()
 
 
 def install_checks() -> None:

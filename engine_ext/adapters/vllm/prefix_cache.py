@@ -13,27 +13,42 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Final
 
-# The method of an engine core; the front end calls it by name.
-METHOD: Final = "delta_salt_cache"
+from engine_ext.errors import Conflict
+
+_HELD_KV: Final = "Failed to reset KV cache even when all the running requests are preempted"
 
 
-def install() -> None:
-    """Give the engine cores of this process the method; safe to call more than once."""
-    from vllm.v1.engine.core import EngineCore
+def drop(core: Any) -> None:
+    """Drop all KV and image embeddings of a paused engine core; kept requests are recomputed.
 
-    setattr(EngineCore, METHOD, salt)
+    Not the caches of processed images. These do not depend on the weights, and a request that
+    arrives meanwhile would fail: the front end expects its image in the engine's cache.
+
+    Raises:
+        Conflict: a request holds KV that vLLM does not take from it.
+        RuntimeError: the cache could not be reset.
+    """
+    try:
+        done = core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    except RuntimeError as error:
+        if _HELD_KV not in str(error):
+            raise
+        raise Conflict(
+            "a request holds KV that vLLM does not drop, such as one that waits for more input (a "
+            "realtime session); send the sync again when it has ended, or with flush_cache=salt"
+        ) from error
+    if not done:
+        raise RuntimeError("vLLM did not reset its prefix cache")
+    core.reset_encoder_cache()
 
 
-def salt(core: Any, only_checks: bool = False) -> None:
+def salt(core: Any) -> None:
     """Let no request get cached KV or image embeddings that others have; requests keep their own.
 
-    With `only_checks`, nothing is done: it is known then that the core has the method.
     The core's scheduler is paused, and no forward pass runs. A request that is preempted later
     computes all of its KV with the weights of then. One that is in the middle of an image computes
     the image's embeddings again.
     """
-    if only_checks:
-        return
     from vllm.v1.request import RequestStatus
 
     for request in core.scheduler.requests.values():

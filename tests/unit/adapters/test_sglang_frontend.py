@@ -59,7 +59,7 @@ def test_memory_is_not_released_or_resumed_during_a_commit(
         return response
 
     assert rig.run(scenario()).json()["status"] == "committed"
-    assert events[-2:] == [("resume",), (change,)]
+    assert events[-2:] == [("publish", "8", True), (change,)]
 
 
 @pytest.mark.parametrize(

@@ -6,23 +6,11 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
-from engine_ext.adapters.sglang import prefix_cache, scheduler
-from engine_ext.adapters.sglang.prefix_cache import SaltCache, Salts
-from engine_ext.adapters.sglang.rpc import Call
-from engine_ext.conformance.thread_group import Group, ThreadRanks
+from engine_ext.adapters.sglang import prefix_cache
+from engine_ext.adapters.sglang.prefix_cache import Salts
 from engine_ext.errors import SaltUnavailable
-from engine_ext.ranks.operations import Reply, encode_answer, encode_request
-
-
-@pytest.fixture(autouse=True)
-def serving(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    found = SimpleNamespace(enable_streaming_session=False)
-    module = SimpleNamespace(get_serving=lambda: found)
-    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", module)
-    return found
 
 
 def request_type() -> Any:
@@ -60,40 +48,14 @@ def test_requests_of_diffusion_models_wait_elsewhere() -> None:
     assert (waiting.extra_key, flying.extra_key) == ("s1:mine", "mine")
 
 
-def test_sessions_that_keep_kv_are_refused(serving: SimpleNamespace) -> None:
-    make, salts = request_type(), Salts()
-    salts.follow(make)
-    serving.enable_streaming_session = True
+def test_sessions_that_keep_kv_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(enable_streaming_session=False)
+    module = SimpleNamespace(get_serving=lambda: found)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", module)
+    prefix_cache.check_salt()
+    found.enable_streaming_session = True
     with pytest.raises(SaltUnavailable, match="--enable-streaming-session"):
-        salts.change("s1", scheduler_of())
-    with pytest.raises(SaltUnavailable, match="--enable-streaming-session"):
-        salts.change(None, scheduler_of())
-    assert make("mine").extra_key == "mine"
-
-
-def test_checking_salts_nothing(serving: SimpleNamespace) -> None:
-    make, salts = request_type(), Salts()
-    salts.follow(make)
-    waiting = make("mine")
-    salts.change(None, scheduler_of(waiting))
-    assert (waiting.extra_key, make("mine").extra_key) == ("mine", "mine")
-
-
-def test_a_rank_salts_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    salts, make = Salts(), request_type()
-    monkeypatch.setattr(prefix_cache, "SALTS", salts)
-    monkeypatch.setattr(scheduler, "_ranks_of_replica", lambda: ThreadRanks(Group(1), 0))
-    monkeypatch.setattr(scheduler, "_replica", lambda: 0)
-    output = SimpleNamespace(UpdateWeightFromDiskReqOutput=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", output)
-    salts.follow(make)
-    name, arguments = encode_request(SaltCache(salt="s1"))
-    call = Call(call="c", operation=name, arguments=arguments)
-    request = SimpleNamespace(manifest=msgspec.to_builtins(call))
-    answer = scheduler.answer(SimpleNamespace(scheduler=scheduler_of()), request)
-    assert answer.success
-    assert answer.message == call.reply([encode_answer(Reply)], 0)
-    assert make().extra_key == "s1:"
+        prefix_cache.check_salt()
 
 
 @pytest.mark.parametrize("paused", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from argparse import Namespace
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 from fastapi import FastAPI
 
 from engine_ext import settings
+from engine_ext.adapters.vllm.engine_core import CALL_STOPPED, PUBLISH
 from engine_ext.adapters.vllm.frontend import DeltaEndpoints
 from engine_ext.errors import AdapterNotLoaded, DeltaError, EngineUncertain
-from engine_ext.ranks.operations import decode_request, encode_answer
+from engine_ext.ranks.operations import Stop, decode_request, encode_answer
 from tests.support.delta_bodies import RESYNCED, delta_part, full_part
 from tests.support.endpoint_rig import DELTA, Rig, app_of, assert_error
 
@@ -25,6 +27,10 @@ def give(answer: Any) -> Any:
     if isinstance(answer, DeltaError):
         raise answer
     return answer
+
+
+def encoded(answers: Sequence[Any]) -> list[Any]:
+    return [encode_answer(functools.partial(give, one)) for one in answers]
 
 
 class Client:
@@ -43,28 +49,30 @@ class Client:
             lora_config=None,
             weight_transfer_config=None,
         )
-        self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause_generation)
+        self.engine_core = SimpleNamespace(call_utility_async=self.call_utility)
         self.is_paused = rig.engine.is_paused
         self.resume_generation = rig.engine.resume
-        self.update_weight_version = rig.engine.set_weight_version
         self.get_weight_version = rig.engine.get_weight_version
 
-    async def collective_rpc(self, method: str, *, args: Any) -> list[Any]:
+    async def call_utility(self, method: str, *given: Any) -> Any:
+        """Call a method of the engine core."""
+        if method == PUBLISH:
+            version, resumes = given
+            return await self._engine.publish(version, resumes=resumes)
+        if method == CALL_STOPPED:
+            flush_cache, *request = given
+            stopped = await self._engine.call_stopped(decode_request(*request), flush_cache)
+            stop = Stop(stop_ms=stopped.stop_ms, caches_ms=stopped.caches_ms)
+            return {"stop": msgspec.to_builtins(stop), "answers": encoded(stopped.answers)}
+        _, _, request, _ = given
         if self.refuses is not None:
-            return [encode_answer(functools.partial(give, self.refuses))]
-        answers = await self._engine.call(decode_request(*args))
-        return [encode_answer(functools.partial(give, one)) for one in answers]
-
-    async def reset_prefix_cache(self, **options: Any) -> bool:
-        return True
-
-    async def reset_encoder_cache(self) -> None:
-        pass
+            return encoded([self.refuses])
+        return encoded(await self._engine.call(decode_request(*request)))
 
     async def pause_generation(
         self, *, mode: str, clear_cache: bool = True, wait_for_inflight_requests: bool = False
     ) -> None:
-        await self._engine.pause(mode, flush_cache=clear_cache)
+        await self._engine.pause(mode)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self._engine.events.append(("sleep",))
@@ -160,7 +168,7 @@ def test_memory_is_not_released_or_woken_during_a_commit(server: Server, change:
         return response
 
     assert server.rig.run(scenario()).json()["status"] == "committed"
-    assert events[-2:] == [("resume",), (change,)]
+    assert events[-2:] == [("publish", "8", True), (change,)]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import functools
 import logging
 import sys
@@ -51,6 +50,9 @@ def test_nothing_happens_where_nobody_asks() -> None:
     before = dict(vars(bare))
     hooks.on_worker_created(bare)
     assert vars(bare) == before
+    loaded = {*sys.modules}
+    hooks.on_core_created()
+    assert {*sys.modules} == loaded
 
 
 @pytest.mark.parametrize(
@@ -206,6 +208,13 @@ def test_worker_that_freezes_weights_is_refused(monkeypatch: pytest.MonkeyPatch)
         hooks.on_worker_created(worker(vllm_config=resolved(compilation_config=frozen)))
 
 
+def client_of(processes: int = 1, **members: Any) -> SimpleNamespace:
+    """vLLM's client in one of some HTTP processes."""
+    parallel = SimpleNamespace(_api_process_count=processes, nnodes=1, use_ray=False)
+    config = SimpleNamespace(parallel_config=parallel)
+    return SimpleNamespace(**members, vllm_config=config, errored=False)
+
+
 def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own `collective_rpc` returns the first one's answers alone."""
     monkeypatch.setattr(replicas, "count", lambda: 2)
@@ -224,15 +233,8 @@ def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> 
         facts: dict[str, Any] = {"engine_state": "certain", "resume_owed": False}
         return operations.RankReport(state=operations.RankState(version=version, **facts))
 
-    client = SimpleNamespace(
-        pause_generation=None,
-        resume_generation=None,
-        vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1, use_ray=False)
-        ),
-        engine_core=SimpleNamespace(call_utility_all_async=call_utility_all_async),
-        errored=False,
-    )
+    cores = SimpleNamespace(call_utility_all_async=call_utility_all_async)
+    client = client_of(pause_generation=None, engine_core=cores)
 
     async def twice() -> list[Any]:
         engine = VllmEngine(client)
@@ -245,44 +247,49 @@ def test_every_replica_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == ["begins", ("collective_rpc", "delta_updates")] * 2
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+@pytest.mark.parametrize("mode", ["wait", "abort"])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_our_own_pauses_do_not_wait_for_our_commit(processes: int, mode: str) -> None:
-    """The caller's calls on the client reach another method from then on.
-
-    The client's method also sleeps, so that requests are answered which the pause has ended.
-    """
+    """The caller's calls on the client reach another method from then on."""
     asked: list[Any] = []
-
-    async def pause_scheduler(**options: Any) -> None:
-        asked.append(("without the sleep", options))
 
     async def pause(**options: Any) -> None:
         asked.append(options)
 
-    async def resume() -> None:
-        asked.append("resume")
-
     async def serialize_with_commits() -> None:
         raise AssertionError("the caller's")
 
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(_api_process_count=processes, nnodes=1, use_ray=False)
-    )
-    client = SimpleNamespace(
-        pause_generation=pause,
-        resume_generation=resume,
-        engine_core=SimpleNamespace(pause_scheduler_async=pause_scheduler),
-        vllm_config=config,
-        errored=False,
-    )
+    client = client_of(processes, pause_generation=pause)
     engine = VllmEngine(client)
-    client.pause_generation = client.resume_generation = serialize_with_commits
-    asyncio.run(engine.pause(mode, flush_cache=False))
-    asyncio.run(engine.resume())
-    options = {"mode": mode, "clear_cache": False}
-    assert asked == [("without the sleep", options) if mode == "keep" else options, "resume"]
+    client.pause_generation = serialize_with_commits
+    asyncio.run(engine.end_requests(mode))
+    assert asked == [{"mode": mode, "clear_cache": False}]
     assert engine.shared == (processes > 1)
+
+
+def test_every_core_stops_writes_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call to each; the refusal of one that has not stopped is that of all."""
+    monkeypatch.setattr(replicas, "count", lambda: 2)
+    asked: list[Any] = []
+    held = Conflict("a request holds KV").to_wire()
+
+    async def call_utility_all_async(method: str, *given: Any) -> list[Any]:
+        asked.append((method, *given))
+        stops = [{"stop_ms": 1.0, "caches_ms": 2.0}, {"stop_ms": 9.0, "caches_ms": 0.0}]
+        stops[1]["refusal"] = held  # type: ignore[assignment]
+        return [{"stop": stop, "answers": [{"error": held}]} for stop in stops]
+
+    cores = SimpleNamespace(call_utility_all_async=call_utility_all_async)
+    engine = VllmEngine(client_of(pause_generation=None, engine_core=cores))
+    stopped = asyncio.run(engine.call_stopped(operations.RollBack(), "salt"))
+    asyncio.run(engine.publish("8", resumes=True))
+    assert asked == [
+        ("delta_call_stopped", "salt", "rollback", {}),
+        ("delta_publish", "8", True),
+    ]
+    assert (stopped.stop_ms, stopped.caches_ms) == (1.0, 2.0)
+    errors = [stopped.refusal, *stopped.answers]
+    assert [str(error) for error in errors] == ["a request holds KV"] * 3
 
 
 @pytest.mark.parametrize(
@@ -295,54 +302,6 @@ def test_other_hosts_reach_this_one_if_there_may_be_some(
     monkeypatch.setattr(engine, "_own_address", lambda: "10.0.0.1")
     parallel = SimpleNamespace(_api_process_count=1, nnodes=nodes, use_ray=ray)
     client = SimpleNamespace(
-        pause_generation=None,
-        resume_generation=None,
-        vllm_config=SimpleNamespace(parallel_config=parallel),
+        pause_generation=None, vllm_config=SimpleNamespace(parallel_config=parallel)
     )
     assert VllmEngine(client).address == address
-
-
-HELD = "Failed to reset KV cache even when all the running requests are preempted and moved"
-
-
-@pytest.mark.parametrize(
-    ("outcome", "error"),
-    [(True, None), (False, RuntimeError), (HELD, Conflict), ("another", RuntimeError)],
-)
-def test_flush_drops_only_caches_computed_from_weights(
-    outcome: bool | str, error: type[Exception] | None
-) -> None:
-    """Processed images stay: the front end believes that the engine has those that it has sent."""
-    asked: list[Any] = []
-
-    async def pause_scheduler(**options: Any) -> None:
-        asked.append(options)
-
-    async def reset_prefix_cache(**options: Any) -> bool:
-        asked.append(options)
-        if isinstance(outcome, str):
-            raise RuntimeError(outcome)
-        return outcome
-
-    async def reset_encoder_cache() -> None:
-        asked.append("embeddings")
-
-    client = SimpleNamespace(
-        pause_generation=None,
-        resume_generation=None,
-        engine_core=SimpleNamespace(pause_scheduler_async=pause_scheduler),
-        reset_prefix_cache=reset_prefix_cache,
-        reset_encoder_cache=reset_encoder_cache,
-        vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1, use_ray=False)
-        ),
-        errored=False,
-    )
-    pause = VllmEngine(client).pause("keep", flush_cache=True)
-    with contextlib.nullcontext() if error is None else pytest.raises(error):
-        asyncio.run(pause)
-    assert asked[:2] == [
-        {"mode": "keep", "clear_cache": False},
-        {"reset_running_requests": True, "reset_connector": True},
-    ]
-    assert asked[2:] == (["embeddings"] if error is None else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from vllm.v1.pool.metadata import PoolingStates
 from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.adapters.vllm import prefix_cache
+from engine_ext.errors import Conflict
 
 BLOCK = 4
 PROMPT = list(range(1, 14))  # three blocks and one token
@@ -103,13 +105,6 @@ def test_new_requests_get_no_block_of_before(core: Core) -> None:
     assert core.prefill(core.add("newer")) == 3 * BLOCK
 
 
-def test_checking_salts_nothing(core: Core) -> None:
-    core.prefill(core.add("flying"))
-    prefix_cache.salt(core, True)
-    assert core.dropped == 0
-    assert core.prefill(core.add("new")) == 3 * BLOCK
-
-
 def test_nothing_that_a_request_in_flight_adds_is_shared(core: Core) -> None:
     """Its later blocks were computed from KV of old weights, though after the change."""
     flying = core.add("flying")
@@ -162,15 +157,33 @@ def test_without_a_prefix_cache_nothing_breaks() -> None:
     assert core.prefill(core.add("new")) == 0
 
 
-def test_engine_cores_get_the_method() -> None:
-    from vllm.v1.engine.core import EngineCore
+HELD = "Failed to reset KV cache even when all the running requests are preempted and moved"
 
-    prefix_cache.install()
-    method: Any = getattr(EngineCore, prefix_cache.METHOD)
-    core = Core()
-    core.prefill(core.add("flying"))
-    method(core)
-    assert core.prefill(core.add("new")) == 0
+
+@pytest.mark.parametrize(
+    ("outcome", "error"),
+    [(True, None), (False, RuntimeError), (HELD, Conflict), ("another", RuntimeError)],
+)
+def test_flush_drops_only_caches_computed_from_weights(
+    outcome: bool | str, error: type[Exception] | None
+) -> None:
+    """Processed images stay: the front end believes that the engine has those that it has sent."""
+    asked: list[Any] = []
+
+    def reset_prefix_cache(**options: Any) -> bool:
+        asked.append(options)
+        if isinstance(outcome, str):
+            raise RuntimeError(outcome)
+        return outcome
+
+    core = SimpleNamespace(
+        reset_prefix_cache=reset_prefix_cache,
+        reset_encoder_cache=lambda: asked.append("embeddings"),
+    )
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        prefix_cache.drop(core)
+    assert asked[0] == {"reset_running_requests": True, "reset_connector": True}
+    assert asked[1:] == (["embeddings"] if error is None else [])
 
 
 def test_preempted_prompt_gives_one_row_per_token() -> None:

@@ -52,9 +52,7 @@ def test_parts_are_staged_and_the_end_commits(api: Api) -> None:
     assert rig.engine.events == []
     assert api.post(FINISH, {"weight_version": "8"}).status_code == 200
     assert same(rig.engine.weights, NEXT)
-    assert rig.engine.events == [
-        ("pause", "keep", True), ("commit",), ("set_weight_version", "8"), ("resume",),
-    ]  # fmt: skip
+    assert rig.engine.events == [("stop", True), ("commit",), ("publish", "8", True)]
 
 
 def test_the_records_are_those_of_posted_parts(make_rig: Callable[..., Rig]) -> None:
@@ -102,7 +100,7 @@ def test_the_options_of_the_update_count(api: Api) -> None:
     keys = {"weight_version": "8", "base_version": 7, "pause_mode": "wait", "flush_cache": False}
     assert api.update(inline(body, **keys)).status_code == 200
     assert api.post(FINISH).status_code == 200
-    assert api.rig.engine.events[0] == ("pause", "wait", False)
+    assert api.rig.engine.events[:2] == [("end_requests", "wait"), ("stop", False)]
 
 
 @pytest.mark.parametrize(

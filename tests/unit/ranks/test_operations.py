@@ -146,14 +146,13 @@ def test_sglang_carries_an_operation_in_a_manifest() -> None:
 
 
 def vllm() -> Any:
-    async def collective_rpc(method: str, args: Any) -> list[Any]:
+    async def call_utility_async(method: str, *args: Any) -> Any:
         raise AssertionError("it was sent")
 
     return VllmEngine(
         SimpleNamespace(
             pause_generation=None,
-            resume_generation=None,
-            collective_rpc=collective_rpc,
+            engine_core=SimpleNamespace(call_utility_async=call_utility_async),
             vllm_config=SimpleNamespace(
                 parallel_config=SimpleNamespace(_api_process_count=1, nnodes=1, use_ray=False),
             ),

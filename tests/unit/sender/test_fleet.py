@@ -168,7 +168,7 @@ def test_all_engines_salt_when_they_commit(fleet: FleetRig, model: Model) -> Non
         assert len(sender.sync(model.items())) == 3
         assert hold(fleet, model) == [True] * 3
     for rig in fleet.rigs.values():
-        assert rig.engine.events[:2] == [("pause", "keep", False), ("salt_cache",)]
+        assert rig.engine.events[0] == ("stop", "salt")
 
 
 def test_engine_that_cannot_salt_keeps_all_back(fleet: FleetRig, model: Model) -> None:
@@ -182,7 +182,7 @@ def test_engine_that_cannot_salt_keeps_all_back(fleet: FleetRig, model: Model) -
 
     before, plain = copied(model), fleet.urls[1]
     options: dict[str, Any] = {"flush_cache": "salt", "encoding": "gap8_ulp"}
-    fleet.rigs[plain].engine.fails["salt_cache"] = SaltUnavailable("not as it was started")
+    fleet.rigs[plain].engine.fails["salt"] = SaltUnavailable("not as it was started")
     with sender_of(fleet, model, answer, **options) as sender:
         train(model)
         with pytest.raises(GroupAborted) as raised:
@@ -201,7 +201,7 @@ def test_commit_that_failed_once_is_taken_again(fleet: FleetRig, model: Model) -
     """The engine holds the sync, as its group has decided: its weights are to be these."""
     with sender_of(fleet, model) as sender:
         train(model)
-        fleet.rigs[fleet.urls[1]].engine.fails["pause"] = RuntimeError("no answer")
+        fleet.rigs[fleet.urls[1]].engine.fails["stop"] = RuntimeError("no answer")
         with pytest.raises(PartialSyncError):
             sender.sync(model.items())
         assert states(sender) == ["committed", "failed", "committed"]

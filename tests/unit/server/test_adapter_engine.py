@@ -37,7 +37,7 @@ def error_of(response: Any) -> tuple[int, str]:
 def test_the_models_version_is_not_published(rig: Rig, ranks: list[ToyAdapters]) -> None:
     assert rig.send(part(), **ONE).status_code == 200
     assert rig.engine.weight_version == str(VERSION)
-    assert [event[0] for event in rig.engine.events] == ["pause", "commit", "resume"]
+    assert [event[0] for event in rig.engine.events] == ["stop", "commit", "publish"]
     assert rig.send(part(), **ONE).json()["status"] == "already_applied"
     assert rig.post("/delta_rollback", params=ONE).status_code == 200
     assert rig.engine.weight_version == str(VERSION)
@@ -45,10 +45,10 @@ def test_the_models_version_is_not_published(rig: Rig, ranks: list[ToyAdapters])
 
 def test_the_cache_is_dropped_unless_asked_not_to(rig: Rig, ranks: list[ToyAdapters]) -> None:
     assert rig.send(part(), **ONE, pause_mode="wait", flush_cache="false").status_code == 200
-    assert rig.engine.events[0] == ("pause", "wait", False)
+    assert rig.engine.events[:2] == [("end_requests", "wait"), ("stop", False)]
     rig.engine.events.clear()
     assert rig.post("/delta_rollback", params={**ONE, "flush_cache": "salt"}).status_code == 200
-    assert rig.engine.events[:2] == [("pause", "keep", False), ("salt_cache",)]
+    assert rig.engine.events[0] == ("stop", "salt")
 
 
 def test_status_history_and_plan_are_the_adapters(rig: Rig, ranks: list[ToyAdapters]) -> None:
@@ -65,10 +65,7 @@ def test_status_history_and_plan_are_the_adapters(rig: Rig, ranks: list[ToyAdapt
 
 
 def test_a_pause_is_the_engines(rig: Rig, ranks: list[ToyAdapters]) -> None:
-    async def pause() -> None:
-        await rig.engine.pause("keep", flush_cache=False)
-
-    rig.run(rig.service.committer.run_external_change(pause))
+    rig.run(rig.service.committer.run_external_change(rig.engine.pause))
     assert rig.send(part(), **ONE).json()["status"] == "committed"
     own, whole = (present(rig.status(**which).health.paused) for which in (ONE, {}))
     assert (own.since, own.by) == (whole.since, None)

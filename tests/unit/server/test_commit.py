@@ -12,11 +12,11 @@ import pytest
 
 from delta_server.board import Item
 from delta_server.commit import EngineCommitter, serialize_with_commits
-from delta_server.request_options import Options
+from delta_server.request_options import Flush, Options
 from delta_server.service import DeltaService
 from engine_ext.errors import CommittedNotResumed, EngineUncertain, SaltUnavailable
 from engine_ext.ranks import ENGINE
-from engine_ext.ranks.operations import EngineUse
+from engine_ext.ranks.operations import EngineUse, Operation, ReplyT, StoppedCall
 from tests.support.delta_bodies import (
     BASE,
     NEXT,
@@ -31,8 +31,8 @@ from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, assert_error
 from tests.unit.server.other_process import Process, resume_owed
 from tests.unit.server.service_parts import PHASES, split_parts
 
-PAUSED = ("pause", "keep", True)
-COMMITTED = [("commit",), ("set_weight_version", "8")]
+STOPPED = ("stop", True)
+COMMITTED = [("commit",), ("publish", "8", True)]
 
 
 # The caller's own pauses ---------------------------------------------------------------------
@@ -57,12 +57,9 @@ def during_a_commit(
 
 
 def test_a_pause_during_a_commit_outlives_it(rig: Rig) -> None:
-    async def pause() -> None:
-        await rig.engine.pause("keep", flush_cache=False)
-
-    assert during_a_commit(rig, pause).json()["status"] == "committed"
+    assert during_a_commit(rig, rig.engine.pause).json()["status"] == "committed"
     assert rig.engine.paused
-    assert rig.engine.events[-2:] == [("resume",), ("pause", "keep", False)]
+    assert rig.engine.events[-2:] == [("publish", "8", True), ("pause", "keep")]
     # It is the caller's: the next sync leaves it.
     assert rig.send(delta_part(OTHER_STEP, version=9)).json()["status"] == "committed"
     assert rig.engine.paused
@@ -72,16 +69,14 @@ def test_a_pause_during_a_commit_outlives_it(rig: Rig) -> None:
 
 def test_generation_is_not_resumed_in_the_middle_of_a_commit(rig: Rig) -> None:
     assert during_a_commit(rig, rig.engine.resume).json()["status"] == "committed"
-    assert rig.engine.events[-2:] == [("resume",), ("resume",)]
+    assert rig.engine.events[-2:] == [("publish", "8", True), ("resume",)]
     assert not rig.engine.paused
 
 
 def test_a_pause_in_another_process_waits_too(rig: Rig, other: Process) -> None:
-    async def pause() -> None:
-        await rig.engine.pause("keep", flush_cache=False)
-
-    assert during_a_commit(rig, pause, other.service).json()["status"] == "committed"
-    assert rig.engine.events[-2:] == [("resume",), ("pause", "keep", False)]
+    answer = during_a_commit(rig, rig.engine.pause, other.service)
+    assert answer.json()["status"] == "committed"
+    assert rig.engine.events[-2:] == [("publish", "8", True), ("pause", "keep")]
     assert rig.engine.paused
 
 
@@ -116,7 +111,7 @@ def test_what_the_caller_does_after_a_failure_is_the_callers(rig: Rig, change: s
     rig.fail_commit()
     commits = rig.service.committer
     if change == "pause":
-        rig.run(commits.run_external_change(lambda: rig.engine.pause("keep", flush_cache=False)))
+        rig.run(commits.run_external_change(rig.engine.pause))
     else:
         with pytest.raises(EngineUncertain):
             rig.run(commits.run_external_change(rig.engine.resume, resumes))
@@ -172,7 +167,8 @@ def test_damage_found_in_callers_pause_forbids_its_end(rig: Rig) -> None:
         await asyncio.gather(pause, halting)
 
     rig.run(scenario())
-    assert rig.engine.events == [("pause", "keep", True)]
+    assert rig.engine.events == [("stop", True)]
+    assert rig.engine.paused
 
 
 @pytest.mark.parametrize(
@@ -202,24 +198,24 @@ def test_pause_that_keeps_requests_is_allowed_while_uncertain(rig: Rig) -> None:
 @pytest.mark.parametrize("change", ["pause", "resume"])
 def test_the_callers_change_publishes_the_version_first(rig: Rig, change: str) -> None:
     """Or tokens of the new weights would get the old version."""
-    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    rig.engine.fails["publish"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
     rig.engine.events.clear()
     ask = {
-        "pause": lambda: rig.engine.pause("keep", flush_cache=False),
+        "pause": rig.engine.pause,
         "resume": rig.engine.resume,
     }
     commits = rig.service.committer
     rig.run(commits.run_external_change(ask[change]))
     published, *_ = rig.engine.events
-    assert published == ("set_weight_version", "8")
+    assert published == ("publish", "8", False)
     assert rig.engine.paused == (change == "pause")
 
 
 def test_generation_is_not_resumed_under_the_old_version(rig: Rig) -> None:
-    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    rig.engine.fails["publish"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
-    rig.engine.fails["set_weight_version"] = ConnectionError("lost again")
+    rig.engine.fails["publish"] = ConnectionError("lost again")
     commits = rig.service.committer
     with pytest.raises(CommittedNotResumed, match="lost again"):
         rig.run(commits.run_external_change(rig.engine.resume))
@@ -238,17 +234,17 @@ def test_pause_of_caller_ends_under_committed_version(rig: Rig, ends: str) -> No
         "caller": lambda: commits.run_external_change(rig.engine.resume, resumes),
         "max-pause": lambda: commits.end_long_pause(0),
     }
-    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    rig.engine.fails["publish"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
-    rig.engine.fails["set_weight_version"] = ConnectionError("lost again")
+    rig.engine.fails["publish"] = ConnectionError("lost again")
     with pytest.raises((CommittedNotResumed, ConnectionError), match="lost again"):
         rig.run(end[ends]())
     assert rig.engine.paused
     rig.run(end[ends]())
     assert (rig.engine.paused, rig.engine.weight_version) == (False, "8")
-    published = rig.engine.events.count(("set_weight_version", "8"))
+    published = [event for event in rig.engine.events if event[0] == "publish"]
     rig.run(commits.run_external_change(rig.engine.resume, resumes))
-    assert rig.engine.events.count(("set_weight_version", "8")) == published
+    assert [event for event in rig.engine.events if event[0] == "publish"] == published
 
 
 @pytest.mark.parametrize("process", ["same", "other"])
@@ -270,7 +266,7 @@ def test_refused_commit_in_callers_pause_publishes_nothing(rig: Rig) -> None:
         shard.breaks = shard.undoes = True
     assert_error(rig.send(delta_part()), 500, "WriteUndone")
     rig.run(rig.service.committer.run_external_change(rig.engine.resume, resumes))
-    assert [event[0] for event in rig.engine.events] == ["flush_cache", "commit", "resume"]
+    assert [event[0] for event in rig.engine.events] == ["stop", "commit", "resume"]
 
 
 def test_a_resume_ends_a_pause_that_waits(rig: Rig) -> None:
@@ -294,7 +290,7 @@ def test_a_caller_that_hangs_up_keeps_nobody_out(rig: Rig, other: Process) -> No
 
     async def pause() -> None:
         await go_on.wait()
-        await rig.engine.pause("wait", flush_cache=False)
+        await rig.engine.pause("wait")
 
     async def scenario() -> None:
         asked = asyncio.ensure_future(rig.service.committer.run_external_change(pause))
@@ -305,17 +301,13 @@ def test_a_caller_that_hangs_up_keeps_nobody_out(rig: Rig, other: Process) -> No
 
     rig.run(scenario())
     assert other.send(delta_part()).json()["status"] == "committed"
-    assert rig.engine.events[0] == ("pause", "wait", False)
+    assert rig.engine.events[0] == ("pause", "wait")
     assert rig.engine.paused
 
 
 def test_a_caller_is_heard_where_the_ranks_are_not(rig: Rig) -> None:
     rig.engine.fails["lease"] = ConnectionError("lost")
-    rig.run(
-        rig.service.committer.run_external_change(
-            lambda: rig.engine.pause("keep", flush_cache=False)
-        )
-    )
+    rig.run(rig.service.committer.run_external_change(rig.engine.pause))
     assert rig.engine.paused
 
 
@@ -351,14 +343,14 @@ def test_the_order_of_a_commit(
     else:
         response = disk_rig.send(delta_part(), **query)
     disk_rig.assert_committed(response, NEXT, 8)
-    pause = ("pause", mode or "keep", flush != "false")
-    assert disk_rig.engine.events == [pause, *COMMITTED, ("resume",)]
+    ends = [("end_requests", mode)] if mode in ("wait", "abort") else []
+    assert disk_rig.engine.events == [*ends, ("stop", flush != "false"), *COMMITTED]
 
 
 def test_the_options_of_the_body_of_a_disk_request(disk_rig: Rig, root: Path) -> None:
     (root / "a.safetensors").write_bytes(delta_part())
     disk_rig.disk(root, pause_mode="abort", flush_cache=False)
-    assert disk_rig.engine.events == [("pause", "abort", False), *COMMITTED, ("resume",)]
+    assert disk_rig.engine.events == [("end_requests", "abort"), ("stop", False), *COMMITTED]
 
 
 @pytest.mark.parametrize("flush", [True, False])
@@ -366,10 +358,9 @@ def test_an_engine_that_the_caller_paused_stays_paused(rig: Rig, flush: bool) ->
     rig.engine.paused = True
     response = rig.send(delta_part(), flush_cache=str(flush).lower(), pause_mode="abort")
     assert response.json()["status"] == "committed"
-    assert rig.engine.events == [("flush_cache",)] * flush + COMMITTED
+    assert rig.engine.events == [("stop", flush), ("commit",), ("publish", "8", False)]
     assert rig.engine.paused
-    phases = PHASES - {"stop_ms", "resume_ms"}  # which are the caller's
-    assert response.json()["timings_ms"].keys() == {*phases, "total_ms"}
+    assert response.json()["timings_ms"].keys() == {*PHASES, "total_ms"}
     assert same(rig.engine.weights, NEXT)
 
 
@@ -378,25 +369,24 @@ def test_salted_kv_stays_with_the_requests_in_flight(rig: Rig, paused: bool) -> 
     rig.engine.paused = paused
     response = rig.send(delta_part(), flush_cache="salt")
     assert response.json()["status"] == "committed"
-    pause, resume = [("pause", "keep", False)], [("resume",)]
-    middle = [("salt_cache",), *COMMITTED]
-    assert rig.engine.events == (middle if paused else [*pause, *middle, *resume])
+    assert rig.engine.events == [("stop", "salt"), ("commit",), ("publish", "8", not paused)]
     assert rig.engine.paused == paused
 
 
 def test_an_engine_that_salts_nothing_refuses(rig: Rig) -> None:
-    rig.engine.fails["salt_cache"] = SaltUnavailable("not as it was started")
+    rig.engine.fails["salt"] = SaltUnavailable("not as it was started")
     assert_error(rig.send(delta_part(), flush_cache="salt"), 422, "SaltUnavailable")
-    assert rig.engine.events == [("pause", "keep", False), ("salt_cache",), ("resume",)]
+    assert rig.engine.events == []
     assert same(rig.engine.weights, BASE)
+    del rig.engine.fails["salt"]
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)
 
 
 def test_a_cache_that_is_not_reset_is_an_error(rig: Rig) -> None:
-    rig.engine.fails["pause"] = RuntimeError("the cache was not reset")
+    rig.engine.fails["stop"] = RuntimeError("the cache was not reset")
     error = assert_error(rig.send(delta_part()), 500, "DeltaError")
     assert "the cache was not reset" in error["message"]
-    assert rig.engine.events == [PAUSED, ("resume",)]
+    assert rig.engine.events == [STOPPED, ("commit",), ("publish", None, True)]
     assert same(rig.engine.weights, BASE)
     assert rig.engine.weight_version == str(VERSION)
     assert rig.post(COMPLETIONS).status_code == 200
@@ -407,39 +397,39 @@ def test_a_cache_that_is_not_reset_is_an_error(rig: Rig) -> None:
 
 def test_a_cache_that_is_not_reset_while_paused_is_an_error(rig: Rig) -> None:
     rig.engine.paused = True
-    rig.engine.fails["flush_cache"] = RuntimeError("the cache was not reset")
+    rig.engine.fails["stop"] = RuntimeError("the cache was not reset")
     assert_error(rig.send(delta_part()), 500, "DeltaError")
-    assert rig.engine.events == [("flush_cache",)]
+    assert rig.engine.events == [STOPPED, ("commit",)]
     assert rig.engine.paused
     assert same(rig.engine.weights, BASE)
 
 
 def test_weights_that_fall_asleep_before_the_commit(rig: Rig) -> None:
-    original = rig.engine.pause
+    original = rig.engine.call_stopped
 
-    async def pause(mode: str, *, flush_cache: bool) -> float:
+    async def call_stopped(request: Operation[ReplyT], flush_cache: Flush) -> StoppedCall[ReplyT]:
         rig.engine.set_asleep(True)
-        return await original(mode, flush_cache=flush_cache)
+        return await original(request, flush_cache)
 
-    rig.engine.pause = pause  # type: ignore[method-assign]
+    rig.engine.call_stopped = call_stopped  # type: ignore[method-assign]
     assert_error(rig.send(delta_part()), 409, "WeightsAsleep")
-    assert rig.engine.events == [PAUSED, ("commit",), ("resume",)]
+    assert rig.engine.events == [STOPPED, ("commit",), ("publish", None, True)]
     assert rig.engine.writes == [0, 0]
-    rig.engine.pause = original  # type: ignore[method-assign]
+    rig.engine.call_stopped = original  # type: ignore[method-assign]
     rig.engine.set_asleep(False)
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)
 
 
 def test_ranks_that_have_not_staged_alike_do_not_begin(rig: Rig) -> None:
     rig.send(split_parts()[0])
-    original = rig.engine.pause
+    original = rig.engine.call_stopped
 
-    async def pause(mode: str, *, flush_cache: bool) -> float:
+    async def call_stopped(request: Operation[ReplyT], flush_cache: Flush) -> StoppedCall[ReplyT]:
         rig.engine.receivers[1]._sync_state.drop()
-        return await original(mode, flush_cache=flush_cache)
+        return await original(request, flush_cache)
 
-    rig.engine.pause = pause  # type: ignore[method-assign]
+    rig.engine.call_stopped = call_stopped  # type: ignore[method-assign]
     rig.send(split_parts()[1])
     assert_error(rig.send(split_parts()[2]), 409, "Conflict")
-    assert rig.engine.events == [PAUSED, ("commit",), ("resume",)]
+    assert rig.engine.events == [STOPPED, ("commit",), ("publish", None, True)]
     assert rig.engine.writes == [0, 0]

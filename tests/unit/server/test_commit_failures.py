@@ -27,14 +27,13 @@ from tests.support.endpoint_rig import COMPLETIONS, Rig, app_of, assert_error
 from tests.support.present import present
 
 OTHER = {"layer.weight": {2: 0x1234}}
-PAUSED = ("pause", "keep", True)
-COMMITTED = [("commit",), ("set_weight_version", "8")]
+STOPPED = ("stop", True)
 
 
 def test_a_failed_write_leaves_the_engine_paused(rig: Rig) -> None:
     error = assert_error(rig.fail_commit(), 500, "CommitFailed", "uncertain", version=7)
     assert "the copy failed" in error["message"]
-    assert rig.engine.events == [PAUSED, ("commit",)]
+    assert rig.engine.events == [STOPPED, ("commit",)]
     assert rig.engine.paused
     assert rig.engine.weight_version == "7"
     status = rig.status()
@@ -63,7 +62,7 @@ def test_rollback(rig: Rig) -> None:
     assert same(rig.engine.weights, fresh_weights())
     assert rig.engine.weight_version == "7"
     assert not rig.engine.paused
-    assert rig.engine.events[0] == PAUSED
+    assert rig.engine.events[0] == STOPPED
     assert_error(rig.post("/delta_rollback"), 409, "Conflict")
     assert rig.send(delta_part()).json()["status"] == "committed"
 
@@ -87,10 +86,9 @@ def test_a_full_sync_ends_the_uncertainty(rig: Rig, version: int, status_between
     rig.engine.events.clear()
     rig.assert_committed(rig.send(full_part(RESYNCED, version)), RESYNCED, version)
     assert rig.engine.events == [
-        ("flush_cache",),
+        STOPPED,
         ("commit",),
-        ("set_weight_version", str(version)),
-        ("resume",),
+        ("publish", str(version), True),
     ]
     assert rig.status().health.state == "certain"
     assert rig.post(COMPLETIONS).status_code == 200
@@ -118,7 +116,7 @@ def test_a_full_sync_that_fails_too(rig: Rig) -> None:
 
 def test_a_cache_that_is_not_reset_keeps_it_uncertain(rig: Rig) -> None:
     rig.fail_commit()
-    rig.engine.fails["flush_cache"] = RuntimeError("the cache was not reset")
+    rig.engine.fails["stop"] = RuntimeError("the cache was not reset")
     assert_error(rig.send(full_part(RESYNCED, 8)), 500, "DeltaError")
     assert rig.engine.paused
     assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
@@ -130,7 +128,7 @@ def test_engine_paused_by_caller_stays_paused_after_resync(rig: Rig) -> None:
     rig.fail_commit()
     assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
     assert rig.engine.paused
-    assert ("resume",) not in rig.engine.events
+    assert rig.engine.events[-1] == ("publish", "8", False)
     assert rig.post(COMPLETIONS).status_code == 200
 
 
@@ -144,7 +142,7 @@ def test_an_unknown_commit_is_uncertain(
     getattr(rig.engine, lost)["commit"] = ConnectionError("a rank did not answer")
     error = assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
     assert "a rank did not answer" in error["message"]
-    assert rig.engine.events == [PAUSED, ("commit",)]
+    assert rig.engine.events == [STOPPED, ("commit",)]
     assert rig.engine.paused
     assert_error(rig.post(COMPLETIONS), 503, "EngineUncertain", "uncertain")
     if status_between:
@@ -204,7 +202,7 @@ def test_unpublished_version_is_published_without_a_repeat(
 ) -> None:
     """A delta log has no sender that repeats its sync."""
     monkeypatch.setattr(commit, "REPEAT_S", 0.01)
-    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    rig.engine.fails["publish"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
     assert rig.engine.paused
     until_resumed(rig)
@@ -226,7 +224,7 @@ def test_refused_commit_is_resumed_without_a_repeat(
     monkeypatch.setattr(commit, "REPEAT_S", 0.01)
     rig.engine.fails |= {
         "commit": Conflict("not now"),
-        "resume": ConnectionError("lost"),
+        "publish": ConnectionError("lost"),
     }
     original = rig.engine.call
 
@@ -260,27 +258,27 @@ def test_unknown_commit_is_resumed_without_a_repeat(
 
 
 def test_refusal_publishes_before_it_resumes(rig: Rig) -> None:
-    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    rig.engine.fails["publish"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
     rig.engine.events.clear()
-    rig.engine.fails["flush_cache"] = ConnectionError("lost")
+    rig.engine.fails["stop"] = ConnectionError("lost")
     assert rig.send(delta_part(OTHER, VERSION + 2)).status_code == 500
-    assert rig.engine.events[-2:] == [("set_weight_version", "8"), ("resume",)]
+    assert rig.engine.events[-1:] == [("publish", "8", True)]
     assert not rig.engine.paused
 
 
 def test_repeat_publishes_unpublished_version(rig: Rig) -> None:
-    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    rig.engine.fails["publish"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
     assert rig.is_paused()  # tokens would get the version of the old weights
     rig.engine.events.clear()
     assert rig.send(delta_part()).json()["status"] == "already_applied"
-    assert rig.engine.events == [("set_weight_version", "8"), ("resume",)]
+    assert rig.engine.events == [("publish", "8", True)]
     assert not rig.engine.paused
 
 
 def test_generation_that_is_not_resumed_is_resumed_by_the_repeat(rig: Rig) -> None:
-    rig.engine.fails["resume"] = ConnectionError("lost")
+    rig.engine.fails["publish"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
     assert rig.is_paused()
     assert rig.send(delta_part()).json()["status"] == "already_applied"
@@ -290,7 +288,7 @@ def test_generation_that_is_not_resumed_is_resumed_by_the_repeat(rig: Rig) -> No
 
 def test_a_caller_that_pauses_after_a_failure_is_heeded(rig: Rig) -> None:
     rig.fail_commit()
-    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    rig.engine.fails["publish"] = ConnectionError("lost")
     assert_error(rig.send(full_part(RESYNCED, 8)), 500, "CommittedNotResumed", "committed")
     assert rig.is_paused()
     assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "already_applied"
@@ -302,7 +300,7 @@ def test_a_caller_that_pauses_after_a_failure_is_heeded(rig: Rig) -> None:
 
 def test_unpublished_resync_ends_uncertainty(rig: Rig) -> None:
     rig.fail_commit()
-    rig.engine.fails["set_weight_version"] = ConnectionError("lost")
+    rig.engine.fails["publish"] = ConnectionError("lost")
     assert_error(rig.send(full_part(RESYNCED, 8)), 500, "CommittedNotResumed", "committed")
     assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "already_applied"
     assert rig.engine.weight_version == "8"

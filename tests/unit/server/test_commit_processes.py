@@ -10,10 +10,11 @@ import pytest
 
 from delta_server import leased_engine, recent
 from delta_server.board import SERVED, Item
+from delta_server.request_options import Flush
 from engine_ext.errors import Conflict
 from engine_ext.model import TracingError
 from engine_ext.ranks import ENGINE
-from engine_ext.ranks.operations import EngineUse, GetItem, LeaseItem, Operation
+from engine_ext.ranks.operations import EngineUse, GetItem, LeaseItem, Operation, StoppedCall
 from tests.support.delta_bodies import (
     BASE,
     NEXT,
@@ -29,7 +30,6 @@ from tests.support.endpoint_rig import COMPLETIONS, Rig, assert_error
 from tests.unit.server.other_process import Process, resume_owed
 
 OTHER = {"layer.weight": {2: 0x1234}}
-COMMITTED = [("commit",), ("set_weight_version", "8")]
 
 
 # What one process has left, another sets right -----------------------------------------------
@@ -50,7 +50,7 @@ def test_a_failed_commit_is_healed_by_another_process(rig: Rig, other: Process) 
 def test_refusal_by_another_process_keeps_uncertainty(rig: Rig, other: Process) -> None:
     rig.fail_commit()
     assert_error(other.send(delta_part()), 503, "EngineUncertain", "uncertain")
-    rig.engine.fails["flush_cache"] = RuntimeError("the cache was not reset")
+    rig.engine.fails["stop"] = RuntimeError("the cache was not reset")
     assert_error(other.send(full_part(RESYNCED, 8)), 500, "DeltaError")
     assert rig.engine.paused
     assert resume_owed(rig) == [True, True]
@@ -75,7 +75,7 @@ def test_an_unknown_commit_is_repeated_by_another_process(
 
 
 def test_generation_is_resumed_by_another_process(rig: Rig, other: Process) -> None:
-    rig.engine.fails["resume"] = ConnectionError("lost")
+    rig.engine.fails["publish"] = ConnectionError("lost")
     assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
     assert rig.engine.paused
     assert other.send(delta_part()).json()["status"] == "already_applied"
@@ -88,7 +88,7 @@ def test_another_process_leaves_engine_paused_by_caller(rig: Rig, other: Process
     assert resume_owed(rig) == [False, False]
     assert other.send(full_part(RESYNCED, 8)).json()["status"] == "committed"
     assert rig.engine.paused
-    assert ("resume",) not in rig.engine.events
+    assert rig.engine.events[-1] == ("publish", "8", False)
 
 
 @pytest.mark.slow
@@ -99,17 +99,18 @@ def test_a_process_that_dies_in_its_commit(
 
     end = asyncio.Event()
 
-    async def never() -> None:
+    async def never(version: str | None, *, resumes: bool) -> None:
         await end.wait()
 
-    resume = rig.engine.resume
-    rig.engine.resume = never  # type: ignore[method-assign]
+    publish = rig.engine.publish
+    rig.engine.publish = never  # type: ignore[method-assign]
 
     async def dies() -> None:
         commit = asyncio.ensure_future(rig.sending(delta_part()))
-        while ("set_weight_version", "8") not in rig.engine.events:
+        while rig.engine.writes != [1, 1]:
             await asyncio.sleep(0.001)
-        rig.engine.resume = resume  # type: ignore[method-assign]
+        await asyncio.sleep(0.1)
+        rig.engine.publish = publish  # type: ignore[method-assign]
         repeat = asyncio.ensure_future(other.sending(delta_part()))
         await asyncio.sleep(0.1)
         assert not repeat.done()  # the first one lives, as far as anybody knows
@@ -205,38 +206,35 @@ def test_the_ranks_are_asked_seldom(
 @pytest.mark.slow
 def test_two_processes_do_not_pause_the_engine_at_once(rig: Rig, other: Process) -> None:
     """A sync that follows at once waits until generation has gone on after the first."""
-    resume, go_on = rig.engine.resume, asyncio.Event()
+    publish, go_on = rig.engine.publish, asyncio.Event()
 
-    async def late() -> None:
+    async def late(version: str | None, *, resumes: bool) -> None:
         await go_on.wait()
-        await resume()
+        await publish(version, resumes=resumes)
 
-    rig.engine.resume = late  # type: ignore[method-assign]
+    rig.engine.publish = late  # type: ignore[method-assign]
 
     async def both() -> list[httpx.Response]:
         first = asyncio.ensure_future(rig.sending(delta_part()))
-        while ("set_weight_version", "8") not in rig.engine.events:
+        while rig.engine.writes != [1, 1]:
             await asyncio.sleep(0.001)
         second = asyncio.ensure_future(other.sending(delta_part(OTHER_STEP, version=9)))
         await asyncio.sleep(0.1)
         assert not second.done()
-        assert rig.engine.events[-1] == ("set_weight_version", "8")
+        assert rig.engine.events[-1] == ("commit",)
         go_on.set()
         return [await first, await second]
 
     assert [r.json()["status"] for r in rig.run(both())] == ["committed", "committed"]
-    pause = ("pause", "keep", True)
-    one, two = (
-        [pause, ("commit",), ("set_weight_version", version), ("resume",)] for version in "89"
-    )
+    one, two = ([("stop", True), ("commit",), ("publish", version, True)] for version in "89")
     assert rig.engine.events == one + two
     assert not rig.engine.paused
     assert same(rig.engine.weights, after(NEXT, OTHER_STEP))
 
 
-@pytest.mark.parametrize(("mode", "paused"), [("keep",) * 2, ("wait", "keep"), ("abort",) * 2])
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_check_that_changes_the_weights_stops_generation(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, mode: str, paused: str
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Though the sync was only being staged, and the engine was not paused for it.
 
@@ -250,7 +248,8 @@ def test_a_check_that_changes_the_weights_stops_generation(
         patch.setattr(rig.engine.shards[1], "check_sync", damaging)
         answer = rig.send(delta_part(), pause_mode=mode)
         assert_error(answer, 500, "CommitFailed", "uncertain")
-    assert rig.engine.events == [("pause", paused, True)]
+    ends = [("end_requests", "abort")] if mode == "abort" else []
+    assert rig.engine.events == [*ends, ("stop", True)]
     assert rig.is_paused()
     assert rig.engine.writes == [0, 0]
     generated = rig.run(rig.request("POST", COMPLETIONS))
@@ -269,17 +268,17 @@ def test_full_sync_of_running_damaged_engine_stops_it(
     def damaging(*_: object, **__: object) -> None:
         raise TracingError("tensors moved")
 
-    async def fails(mode: str, *, flush_cache: bool) -> float:
+    async def fails(request: Operation[Any], flush_cache: Flush) -> StoppedCall[Any]:
         raise ConnectionError("lost")
 
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine.shards[1], "check_sync", damaging)
-        patch.setattr(rig.engine, "pause", fails)
+        patch.setattr(rig.engine, "call_stopped", fails)
         assert_error(rig.send(delta_part()), 500, "CommitFailed", "uncertain")
     assert not rig.is_paused()
-    rig.engine.fails["pause"] = RuntimeError("the cache was not reset")
+    rig.engine.fails["stop"] = RuntimeError("the cache was not reset")
     assert_error(rig.send(full_part(RESYNCED, 8), pause_mode="wait"), 500, "DeltaError")
-    assert rig.engine.events == [("pause", "keep", True)]
+    assert rig.engine.events == [("stop", True), ("commit",)]
     assert rig.is_paused()
     rig.assert_committed(rig.send(full_part(RESYNCED, 8)), RESYNCED, 8)
 

@@ -151,7 +151,7 @@ def test_steps_need_the_one_before(fleet: FleetRig) -> None:
 def test_engine_that_cannot_salt_prepares_nothing(fleet: FleetRig) -> None:
     first, second, _ = fleet.urls
     for url in (first, second):
-        fleet.rigs[url].engine.fails["salt_cache"] = SaltUnavailable("not as it was started")
+        fleet.rigs[url].engine.fails["salt"] = SaltUnavailable("not as it was started")
     fleet.hold(first, delta_part(sync_id="s", **RUN))
     assert_error(fleet.step(first, "prepare", GROUP, "salt", **SYNC), 422, "SaltUnavailable")
     assert fleet.status(first).staged is None
@@ -170,7 +170,7 @@ def test_settled_sync_is_committed_with_its_salt(fleet: FleetRig) -> None:
         assert answer.status_code == 200
     for url in fleet.urls:
         assert fleet.settle(url)
-        assert fleet.rigs[url].engine.events[1] == ("salt_cache",)
+        assert fleet.rigs[url].engine.events[0] == ("stop", "salt")
     assert versions(fleet) == [VERSION + 1] * 3
 
 
@@ -241,7 +241,7 @@ def test_commit_of_one_is_enough_for_others(fleet: FleetRig) -> None:
 
 
 @pytest.mark.parametrize("settles", [False, True])
-@pytest.mark.parametrize("fails", ["pause", "lease"])
+@pytest.mark.parametrize("fails", ["stop", "lease"])
 def test_commit_that_did_not_reach_ranks_is_tried_again(
     fleet: FleetRig, fails: str, settles: bool
 ) -> None:
@@ -290,7 +290,7 @@ def test_commit_that_would_conflict_again_is_dropped(fleet: FleetRig) -> None:
     a = fleet.urls[0]
     record_all(fleet)
     engine = fleet.rigs[a].engine
-    engine.fails["pause"] = Conflict("a request holds KV")
+    engine.fails["stop"] = Conflict("a request holds KV")
     assert "held" not in assert_error(fleet.step(a, "commit", GROUP), 409, "Conflict")
     assert held(fleet) == [False, True, True]
     assert not engine.paused
@@ -401,7 +401,7 @@ def test_refused_claim_leaves_the_group_alone(fleet: FleetRig, recorded: int) ->
 def test_rollback_of_all_others_ends_the_group(fleet: FleetRig) -> None:
     a, *others = fleet.urls
     record_all(fleet)
-    fleet.rigs[a].engine.fails["pause"] = RuntimeError("no")
+    fleet.rigs[a].engine.fails["stop"] = RuntimeError("no")
     assert_error(fleet.step(a, "commit", GROUP), 500, "DeltaError", held=True)
     for url in others:
         assert fleet.step(url, "commit", GROUP).json()["status"] == "committed"

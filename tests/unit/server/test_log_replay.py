@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from delta_server.board import LOG
+from delta_server.request_options import Flush
 from delta_server.service import DeltaService
 from delta_server.spool_files import SpoolFiles
 from engine_ext.errors import SaltUnavailable, SpoolFull
 from engine_ext.format.signature import SIGNATURE_SUFFIX, sign
 from engine_ext.log.catalog import DONE, folder_name
-from engine_ext.ranks.operations import LeaseItem
+from engine_ext.ranks.operations import LeaseItem, Operation
 from engine_ext.ranks.status import LogStatus
 from tests.support.delta_bodies import (
     STEP,
@@ -62,7 +63,7 @@ def test_an_engine_starts_at_the_newest_version(log: Path, started: Callable[...
 def test_an_engine_that_cannot_salt_has_a_sound_log(log: Path, started: Callable[..., Rig]) -> None:
     rig = started()
     write_steps(log)
-    rig.engine.fails["salt_cache"] = SaltUnavailable("not as it was started")
+    rig.engine.fails["salt"] = SaltUnavailable("not as it was started")
     refused = rig.post(CATCH_UP, params={"flush_cache": "salt"})
     assert_error(refused, 422, "SaltUnavailable")
     assert present(rig.status().log).problem is None
@@ -73,14 +74,14 @@ def test_an_engine_that_cannot_salt_has_a_sound_log(log: Path, started: Callable
 def test_nothing_is_flushed_before_anything_was_served(
     log: Path, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flushed: list[bool] = []
-    pause = Engine.pause
+    flushed: list[Any] = []
+    call_stopped = Engine.call_stopped
 
-    async def noted(engine: Engine, mode: str, *, flush_cache: bool) -> float:
+    async def noted(engine: Engine, request: Operation[Any], flush_cache: Flush) -> Any:
         flushed.append(flush_cache)
-        return await pause(engine, mode, flush_cache=flush_cache)
+        return await call_stopped(engine, request, flush_cache)
 
-    monkeypatch.setattr(Engine, "pause", noted)
+    monkeypatch.setattr(Engine, "call_stopped", noted)
     write_steps(log, 2)
     rig = started()
     assert flushed == [False, False]
@@ -115,7 +116,7 @@ def test_catching_up_when_asked(log: Path, started: Callable[..., Rig]) -> None:
     write_steps(log)
     answer = rig.post(CATCH_UP, params={"pause_mode": "wait", "flush_cache": "false"}).json()
     assert answer["applied"] == [VERSION + 1, VERSION + 2, VERSION + 3]
-    assert rig.engine.events.count(("pause", "wait", False)) == 3
+    assert rig.engine.events.count(("end_requests", "wait")) == 3
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 
 

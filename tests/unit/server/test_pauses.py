@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -31,10 +31,10 @@ def paused_since() -> float:
 def add_routes(app: FastAPI, service: DeltaService, rig: Rig) -> None:
     """Add an engine's own routes that pause and resume, as an adapter wraps what they call."""
 
-    async def pause_now() -> None:
-        await rig.engine.pause("keep", flush_cache=False)
-
-    methods = {"/pause": pause_now, "/resume": rig.engine.resume}
+    methods: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+        "/pause": rig.engine.pause,
+        "/resume": rig.engine.resume,
+    }
     for path, method in methods.items():
         wrapped = serialize_with_commits(service.committer, method)
 

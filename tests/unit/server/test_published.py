@@ -212,14 +212,14 @@ def test_requests_end_also_where_nothing_is_committed(rig: Rig, case: str) -> No
             receiver.weights_replaced("the engine's own update")
     rig.engine.paused = case == "paused by the caller"  # then they stay, as for a commit
     assert advance(rig, version, abort_all_requests=True).json()["success"] is True
-    ends = [("pause", "abort", False), ("resume",)]
-    named = ("set_weight_version", version)
+    ends = [("end_requests", "abort"), ("publish", None, True)]
+    named = ("publish", version, False)
     assert rig.engine.events == ([named] if rig.engine.paused else [*ends, named])
     assert rig.engine.paused == (case == "paused by the caller")
 
 
 def test_requests_that_cannot_be_ended_go_on(rig: Rig) -> None:
-    rig.engine.fails["pause"] = ConnectionError("lost")
+    rig.engine.fails["end_requests"] = ConnectionError("lost")
     assert_error(advance(rig, "7", abort_all_requests=True), 500, "DeltaError")
     assert not rig.engine.paused
     rig.assert_untouched()

@@ -112,7 +112,7 @@ def test_failed_writes_are_counted(rig: Rig) -> None:
 
 def test_a_commit_that_was_not_published(rig: Rig) -> None:
     samples = Samples()
-    rig.engine.fails["set_weight_version"] = RuntimeError("gone")
+    rig.engine.fails["publish"] = RuntimeError("gone")
     assert rig.send(delta_part()).json()["error"]["type"] == "CommittedNotResumed"
     assert samples["delta_updates_syncs_total/CommittedNotResumed/unpublished"] == 1
     assert REGISTRY.get_sample_value("delta_updates_version") == VERSION + 1

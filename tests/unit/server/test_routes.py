@@ -235,7 +235,7 @@ def test_a_request_that_is_cancelled_does_not_stop_its_commit(rig: Rig) -> None:
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
         assert request.cancelled()
-        while ("resume",) not in rig.engine.events:
+        while ("publish", "8", True) not in rig.engine.events:
             await asyncio.sleep(0.001)
 
     rig.run(cancelled())

@@ -60,7 +60,7 @@ def test_a_repeat_while_asleep(rig: Rig) -> None:
 
 def test_a_repeat_while_another_sync_is_complete(rig: Rig) -> None:
     rig.send(delta_part())
-    rig.engine.fails["pause"] = RuntimeError("not now")
+    rig.engine.fails["stop"] = RuntimeError("not now")
     assert_error(rig.send(delta_part(OTHER_STEP, version=9)), 500, "DeltaError")
     rig.engine.events.clear()
     assert_already_applied(rig, rig.send(delta_part()))
@@ -74,7 +74,7 @@ def test_a_part_that_is_sent_again_before_it_is_answered(rig: Rig, copies: int) 
     expected = ["already_applied"] * (copies - 1) + ["committed"]
     assert sorted(statuses(responses)) == expected
     assert rig.engine.writes == [1, 1]
-    assert [event[0] for event in rig.engine.events].count("pause") == 1
+    assert [event[0] for event in rig.engine.events].count("stop") == 1
     assert rig.engine.weight_version == "8"
     assert not rig.engine.paused
 
@@ -91,14 +91,14 @@ def test_a_sync_survives_an_answer_that_is_lost(rig: Rig, operation: str) -> Non
 @pytest.mark.slow
 def test_a_repeat_does_not_take_the_weight_version_back(rig: Rig) -> None:
     rig.send(delta_part())
-    original = rig.engine.set_weight_version
+    original = rig.engine.publish
 
-    async def slow_to_go_back(version: str) -> None:
+    async def slow_to_go_back(version: str | None, *, resumes: bool) -> None:
         if version == "8":
             await asyncio.sleep(0.1)
-        await original(version)
+        await original(version, resumes=resumes)
 
-    rig.engine.set_weight_version = slow_to_go_back  # type: ignore[method-assign]
+    rig.engine.publish = slow_to_go_back  # type: ignore[method-assign]
     responses = together(rig, delta_part(), delta_part(OTHER_STEP, version=9))
     assert statuses(responses) == ["already_applied", "committed"]
     assert rig.engine.weight_version == "9"

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from engine_ext.conformance.verified_file import verified_file
-from engine_ext.errors import NotUpdatable
+from engine_ext.errors import Conflict, NotUpdatable
 from engine_ext.ranks.operations import FileStamp
 from tests.support.rank_engine import errors_of, part_id
 from tests.unit.sync.recorded_ranks import Ranks, body
@@ -100,3 +101,31 @@ def test_refusal_of_whole_sync_is_known_before_commit(ranks: Ranks) -> None:
     data = body()
     answers = ranks.engine.stage(part_id(data), data)
     assert [a["error"]["tensors"] for a in answers] == [["x"]] * 3
+
+
+@pytest.mark.parametrize("stuck", range(3))
+@pytest.mark.parametrize("operation", ["commit", "rollback", "status"])
+def test_engine_that_has_not_stopped_is_not_written(
+    ranks: Ranks, stuck: int, operation: str
+) -> None:
+    """The other ranks learn of it in their vote; without it they would wait for this one."""
+    data = body()
+    errors_of(ranks.engine.apply(part_id(data), data), none=True)
+    following = body(2)
+    errors_of(ranks.engine.stage(part_id(following), following), none=True)
+    arguments = {"version": 2, "sync_id": None} if operation == "commit" else {}
+    refusal = Conflict("a request holds KV").to_wire()
+
+    def handle(rank: int) -> dict[str, Any]:
+        refused = {"refusal": refusal} if rank == stuck else {}
+        return ranks.engine.receivers[rank].handle(operation, {**arguments, **refused})
+
+    with ThreadPoolExecutor(3) as threads:
+        answers = list(threads.map(handle, range(3)))
+    if operation == "status":
+        assert ["error" in answer for answer in answers] == [rank == stuck for rank in range(3)]
+    else:
+        assert errors_of(answers) == [refusal] * 3
+    assert ranks.states() == {(1, "certain")}
+    assert ranks.written == [1, 1, 1]
+    errors_of(ranks.engine.commit(part_id(following)), none=True)

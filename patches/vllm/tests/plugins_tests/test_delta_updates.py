@@ -14,6 +14,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import core
 from vllm.v1.worker import worker_base
 
 pytest.importorskip("engine_ext")
@@ -80,6 +81,15 @@ def test_worker_calls_hook_at_the_end(monkeypatch: pytest.MonkeyPatch):
     )
     assert created == [vars(worker)]
     assert created[0]["model_runner"] is None
+
+
+def test_engine_core_calls_hook_before_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    def stop() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(core.delta_hooks, "on_core_created", stop)
+    with pytest.raises(InterruptedError):
+        core.EngineCore(VllmConfig(), executor_class=None, log_stats=False)
 
 
 def test_load_format_delta_reads_checkpoint_as_auto():
