@@ -45,7 +45,6 @@ from engine_ext.ranks import SingleRank
 from engine_ext.resources import usable_cores
 from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import DeltaApplier, StagedPart
-from engine_ext.sync.totals import part_totals
 from scripts import command_line
 from scripts.bench.sender_device import missing_device
 
@@ -157,9 +156,9 @@ def _measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         "positions": lambda: applier.stage(expand_part(part, threads)),
     }
     found: dict[str, dict[str, float]] = {}
-    changes = set()
+    changes: list[dict[str, Any]] = []
     for way, stage in ways.items():
-        changes.add(part_totals(stage()).added)  # compiles
+        changes.append(applier.rank_summary([stage()]))  # compiles
         runs = []
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -172,7 +171,7 @@ def _measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
         walls, cpus = zip(*runs, strict=True)
         found[way] = {"wall ms": min(walls) * 1e3, "CPU ms": min(cpus) * 1e3, "GPU MB": peak / 1e6}
-    if len(changes) != 1:
+    if any(change != changes[0] for change in changes):
         raise RuntimeError(f"the ways disagree: {changes}")
     return found
 

@@ -51,6 +51,12 @@ class SglangHttpWorker(SglangEngine):
         self._manager._update_weight_version_if_provided(version)
         return version
 
+    async def publish(self, version: str | None, *, resumes: bool) -> None:
+        """See `delta_server.engine.Engine`. The other processes get the version first."""
+        await super().publish(version, resumes=False)
+        if resumes:
+            await self._release()
+
     async def _apply_broadcast(self, broadcast: Any) -> None:
         """Read the weight version before generation resumes: another process might have set it."""
         async with self._broadcast_lock:
@@ -73,10 +79,10 @@ class SglangHttpWorker(SglangEngine):
         await confirmed
 
     async def _release(self) -> None:
-        """Let all processes send requests again."""
+        """Let all processes send requests again, then the ranks resume."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        # The router forwards this to the ranks, too, which have resumed already.
+        # The router notifies every process, and then forwards this to the ranks.
         await self._continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def _pause(self, mode: str) -> None:

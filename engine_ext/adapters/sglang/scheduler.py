@@ -136,9 +136,11 @@ def build_receiver(
 
 
 def answer(updater: Any, request: Any) -> Any:
-    """Carry out one operation on this rank and answer for all of its replica; never raises.
+    """Carry out one operation on this rank and answer for all of its replica.
 
     Every rank enters the gather, whatever failed on it, so that none waits for another forever.
+    An error of SGLang's own pause or flush is passed on, and ends the engine, as it does without
+    delta updates: requests might have been taken away, and on this rank alone.
     """
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 
@@ -148,8 +150,10 @@ def answer(updater: Any, request: Any) -> Any:
         # Every rank gets the same request, so all of them return here.
         message = f"deltas are sent to the delta endpoints ({error})"
         return UpdateWeightFromDiskReqOutput(success=False, message=message)
+    stop = None if call.stop is None else _stop(updater, call.stop)
+    refusal = None if stop is None else stop.refusal
     try:
-        own, stop = _carry_out(updater, call)
+        own = encode_answer(lambda: _reply(updater, call, refusal))
         gathered = _ranks_of_replica().all_gather([own, stop and msgspec.to_builtins(stop)])
         message = call.reply([answer for answer, _ in gathered], _replica(), _of_all(gathered))
         return UpdateWeightFromDiskReqOutput(success=True, message=message)
@@ -186,13 +190,6 @@ def _of_all(gathered: Sequence[Sequence[Any]]) -> Stop | None:
         return None
     refusal = next((stop.refusal for stop in stops if stop.refusal is not None), None)
     return msgspec.structs.replace(stops[0], refusal=refusal)
-
-
-def _carry_out(updater: Any, call: Call) -> tuple[dict[str, Any], Stop | None]:
-    """Return this rank's encoded answer to a call, and how it has stopped, if it was to."""
-    stop = None if call.stop is None else _stop(updater, call.stop)
-    refusal = None if stop is None else stop.refusal
-    return encode_answer(lambda: _reply(updater, call, refusal)), stop
 
 
 def _reply(updater: Any, call: Call, refusal: dict[str, Any] | None) -> Reply:
@@ -238,33 +235,30 @@ def _publish(scheduler: Any, request: Publish) -> Reply:
 
 
 def _stop(updater: Any, how: HowToStop) -> Stop:
-    """Stop this rank's scheduler between two forward passes, and treat its KV; never raises.
+    """Stop this rank's scheduler between two forward passes, and treat its KV.
 
     Requests in flight stay; they are computed again if the KV is flushed.
     """
-    begun = stopped = time.perf_counter()
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+    begun = time.perf_counter()
+    mode = "retract" if how.flushes else "in_place"
+    updater.scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
     refusal: dict[str, Any] | None = None
     try:
-        _stop_scheduler(updater.scheduler, "retract" if how.flushes else "in_place")
-        stopped = time.perf_counter()
-        if how.flushes and not updater.scheduler.flush_cache():
-            raise RuntimeError("SGLang did not flush its cache")
-        if how.salt is not None:
-            prefix_cache.SALTS.change(how.salt, updater.scheduler)
+        # A forward pass might still run on a stream of its own. If its error surfaces here, on
+        # this rank alone, the ranks learn of it in their vote.
+        torch.get_device_module().synchronize()
     except Exception as error:
         refusal = as_delta_error(error).to_wire()
+    stopped = time.perf_counter()
+    if how.flushes and not updater.scheduler.flush_cache():
+        refusal = as_delta_error(RuntimeError("SGLang did not flush its cache")).to_wire()
+    if how.salt is not None:
+        prefix_cache.SALTS.change(how.salt, updater.scheduler)
     ended = time.perf_counter()
     times = {"stop_ms": (stopped - begun) * 1e3, "caches_ms": (ended - stopped) * 1e3}
     return Stop(**times, refusal=refusal)
-
-
-def _stop_scheduler(scheduler: Any, mode: str) -> None:
-    from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-    scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
-    # A forward pass might still run on a stream of its own. If its error surfaces here, on this
-    # rank alone, the ranks learn of it in their vote.
-    torch.get_device_module().synchronize()
 
 
 def _serving(updater: Any) -> Serving:

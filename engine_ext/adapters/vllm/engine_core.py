@@ -43,12 +43,15 @@ def call_stopped(
         or when the step that runs has ended.
     """
     begun = time.perf_counter()
+    # Who asked might be gone when the core has stopped: then another call can have stopped it
+    # again, and written, before this one's turn comes.
+    core.delta_updates_turn = turn = object()
 
     def carry_out(stopping: Future[None]) -> dict[str, Any]:
         stopped, refusal = time.perf_counter(), None
         try:
             stopping.result()
-            if not core.is_scheduler_paused():  # who asked is gone, and has let it be resumed
+            if core.delta_updates_turn is not turn or not core.is_scheduler_paused():
                 raise Conflict("generation was resumed before it had stopped")
             _treat_caches(core, flush_cache)
         except Exception as error:

@@ -223,15 +223,16 @@ def test_one_request_stops_and_commits(
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("step", ["pause", "device", "flush", "refuses"])
+@pytest.mark.parametrize("step", ["device", "refuses"])
 def test_ranks_refuse_what_one_did_not_stop_for(replica: Replica, failing: int, step: str) -> None:
-    """An error that escaped would end the server; the others would wait for the vote."""
+    """All of them have flushed; the others would wait for the vote."""
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     if step == "device":
         replica.device_errors[failing] = error
     else:
         replica.updaters[failing].scheduler.fails[step] = error
     reply = replica.commit(flushes=True)
+    assert [("flush",) in updater.scheduler.asked for updater in replica.updaters] == [True] * 2
     assert reply.stop is not None
     assert reply.stop.refusal is not None
     [message] = errors_of(reply)
@@ -239,6 +240,16 @@ def test_ranks_refuse_what_one_did_not_stop_for(replica: Replica, failing: int, 
     expected = "SGLang did not flush its cache" if step == "refuses" else "illegal memory access"
     assert expected in message
     assert replica.written == [0, 0]
+
+
+@pytest.mark.parametrize("step", ["pause", "flush"])
+def test_half_a_pause_ends_the_engine(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """It might have taken requests away, on this rank alone."""
+    replica = Replica(monkeypatch, 1)
+    replica.updaters[0].scheduler.fails[step] = RuntimeError("half of them are retracted")
+    with pytest.raises(RuntimeError, match="retracted"):
+        replica.commit(flushes=True)
+    assert replica.written == [0]
 
 
 @pytest.mark.parametrize("operation", ["commit", "rollback"])

@@ -127,6 +127,19 @@ def test_workers_refuse_what_a_core_did_not_stop_for(step: str) -> None:
     assert core.asked[-1] == COMMITTED
 
 
+def test_only_the_last_call_that_stopped_a_core_writes() -> None:
+    """Who asked first is gone; generation has been resumed for that, and stopped again."""
+    core = Core()
+    core.stopping = Future()
+    gone = stop_and_commit(core)
+    call(core, engine_core.PUBLISH, None, True)
+    last = stop_and_commit(core)
+    core.stopping.set_result(None)
+    refused, done = (answers[0].result.result["stop"]["refusal"] for answers in (gone, last))
+    assert (refused["type"], done) == ("Conflict", None)
+    assert ["refusal" in sent for sent in core.sent] == [True, False]
+
+
 @pytest.mark.parametrize("steps", [False, True])
 def test_workers_that_do_not_answer_are_an_error(steps: bool) -> None:
     core = Core()

@@ -193,7 +193,6 @@ def test_a_refused_commit_stops_nobody(rig: Rig, generator: Generator) -> None:
     async def both() -> httpx.Response:
         asking = asyncio.ensure_future(rig.request("POST", WHOLE, headers={HEADER: "7"}))
         await generator.until_running()
-        rig.engine.fails["stop"] = RuntimeError("no")
         rig.engine.shards[1].breaks, rig.engine.shards[0].undoes = True, True
         rig.engine.shards[1].undoes = True
         assert (await rig.sending(delta_part())).json()["error"]["type"] == "WriteUndone"
