@@ -164,11 +164,11 @@ def are_as_read(batches: Sequence[DeviceBatch]) -> bool:
     for group in (group for batch in batches for group in batch._groups):
         on_devices[group.device].append(group)
     added = [(_sum_up(groups), groups) for groups in on_devices.values()]
-    same = all(
-        _modulo(sums.tolist()) == _total(group.expected for group in groups)
-        for sums, groups in added
-    )
-    return same and all(
+    # Every device is waited for: what its kernel reads might be freed after the answer.
+    found = [(_modulo(sums.tolist()), groups) for sums, groups in added]
+    return all(
+        sums == _total(group.expected for group in groups) for sums, groups in found
+    ) and all(
         batch.elements[number].holds(bits)
         for batch in batches
         for number, bits in batch._read.items()

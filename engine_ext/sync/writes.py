@@ -246,6 +246,7 @@ def _launched(writes: Sequence[Write]) -> list[_Launched]:
         is_known = all(write.old is not None for write in several)
         reads = not is_known and all(write.keep for write in several)
         found.append(_Launched(batch, placed, is_known, reads))
+    assert sum(write is not None for one in found for write in one.writes) == len(writes)
     return found
 
 

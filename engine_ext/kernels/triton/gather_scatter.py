@@ -155,7 +155,8 @@ def visit(
     modes = BLOCK * keep, BLOCK * (sums is not None), BLOCK * stored, BLOCK * write
     with current(live.device):
         visit_elements[(programs,)](
-            *(table.data_ptr(), live, (live if old is None else old).data_ptr()),
+            # An address that is not read is no null: an empty tensor's would be, of 32 bits.
+            *(table.data_ptr(), live, (table if old is None else old).data_ptr()),
             *(factors if sums is None else sums, factors, group, *modes),
             WIDE=wide,
             WIDTH=live.itemsize,
