@@ -24,7 +24,13 @@ from engine_ext.format.container import (
 from engine_ext.format.digest import ALGORITHM as DIGEST_ALGORITHM
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.format.digest_on_device import device_digest, device_factors, device_sums
-from engine_ext.format.gap_streams import byte_stream, bytes_suffice, join_streams, read_streams
+from engine_ext.format.gap_streams import (
+    byte_stream,
+    bytes_suffice,
+    decode_gaps,
+    join_streams,
+    read_streams,
+)
 from engine_ext.format.identity import Origin, PartId, RunSender, Unproven, continues, part_identity
 from engine_ext.format.manifest import (
     ANONYMOUS,
@@ -40,7 +46,7 @@ from engine_ext.format.manifest import (
     skip_symbol,
     split_owner,
 )
-from engine_ext.format.param_delta import ParamDelta
+from engine_ext.format.param_delta import EncodedDelta, ParamDelta
 from engine_ext.format.part import (
     DecodedPart,
     UnpackedPart,
@@ -60,8 +66,13 @@ from engine_ext.format.signature import (
     sign,
     signing_key,
 )
-from engine_ext.format.streams_on_device import ChangedElements, device_streams
-from engine_ext.format.ulp_differences import differences_of
+from engine_ext.format.streams_on_device import ChangedElements, DeviceEncoded, encode_on_device
+from engine_ext.format.ulp_differences import (
+    EncodedDifferences,
+    differences_of,
+    join_differences,
+    read_differences,
+)
 from engine_ext.format.verified_part import read_unpacked, verify_container
 from engine_ext.format.zstd_frames import ZSTD_MAGIC, FrameReader, inflate
 
@@ -79,7 +90,10 @@ __all__ = [
     "ZSTD_MAGIC",
     "ChangedElements",
     "DecodedPart",
+    "DeviceEncoded",
     "Digest",
+    "EncodedDelta",
+    "EncodedDifferences",
     "FrameReader",
     "Header",
     "Limits",
@@ -97,21 +111,24 @@ __all__ = [
     "change_digest",
     "check_run",
     "continues",
+    "decode_gaps",
     "decode_part",
     "device_digest",
     "device_factors",
-    "device_streams",
     "device_sums",
     "differences_of",
     "digest_if_equal",
+    "encode_on_device",
     "encode_part",
     "expand_part",
     "inflate",
+    "join_differences",
     "join_streams",
     "optional_version",
     "part_identity",
     "position_bytes",
     "read_container",
+    "read_differences",
     "read_streams",
     "read_unpacked",
     "sign",

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.format.positions import position_bytes
+from engine_ext.format.ulp_differences import EncodedDifferences
 
 
 class ParamDelta(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -67,3 +68,24 @@ class ParamDelta(msgspec.Struct, frozen=True, eq=False, gc=False):
         """Return the bytes of its positions and values, before compression."""
         sent = 0 if self.indices is None else position_bytes(encoding, self.indices)
         return sent + self.values.nbytes
+
+
+class EncodedDelta(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The changed elements of one param as a ``gap8_ulp`` part has them.
+
+    Attributes:
+        name, dtype, shape: As of `ParamDelta`.
+        stream: The gap stream of their indices, of 1-byte symbols; uint8 [bytes].
+        values: Their differences.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stream: NDArray[np.uint8]
+    values: EncodedDifferences
+
+    @property
+    def nnz(self) -> int:
+        """Elements that the part sends."""
+        return self.values.size

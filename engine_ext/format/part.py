@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,8 +36,9 @@ from engine_ext.format.manifest import (
     ParamEntry,
     manifest_checksum,
     parse_manifest,
+    skip_symbol,
 )
-from engine_ext.format.param_delta import ParamDelta
+from engine_ext.format.param_delta import EncodedDelta, ParamDelta
 from engine_ext.format.part_arrays import PartArrays, PartColumns
 from engine_ext.format.positions import decode_positions, encode_positions
 from engine_ext.format.ulp_differences import decode_differences, encode_differences
@@ -257,7 +258,7 @@ def _indices(entry: ParamEntry, encoding: str, raw: NDArray[np.uint8]) -> NDArra
 
 
 def encode_part(
-    deltas: Sequence[ParamDelta],
+    deltas: Sequence[ParamDelta | EncodedDelta],
     *,
     encoding: str,
     current_version: int | None,
@@ -278,8 +279,8 @@ def encode_part(
     """Encode one part; `decode_part` of the (unwrapped) result returns `deltas` again.
 
     Args:
-        deltas: One dtype for all; can be empty. Differences with ``gap8_ulp``, and with it only;
-            `cleared` with ``gap8_xor`` likewise.
+        deltas: One dtype for all; can be empty. Differences with ``gap8_ulp``, and with it only,
+            maybe encoded; `cleared` with ``gap8_xor`` likewise.
         encoding: One of `positions.ENCODINGS`. ``deltas_zstd`` gives the wrapped frame.
         current_version, base_version: Where the sync leads to, and where it starts. These and what
             follows are metadata, left out if None; see ``docs/wire-format.md``.
@@ -310,20 +311,24 @@ def encode_part(
     given: list[tuple[NDArray[np.uint8], NDArray[Any]]] = []  # streams, and their indices
     pos_end = val_end = 0
     for delta in deltas:
-        _check_delta(delta, encoding, bits)
-        if delta.indices is None:
-            raw, width = _NOTHING, 0
-        elif packed and delta.stream is not None:
+        checksum = None
+        if isinstance(delta, EncodedDelta):
+            _check_encoded(delta, encoding, bits)
             raw, width = delta.stream, 1
-            given.append((raw, delta.indices))
         else:
-            raw, width = encode_positions(encoding, delta.indices)
+            _check_delta(delta, encoding, bits)
+            checksum = delta.new_checksum
+            if delta.indices is None:
+                raw, width = _NOTHING, 0
+            elif packed and delta.stream is not None:
+                raw, width = delta.stream, 1
+                given.append((raw, delta.indices))
+            else:
+                raw, width = encode_positions(encoding, delta.indices)
         pos_start, pos_end = pos_end, pos_end + raw.size
         val_start, val_end = val_end, val_end + delta.values.size
         slices = (pos_start, pos_end, width, val_start, val_end)
-        entries.append(
-            ParamEntry(delta.name, delta.dtype, delta.shape, *slices, delta.new_checksum)
-        )
+        entries.append(ParamEntry(delta.name, delta.dtype, delta.shape, *slices, checksum))
         pieces.append(raw)
     check_streams([stream for stream, _ in given], [indices for _, indices in given])
     if packed:
@@ -332,7 +337,9 @@ def encode_part(
         values, values_dtype = [compressed], "uint8"
     else:
         positions = np.concatenate([_NOTHING, *pieces])
-        values = [np.ascontiguousarray(delta.values) for delta in deltas]
+        values = [
+            np.ascontiguousarray(delta.values) for delta in deltas if isinstance(delta, ParamDelta)
+        ]
 
     digests = {
         "digest_part": digest_part,
@@ -373,14 +380,19 @@ def _packed(
     encoding: str,
     streams: Sequence[NDArray[np.uint8]],
     widths: Sequence[int],
-    deltas: Sequence[ParamDelta],
+    deltas: Sequence[ParamDelta | EncodedDelta],
     stored: bool,
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Return both tensors of a packed part; large ones are compressed in parallel."""
-    values = [delta.values for delta in deltas]
+    values: list[Any] = [delta.values for delta in deltas]
     if encoding == BIT_CHANGES:
-        cleared = [delta.cleared for delta in deltas if delta.cleared is not None]
+        cleared = [
+            delta.cleared
+            for delta in deltas
+            if isinstance(delta, ParamDelta) and delta.cleared is not None
+        ]
         return pack_streams(streams, widths, stored=stored), encode_changes(values, cleared)
+    write: Callable[..., NDArray[np.uint8]]
     write = encode_differences if encoding == DIFFERENCES else encode_planes
     size = sum(array.nbytes for array in (*streams, *values))
     if size < _WORTH_THREADS or usable_cores() == 1:
@@ -389,6 +401,20 @@ def _packed(
         positions = pool.submit(pack_streams, streams, widths, stored=stored)
         packed = write(values, stored=stored)
         return positions.result(), packed
+
+
+def _check_encoded(delta: EncodedDelta, encoding: str, bits: np.dtype[Any]) -> None:
+    """Raise ValueError unless stream and differences are those of as many elements.
+
+    That they are the right ones is for the digest to prove, which such a part declares.
+    """
+    stream, values = delta.stream, delta.values
+    if encoding != DIFFERENCES or values.escaped.dtype != bits:
+        raise ValueError(f"{delta.name}: differences of {bits} for {encoding}")
+    ends = np.count_nonzero(stream != skip_symbol(1))
+    whole = not stream.size or stream[-1] != skip_symbol(1)
+    if ends != values.size or not whole or values.nibbles.size != (values.size + 1) // 2:
+        raise ValueError(f"{delta.name}: a gap stream of {ends} elements for {values.size}")
 
 
 def _check_delta(delta: ParamDelta, encoding: str, bits: np.dtype[Any]) -> None:

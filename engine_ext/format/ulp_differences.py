@@ -15,9 +15,11 @@ The ``__values__`` tensor is one zstd frame of these bytes, with ``nnz`` element
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,6 +39,76 @@ from engine_ext.kernels import (
 _ESCAPE: Final = 15
 
 
+class EncodedDifferences(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The differences of one param, encoded.
+
+    Attributes:
+        nibbles: Two a byte, uint8 [ceil(size / 2)]; the last high nibble is 0 if `size` is odd.
+        escaped: Every z >= 15, unsigned ints of the dtype's width.
+        size: How many differences there are.
+    """
+
+    nibbles: NDArray[np.uint8]
+    escaped: NDArray[Any]
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes before compression."""
+        return self.nibbles.nbytes + self.escaped.nbytes
+
+    @property
+    def escaped_share(self) -> float:
+        """The share of differences that take more than a nibble."""
+        return self.escaped.size / max(self.size, 1)
+
+
+def join_differences(pieces: Sequence[EncodedDifferences]) -> EncodedDifferences:
+    """Return the differences of one or more pieces of a param, one after another."""
+    if len(pieces) == 1:
+        return pieces[0]
+    size = sum(piece.size for piece in pieces)
+    nibbles = np.zeros((size + 1) // 2, np.uint8)
+    done = 0
+    for piece in pieces:
+        own, to = piece.nibbles, nibbles[done // 2 :]
+        if done % 2:
+            to[: own.size] |= own << 4
+            to[1 : own.size + 1] |= (own >> 4)[: to.size - 1]
+        else:
+            to[: own.size] = own
+        done += piece.size
+    return EncodedDifferences(nibbles, np.concatenate([piece.escaped for piece in pieces]), size)
+
+
+def read_differences(encoded: Sequence[EncodedDifferences]) -> NDArray[Any]:
+    """Decode the differences of one or more params of one width, one after another.
+
+    Returns:
+        New minus old bit patterns, modulo 2**width, unsigned ints [sum of sizes].
+
+    Raises:
+        ValueError: The nibbles or escapes are not those of so many differences.
+    """
+    sizes = np.array([one.size for one in encoded], np.int64)
+    pairs, escaped = joined([one.nibbles for one in encoded]), joined([e.escaped for e in encoded])
+    loops = _loops(escaped.itemsize)
+    found: NDArray[Any] = np.empty(0, escaped.dtype)
+    fits = pairs.size == ((sizes + 1) // 2).sum()
+    if fits and loops is not None:
+        out = np.empty(int(sizes.sum()) + 1, escaped.dtype)
+        fits, found = loops.read(pairs, escaped, sizes, out) == escaped.size, out[:-1]
+    elif fits:
+        large = np.concatenate([_are_escapes(one.nibbles)[: one.size] for one in encoded])
+        own = [_unzigzag_nibbles(one.nibbles, one.size, escaped.dtype) for one in encoded]
+        fits, found = np.count_nonzero(large) == escaped.size, np.concatenate(own)
+        if fits:
+            found[large] = escaped >> 1 ^ (0 - (escaped & 1))
+    if not fits:
+        raise ValueError("the encoded differences are not those of as many elements")
+    return found
+
+
 def differences_of(new: Sequence[NDArray[Any]], old: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     """Return new minus old bit patterns of each param, modulo 2**width.
 
@@ -54,20 +126,30 @@ def differences_of(new: Sequence[NDArray[Any]], old: Sequence[NDArray[Any]]) -> 
 
 
 def encode_differences(
-    values: Sequence[NDArray[Any]], *, stored: bool = False
+    values: Sequence[NDArray[Any] | EncodedDifferences], *, stored: bool = False
 ) -> NDArray[np.uint8]:
     """Encode the differences of all params to the ``__values__`` tensor, uint8 [bytes].
 
     Args:
         values: One per param: new minus old bit patterns, unsigned ints of the dtype's width,
-            [nnz].
+            [nnz]; or the same encoded.
         stored: See `engine_ext.format.zstd_frames.compress_planes`.
     """
     none = np.empty(0, np.uint8)
-    found = [_zigzag_nibbles(values[group]) for group in in_groups(values)]
+    found: list[tuple[NDArray[np.uint8], NDArray[Any]]] = []
+    for is_encoded, some in itertools.groupby(values, key=_is_encoded):
+        own: list[Any] = [*some]
+        if is_encoded:
+            found += [(one.nibbles, one.escaped) for one in own]
+        else:
+            found += [_zigzag_nibbles(own[group]) for group in in_groups(own)]
     nibbles = np.concatenate([none, *(pairs for pairs, _ in found)])
     escaped = np.concatenate([none, *(whole.view(np.uint8) for _, whole in found)])
     return compress_planes(nibbles, escaped, search=False, stored=stored)
+
+
+def _is_encoded(values: NDArray[Any] | EncodedDifferences) -> bool:
+    return isinstance(values, EncodedDifferences)
 
 
 def decode_differences(raw: NDArray[np.uint8], params: Sequence[ParamEntry]) -> NDArray[np.uint8]:

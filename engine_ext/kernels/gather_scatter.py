@@ -31,6 +31,7 @@ Swap = Callable[[Bits, Bits, Bits], None]
 class _Loops(NamedTuple):
     gather: Callable[[Any, Any, Any], None]
     scatter: Callable[[Any, Any, Any], None]
+    add: Callable[[Any, Any, Any], None]
     swap: Callable[[Any, Any, Any, Any], None]
     swap_checked: Callable[[Any, Any, Any, Any], bool]
     differs: Callable[[Any, Any, Any, Any], int]
@@ -48,6 +49,13 @@ def _scatter(live: Any, offsets: Any, bits: Any) -> None:
     for k in range(offsets.size):
         prefetch(live, offsets[min(k + AHEAD, last)])
         live[offsets[k]] = bits[k]
+
+
+def _add(live: Any, offsets: Any, bits: Any) -> None:
+    last = offsets.size - 1
+    for k in range(offsets.size):
+        prefetch(live, offsets[min(k + AHEAD, last)])
+        live[offsets[k]] += bits[k]
 
 
 def _swap(live: Any, offsets: Any, bits: Any, out: Any) -> None:
@@ -105,6 +113,7 @@ def _loops(types: Any, width: int, index: int) -> _Loops:
     return _Loops(
         compile_loop(_gather, types.void(live, offsets, live)),
         compile_loop(_scatter, types.void(live, offsets, bits)),
+        compile_loop(_add, types.void(live, offsets, bits)),
         compile_loop(_swap, types.void(live, offsets, bits, live)),
         compile_loop(_swap_checked, types.boolean(live, offsets, bits, live)),
         compile_loop(_differs, live.dtype(live, offsets, bits, types.int64)),
@@ -137,6 +146,15 @@ def write(live: Bits, offsets: Offsets, bits: Bits) -> None:
         live[offsets] = bits
     else:
         loops.scatter(live, offsets, bits)
+
+
+def add(live: Bits, offsets: Offsets, bits: Bits) -> None:
+    """Add `bits` to elements of live host memory, modulo 2**width; see `write`."""
+    loops = _loops(live.itemsize, offsets.itemsize)
+    if loops is None:
+        live[offsets] += bits
+    else:
+        loops.add(live, offsets, bits)
 
 
 def write_many(

@@ -13,7 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.kernels.triton import block_sums, compact, gap_expand, gap_symbols, gather_scatter
+from engine_ext.kernels.triton import (
+    block_sums,
+    compact,
+    encode_changes,
+    gap_expand,
+    gather_scatter,
+)
 
 _SIZE = 3000  # elements; crosses two block borders
 _BITS = torch.uint8, torch.int16, torch.int32, torch.int64
@@ -55,6 +61,7 @@ def wrong_changes(device: torch.device) -> list[str]:
         places = torch.from_numpy(np.flatnonzero(chosen))
         new = old.clone()
         new[places] ^= 1
+        new[places[::3]] ^= 0x70  # differences that are escaped
         here, there = old.to(device), new.to(device)
         if not _compares(here, there, places):
             found.append(f"compare of {dtype}")
@@ -90,28 +97,46 @@ def _compares(old: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> boo
         return False
 
     factors, seeds = _numbers()
-    table, programs = gap_symbols.rows(np.diff(ends), [start, start + half])
+    mask = {1: 0x7C, 2: 0x7F80, 4: 0x7F80_0000, 8: 0x7FF0 << 48}[old.itemsize]
+    counts = np.diff(ends)
+    table, programs = encode_changes.rows(counts, [start, start + half], np.array([mask, 0]))
     rows_there, last, seeds_there = send(
         [table, programs - 1, np.tile(seeds, (2, 1)).view(np.int64)]
     )
     factors_there = torch.from_numpy(factors.view(np.int64).reshape(-1)).to(device)
-    symbols, totals = gap_symbols.write(
-        rows_there, found, last, seeds_there, factors_there, 2 * _SIZE
+    halves = int(((counts + 1) // 2).sum())
+    symbols, nibbles, escaped, totals = encode_changes.write(
+        rows_there, found, last, seeds_there, factors_there, 2 * _SIZE, halves
     )
     stream: list[int] = []
-    sums, rows = [0, 0], []
+    pairs_of: list[int] = []
+    large: list[int] = []
+    sums, whole, rows = [0, 0], 0, []
+    modulo, skip, escape = 1 << 8 * old.itemsize, encode_changes.SKIP, encode_changes.ESCAPE
     for piece, following in enumerate((0, half)):
         for place in places.tolist()[ends[piece] : ends[piece + 1]]:
             gap, following = place - following, place + 1
-            stream += [gap_symbols.SKIP] * (gap // gap_symbols.SKIP) + [gap % gap_symbols.SKIP]
+            stream += [skip] * (gap // skip) + [gap % skip]
         own = slice(ends[piece], ends[piece + 1])
+        was, now = ([bit % modulo for bit in side[own].tolist()] for side in expected[1:])
+        apart = [(after - before) % modulo for before, after in zip(was, now, strict=True)]
+        zigzag = [2 * one if 2 * one < modulo else 2 * (modulo - one) - 1 for one in apart]
+        small = [min(one, escape) for one in zigzag] + [0] * (len(zigzag) % 2)
+        pairs_of += [low + 16 * high for low, high in zip(small[::2], small[1::2], strict=True)]
+        large += [one for one in zigzag if one >= escape]
+        whole += sum(piece == 0 and one & mask == mask for one in now)
         signs = ((1, expected[2][own]), (-1, expected[1][own]))
         for sign, bits in signs:
             terms = _terms(bits, expected[0][own].tolist(), factors, seeds)
             sums = [total + sign * term for total, term in zip(sums, terms, strict=True)]
-        rows.append([len(stream), *(one % (1 << 64) for one in sums)])
-    modulo = [[one % (1 << 64) for one in row] for row in totals.tolist()]
-    return modulo == rows and symbols[: len(stream)].tolist() == stream
+        rows.append([len(stream), *(one % (1 << 64) for one in sums), len(large), whole])
+    if [[one % (1 << 64) for one in row] for row in totals.tolist()] != rows:
+        return False
+    sent = symbols[: len(stream)].tolist(), nibbles.tolist()
+    return (
+        sent == (stream, pairs_of)
+        and [one % modulo for one in escaped[: len(large)].tolist()] == large
+    )
 
 
 def _exchanges(live: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> bool:

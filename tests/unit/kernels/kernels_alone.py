@@ -23,6 +23,8 @@ from delta_sender.diff import device as diff_device
 from delta_sender.diff import device_batch as diff_batch
 from delta_sender.diff import listed
 from delta_sender.diff import snapshot as sender_snapshot
+from delta_sender.diff.change import Change, Elements, EncodedElements
+from delta_sender.diff.observations import count_nonfinite
 from delta_sender.diff.snapshot import Changes, Snapshot
 from engine_ext.conformance.toy_models import ColumnShard, FusedQkv, RowShard, ToyModel
 from engine_ext.conformance.toy_models.base import DEVICE
@@ -33,20 +35,21 @@ from engine_ext.format import (
     Digest,
     decode_part,
     device_digest,
-    device_streams,
     digest_on_device,
+    encode_on_device,
     encode_part,
     streams_on_device,
     tensor_digest,
 )
+from engine_ext.format.ulp_differences import encode_differences
 from engine_ext.kernels import bits_of
 from engine_ext.kernels import gather_scatter as host_gather_scatter
 from engine_ext.kernels import triton as device
 from engine_ext.kernels.triton import (
     block_sums,
     compact,
+    encode_changes,
     gap_expand,
-    gap_symbols,
     gather_scatter,
     self_test,
 )
@@ -93,7 +96,7 @@ def _small_blocks() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "numba", None)
-        for module in (compact, gap_symbols, gather_scatter):
+        for module in (compact, encode_changes, gather_scatter):
             patch.setattr(module, "BLOCK", BLOCK)
         for module in (device, device_batch, device_memory, targets, digest_on_device):
             patch.setattr(module, "runs_kernels", lambda device: True)
@@ -106,7 +109,7 @@ def _small_blocks() -> Iterator[None]:
 def blocks(size: int) -> Iterator[None]:
     """The interpreter takes its time for each."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (compact, gap_symbols, gather_scatter):
+        for module in (compact, encode_changes, gather_scatter):
             patch.setattr(module, "BLOCK", size)
         yield
 
@@ -139,9 +142,23 @@ def plain(changes: Changes) -> Any:
         return None if array is None else (array.dtype, array.tolist())
 
     return {
-        key: (one.digest, *map(shown, (one.indices, one.old, one.new, one.stream)))
-        for key, one in changes.items()
+        key: (
+            change.digest,
+            count_nonfinite(change),
+            *map(shown, (one.indices, one.old, one.new, one.stream)),
+            encoded(change, one),
+        )
+        for key, change in changes.items()
+        for one in [change.decoded()]
     }
+
+
+def encoded(change: Change, elements: Elements) -> Any:
+    """Return the bytes of its differences, of the device's own where it has encoded them."""
+    differences = elements.new - elements.old
+    if isinstance(change.elements, EncodedElements):
+        return encode_differences([change.elements.differences]).tolist()
+    return encode_differences([differences]).tolist()
 
 
 @QUICK
@@ -241,10 +258,11 @@ def test_values_are_bits(dtype: torch.dtype, patterns: list[tuple[int, int]]) ->
     )
     change = found({"w": old}, {"w": new}, "device")["w"]
     expected = np.flatnonzero(pairs[:, 0] != pairs[:, 1])
-    assert change.indices is not None
-    assert change.indices.tolist() == expected.tolist()
-    assert change.old.tolist() == pairs[expected, 0].tolist()
-    assert change.new.tolist() == pairs[expected, 1].tolist()
+    elements = change.decoded()
+    assert elements.indices is not None
+    assert elements.indices.tolist() == expected.tolist()
+    assert elements.old.tolist() == pairs[expected, 0].tolist()
+    assert elements.new.tolist() == pairs[expected, 1].tolist()
 
 
 def test_places_beyond_int32() -> None:
@@ -261,10 +279,11 @@ def test_places_beyond_int32() -> None:
     places, was, now = pairs.write(range(1), 0, 3)
     assert places.tolist() == [start, start + 19, start + 599]
     counts = np.array([3])
-    elements = ChangedElements(places, was, now, counts, [start], ["w"], 600)
-    symbols, totals = device_streams(elements, send)
-    count, *lanes = totals[0].tolist()
+    elements = ChangedElements(places, was, now, counts, [start], ["w"], [0], 600)
+    symbols, nibbles, _, totals = encode_on_device(elements, send)
+    count, *lanes, escaped, nonfinite, last = totals[0].tolist()
     assert symbols[:count].tolist() == [0, 18, 255, 255, 69]
+    assert (nibbles.tolist(), escaped, nonfinite, last) == ([0x22, 0x02], 0, 0, start + 599)
     digests = (device_digest("w", bits, places) for bits in (now, was))
     assert Digest(*lanes) == next(digests) - next(digests)
 
@@ -509,7 +528,7 @@ def test_the_trial_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("module", "function", "result", "named"),
     [
         (compact.Pairs, "write", None, "compare of"),
-        (gap_symbols, "write", None, "compare of"),
+        (encode_changes, "write", None, "compare of"),
         (gather_scatter, "visit", "old", "exchange of"),
         (gather_scatter, "visit", "sums", "exchange of"),
         (block_sums, "dense", None, "digest"),
@@ -614,8 +633,9 @@ def test_as_a_sender_uses_them(kept_on: str) -> None:
             new[50] = float("nan")  # the second time it stays
             ((_, change),) = snapshot.read([("w", new)])
             assert change is not None
-            assert change.indices is not None
-            assert change.indices.tolist() == places
+            elements = change.decoded()
+            assert elements.indices is not None
+            assert elements.indices.tolist() == places
             snapshot.advance({"w": change})
             held = {"w": new}
         assert list(snapshot.read(held.items())) == [("w", None)]

@@ -21,8 +21,8 @@ from engine_ext.kernels import triton
 from engine_ext.kernels.triton import (
     block_sums,
     compact,
+    encode_changes,
     gap_expand,
-    gap_symbols,
     gather_scatter,
     runs_change_kernels,
     runs_kernels,
@@ -82,8 +82,6 @@ def variants() -> list[Any]:
         (gap_expand.count_elements, {**expanded, "counts": "*i64"}, block),
     ]
     rest: list[Any] = []
-    counted = {"table": "*i64", "places": "*i64", "counts": "*i32"}
-    rest.append((gap_symbols.count_symbols, counted, {"SKIP": 255, **block}))
     for bits in BITS:
         own = quick if bits == "*i16" else rest
         for places in ("*i32", "*i64"):
@@ -111,8 +109,11 @@ def variants() -> list[Any]:
             (own if aligned else rest).extend(cases)
         streams = dict.fromkeys(("table", "places", "seeds", "factors", "sums"), "*i64")
         streams |= {"was": bits, "now": bits, "ends": "*i32", "symbols": "*u8"}
-        width = {"WIDTH": 1 << BITS.index(bits), "SKIP": 255, "DIGEST_BLOCK": 1024}
-        own.append((gap_symbols.write_symbols, streams, {**width, **block}))
+        streams |= {"nibbles": "*u8", "escaped": bits}
+        width = {"WIDTH": 1 << BITS.index(bits), "SKIP": 255, "ESCAPE": 15, **block}
+        counted = {"table": "*i64", "places": "*i64", "was": bits, "now": bits, "counts": "*i32"}
+        own.append((encode_changes.count_symbols, counted, width))
+        own.append((encode_changes.write_symbols, streams, {**width, "DIGEST_BLOCK": 1024}))
         numbers = {"size": "i64", "block": "i64", "lead": "i64"}
         numbers |= dict.fromkeys(("seeds", "table", "sums"), "*i64")
         shape = {"WIDTH": 1 << BITS.index(bits), "ROWS": 32, "ALIGNED": False, **block}

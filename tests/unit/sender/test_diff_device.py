@@ -23,12 +23,14 @@ from delta_sender import DeltaSender, Shard, ShardedSender, SyncError
 from delta_sender.diff import device as diff_device
 from delta_sender.diff import device_batch
 from delta_sender.diff import snapshot as sender_snapshot
-from delta_sender.diff.compare import Change, Difference
+from delta_sender.diff.change import Change, EncodedElements, decoded
+from delta_sender.diff.copy_streams import CopyStreams
 from delta_sender.diff.device import SNAPSHOT_ON, DeviceSide
-from delta_sender.diff.device_batch import DeviceComparisons
+from delta_sender.diff.device_batch import DeviceComparisons, DeviceDifference
 from delta_sender.diff.listed import Listed, Lists
+from delta_sender.diff.observations import count_nonfinite
 from delta_sender.diff.snapshot import Snapshot
-from engine_ext.format import device_streams
+from engine_ext.format import PACKED_ENCODINGS, DeviceEncoded, encode_on_device
 from engine_ext.kernels import gather_scatter, upload_box
 from tests.support.fake_engine import Engine, error, model_of, sends, train
 from tests.support.served_models import changed, random_tensor
@@ -50,13 +52,16 @@ def _elsewhere() -> Iterator[None]:
         yield
 
 
-def found(snapshot: Snapshot, tensors: Tensors) -> dict[str, Any]:
+def found(snapshot: Snapshot, tensors: Tensors, *, packed: bool = False) -> dict[str, Any]:
+    """Return what differs; with the gap streams if their encodings are `packed`."""
+
     def plain(change: Change | None) -> Any:
         if change is None:
             return None
-        arrays = change.indices, change.old, change.new, change.stream
+        one = change.decoded()
+        arrays = one.indices, one.old, one.new, one.stream if packed else None
         shown = [None if a is None else (a.dtype, a.tolist()) for a in arrays]
-        return change.dtype, change.shape, shown, change.digest
+        return change.dtype, change.shape, shown, change.digest, count_nonfinite(change)
 
     return {kept: plain(change) for kept, change in snapshot.read(tensors.items())}
 
@@ -64,7 +69,7 @@ def found(snapshot: Snapshot, tensors: Tensors) -> dict[str, Any]:
 def in_host_memory(old: Tensors, new: Tensors, encoding: str = "deltas") -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sender_snapshot, "is_on_device", lambda tensor: False)
-        return found(Snapshot(old.items(), encoding), new)
+        return found(Snapshot(old.items(), encoding), new, packed=encoding in PACKED_ENCODINGS)
 
 
 def model(size: int, seed: int, *, transposed: bool = False) -> Tensors:
@@ -101,7 +106,8 @@ def test_syncs_in_a_row(
     snapshot = Snapshot(held.items(), encoding, kept_on)
     for number in range(4):
         new = step(held, seed + number, density)
-        assert found(snapshot, new) == in_host_memory(held, new, encoding)
+        packed = encoding in PACKED_ENCODINGS
+        assert found(snapshot, new, packed=packed) == in_host_memory(held, new, encoding)
         with mock.patch.object(diff_device, "LISTED_SHARE", listed):
             changes = {k: c for k, c in snapshot.read(new.items()) if c is not None}
         if number % 2:
@@ -123,7 +129,8 @@ def test_gaps_of_several_symbols(
     new["b"][place] = 1
     for encoding in ("deltas", "gap8_ulp"):
         snapshot = Snapshot(held.items(), encoding, "device")
-        assert found(snapshot, new) == in_host_memory(held, new, encoding)
+        packed = encoding in PACKED_ENCODINGS
+        assert found(snapshot, new, packed=packed) == in_host_memory(held, new, encoding)
 
 
 def test_more_has_changed_than_is_listed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,18 +138,18 @@ def test_more_has_changed_than_is_listed_at_once(monkeypatch: pytest.MonkeyPatch
     held = {f"w{n}": random_tensor((20 + n,), torch.bfloat16, n) for n in range(12)}
     new = {name: changed(tensor, 1, 0.02 + n % 2) for n, (name, tensor) in enumerate(held.items())}
     snapshot = Snapshot(held.items(), "gap8_exp", "device")
-    assert found(snapshot, new) == in_host_memory(held, new, "gap8_exp")
+    assert found(snapshot, new, packed=True) == in_host_memory(held, new, "gap8_exp")
 
 
 def test_a_stream_of_other_elements_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a device had computed wrongly: the values would get to wrong places."""
 
-    def skip_more(*arguments: Any) -> Any:
-        symbols, totals = device_streams(*arguments)
-        symbols[3] = 255
-        return symbols, totals
+    def skip_more(*arguments: Any) -> DeviceEncoded:
+        encoded = encode_on_device(*arguments)
+        encoded.symbols[3] = 255
+        return encoded
 
-    monkeypatch.setattr(device_batch, "device_streams", skip_more)
+    monkeypatch.setattr(device_batch, "encode_on_device", skip_more)
     held = {"w": torch.zeros(40, dtype=torch.bfloat16)}
     with pytest.raises(ValueError, match="not those of as many elements"):
         found(Snapshot(held.items(), "gap8_ulp", "device"), step(held, 1, 0.3))
@@ -162,8 +169,9 @@ def test_bits_and_not_values(kept_on: str) -> None:
     new = {"w": torch.tensor([0x7FC0, 0x7FC1, -32768, 1], dtype=torch.int16).view(torch.bfloat16)}
     ((_, change),) = Snapshot(held.items(), "indices", kept_on).read(new.items())
     assert change is not None
-    assert change.new.tolist()[:3] == [0x7FC0, 0x7FC1, 0x8000]  # too much of it to be sparse
-    assert change.old.tolist() == [0x7FC0, 0x7FC0, 0, 1]
+    elements = change.decoded()
+    assert elements.new.tolist()[:3] == [0x7FC0, 0x7FC1, 0x8000]  # too much of it to be sparse
+    assert elements.old.tolist() == [0x7FC0, 0x7FC0, 0, 1]
 
 
 @pytest.mark.parametrize("kept_on", SNAPSHOT_ON)
@@ -200,10 +208,16 @@ def made_ready(kept_on: str, nbytes: int) -> tuple[DeviceSide, np.ndarray[Any, A
     return side, held
 
 
-def compare(side: DeviceSide, held: np.ndarray[Any, Any], new: torch.Tensor) -> Difference:
+def compare(side: DeviceSide, held: np.ndarray[Any, Any], new: torch.Tensor) -> DeviceDifference:
     with ThreadPoolExecutor(1) as pool:
-        comparisons = DeviceComparisons(side, pool, streams=True, copied=True)
-        return comparisons.begin("w", held, new, None)()
+        comparisons = DeviceComparisons(side, pool, copied=True)
+        return comparisons.begin("w", held, new, None, 0)()
+
+
+def places(difference: DeviceDifference) -> Any:
+    [elements] = decoded([difference.elements])
+    assert elements.indices is not None
+    return elements.indices.tolist()
 
 
 @pytest.mark.parametrize(
@@ -219,7 +233,7 @@ def test_a_copy_is_kept_where_it_was_asked_for(kept_on: str, nbytes: int, mirror
     side, held = made_ready(kept_on, nbytes)
     held[3] = 1  # seen only where the device looks at the snapshot itself
     difference = compare(side, held, torch.zeros(40, dtype=torch.int16))
-    assert difference.indices.tolist() == ([] if mirrored else [3])
+    assert places(difference) == ([] if mirrored else [3])
     assert difference.change is None
 
 
@@ -321,7 +335,7 @@ def test_a_device_that_is_full_after_all(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(torch.OutOfMemoryError):
             sides["device"].prepare("w", held, CPU, 1)
         assert sides["auto"].prepare("w", held, CPU, 1) is held
-    assert compare(sides["auto"], held, new).indices.tolist() == [7]
+    assert places(compare(sides["auto"], held, new)) == [7]
     for other in (new[1:], new.int(), new.view(5, 8)):
         with pytest.raises(ValueError, match="not of one size"):
             compare(sides["auto"], held, other)
@@ -415,8 +429,8 @@ def test_a_change_that_was_found_before_the_last_one() -> None:
     changes, others = (
         {key: c for key, c in snapshot.read(new.items()) if c} for new in (first, second)
     )
-    assert changes["w"].new.size
-    assert others["w"].new.size
+    assert changes["w"].nnz
+    assert others["w"].nnz
     snapshot.advance(changes)
     assert found(snapshot, second) == in_host_memory(first, second)
 
@@ -493,3 +507,58 @@ def test_refilled_views_are_compared_as_they_were_yielded() -> None:
 def test_an_unknown_place() -> None:
     with pytest.raises(ValueError, match="'gpu'; it is one of auto, device, host"):
         DeltaSender("http://nobody", [], snapshot_on="gpu")
+
+
+# --- what crosses the bus ---
+
+
+def one_unit(tensor: torch.Tensor, seed: int, share: float) -> torch.Tensor:
+    """Move a share of the elements by one unit in the last place."""
+    new = tensor.clone()
+    chosen = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)) < share
+    gather_scatter.bits_of(new)[chosen] += 1
+    return new
+
+
+@pytest.mark.parametrize("encoding", ["gap8_ulp", "deltas"])
+def test_a_byte_and_a_half_of_an_element_is_downloaded(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is sent as; and a sync of differences sends what was downloaded."""
+    monkeypatch.setattr(device_batch, "_PIECE", 1 << 23)
+    downloaded: list[int] = []
+    download = CopyStreams.download
+
+    def counted(streams: CopyStreams, data: torch.Tensor) -> Callable[[], torch.Tensor]:
+        downloaded.append(data.nbytes)
+        return download(streams, data)
+
+    monkeypatch.setattr(CopyStreams, "download", counted)
+    held = {"w": random_tensor((100_000,), torch.bfloat16, 0)}
+    new = {"w": one_unit(held["w"], 1, 0.02)}
+    engine = Engine.of(held)
+    with DeltaSender(
+        "http://engine/", held.items(), client=engine.client(), encoding=encoding
+    ) as sender:
+        with mock.patch("delta_sender.encode.part_builder.decoded", wraps=decoded) as called:
+            report = sender.sync(new.items())
+        assert engine.holds(new)
+        assert report.nnz > 1900
+        assert sum(downloaded) < 1.55 * report.nnz + 100
+        sent = [one for call in called.call_args_list for one in call.args[0]]
+        assert len(sent) == (encoding == "deltas")
+
+
+def test_a_snapshot_advances_once_by_what_was_encoded() -> None:
+    """Differences are added: a second time they would lead to other bits."""
+    held = {"w": torch.zeros(400, dtype=torch.bfloat16)}
+    snapshot = Snapshot(held.items(), "gap8_ulp", "device")
+    new = step(held, 1, 0.02)
+    changes = {key: change for key, change in snapshot.read(new.items()) if change is not None}
+    assert isinstance(changes["w"].elements, EncodedElements)
+    snapshot.advance(changes)
+    with pytest.raises(AssertionError, match="an earlier snapshot"):
+        snapshot.advance(changes)
+    with pytest.raises(AssertionError, match="has moved on"):
+        changes["w"].decoded()
+    assert [change for _, change in snapshot.read(new.items())] == [None]

@@ -17,6 +17,8 @@ import httpx
 import pytest
 
 from delta_sender import DeltaSender, LogSender, PartialSyncError, SyncError
+from delta_sender.diff import device as diff_device
+from delta_sender.diff import snapshot as sender_snapshot
 from delta_sender.diff.snapshot import Changes
 from delta_sender.publish import publisher
 from delta_sender.publish.session_thread import SessionThread
@@ -393,6 +395,8 @@ def test_log_version_interrupted_while_noted_misleads_nobody(tmp_path: Path) -> 
 class Steps:
     """A trainer's steps, and its sender to two engines, to two and a log, or to a log alone.
 
+    Of the form "device" it sends to two and a log.
+
     Attributes:
         contents: The trainer's weights at each version of the log.
     """
@@ -406,7 +410,8 @@ class Steps:
             self.engines, self.sender = [], LogSender(log, self.model.items())
         else:
             self.engines = [self.a, self.b]
-            options = {"delta_log": log if form == "log" else None, "digest": form != "no digests"}
+            has_log = form in ("log", "device")
+            options = {"delta_log": log if has_log else None, "digest": form != "no digests"}
             self.sender = sender_of(self.a, self.b, self.model, lag_limit=None, **options)
         self.sync()  # the engines hold what this sender has sent
 
@@ -530,11 +535,16 @@ PREPARED = (
     the_wait_was_interrupted,
     the_snapshot_was_interrupted,
 )
-OFTEN = [("no digests", one_has_lagged), ("log", both_refuse), ("log alone", both_commit)]
+OFTEN = [
+    ("no digests", one_has_lagged),
+    ("log", both_refuse),
+    ("log alone", both_commit),
+    ("device", one_has_missed_a_step),
+]
 SELDOM = [
     case
     for case in (
-        *itertools.product(["no digests", "log"], PREPARED),
+        *itertools.product(["no digests", "log", "device"], PREPARED),
         ("log alone", the_wait_was_interrupted),
         ("log alone", the_snapshot_was_interrupted),
     )
@@ -548,9 +558,19 @@ SELDOM = [
     ("form", "prepare"), [*OFTEN, *(pytest.param(*case, marks=pytest.mark.full) for case in SELDOM)]
 )
 def test_sync_interrupted_at_any_line_ends_in_equal_weights(
-    form: str, prepare: Callable[[Steps], None], tmp_path: Path, naps: list[float]
+    form: str,
+    prepare: Callable[[Steps], None],
+    tmp_path: Path,
+    naps: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lines that note how syncs have ended; after two more syncs all engines are equal."""
+    """Lines that note how syncs have ended; after two more syncs all engines are equal.
+
+    Of the form "device", tensors are taken for those of a device, which encodes what differs.
+    """
+    if form == "device":
+        monkeypatch.setattr(sender_snapshot, "is_on_device", lambda tensor: True)
+        monkeypatch.setattr(diff_device, "free_bytes", lambda device: 1 << 30)
     for line in itertools.count():
         steps = Steps(tmp_path / str(line), form)
         with steps.sender:

@@ -145,7 +145,7 @@ def test_memory_that_is_exchanged_while_it_is_compared() -> None:
 
     found = {key: change for key, change in kept.read(gathered()) if change is not None}
     expected = {f"w{n}": [3.0 + n + 1] for n in range(5)}
-    assert {k: c.new.view(np.float32).tolist() for k, c in found.items()} == expected
+    assert {k: c.decoded().new.view(np.float32).tolist() for k, c in found.items()} == expected
 
 
 @pytest.mark.parametrize("numel", [8, diff_host._CHUNK])

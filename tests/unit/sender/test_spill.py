@@ -15,7 +15,7 @@ import torch
 
 from delta_sender import DeltaSender
 from delta_sender.diff import spill as sender_spill
-from delta_sender.diff.compare import Change
+from delta_sender.diff.change import Change, Elements
 from delta_sender.diff.snapshot import Snapshot
 from delta_sender.diff.spill import Spill
 from delta_sender.encode.encoding_policy import AUTO
@@ -42,8 +42,9 @@ def keep_all(spill: Spill, read: Changes) -> Changes:
 
 
 def own_bytes(change: Change) -> int:
-    arrays = [change.new, change.stream]
-    arrays += [] if change.indices is None else [change.indices, change.old]
+    elements = change.decoded()
+    arrays = [elements.new, elements.stream]
+    arrays += [] if elements.indices is None else [elements.indices, elements.old]
     return sum(array.nbytes for array in arrays if array is not None)
 
 
@@ -59,14 +60,14 @@ def test_what_is_in_a_file_is_the_same(encoding: str, density: float) -> None:
         assert (after.dtype, after.shape, after.nnz) == (before.dtype, before.shape, before.nnz)
         assert after.digest == before.digest
         for field in ("indices", "old", "new", "stream"):
-            was, now = getattr(before, field), getattr(after, field)
+            was, now = getattr(before.decoded(), field), getattr(after.decoded(), field)
             assert (was is None) == (now is None)
             if was is not None:
                 assert (now.dtype, now.tolist()) == (was.dtype, was.tolist())
                 assert now.flags.aligned
                 assert now.flags.writeable  # as torch wants it
-        if before.indices is None:
-            assert after.old is before.old  # the snapshot's
+        if before.is_dense:
+            assert after.decoded().old is before.decoded().old  # the snapshot's
 
 
 def test_up_to_the_limit_all_stays_where_it_is() -> None:
@@ -94,12 +95,12 @@ def test_what_stays_does_not_keep_in_memory_what_is_in_a_file() -> None:
 
     def change(part: slice) -> Change:
         own = common[part]
-        return Change("bfloat16", (100,), places[part], own, own, own.size, None)
+        return Change("bfloat16", (100,), Elements(places[part], own, own), own.size)
 
     spill = Spill(100)
     spill.keep(change(slice(0, 90)))
     assert spill.spilled
-    small = spill.keep(change(slice(90, 100)))
+    small = spill.keep(change(slice(90, 100))).decoded()
     assert small.new.tolist() == [*range(90, 100)]
     assert small.indices is not None
     assert all(array.base is None for array in (small.indices, small.old, small.new))
@@ -150,7 +151,7 @@ def test_a_file_for_many_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = keep_all(Spill(0), kept)
     assert open_descriptors() - before == len(kept)
     for (_, change), (_, same) in zip(read, kept, strict=True):
-        assert np.array_equal(change.new, same.new)
+        assert np.array_equal(change.decoded().new, same.decoded().new)
 
 
 def test_without_room_for_the_file_nothing_is_sent(

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from delta_sender.diff.listed import ListedShare
-from engine_ext.format import Digest, ParamDelta, byte_stream, change_digest, join_streams, loops
+from delta_sender.diff.change import Bits
+from engine_ext.format import Digest, byte_stream, change_digest, join_streams, loops
 from engine_ext.kernels import (
     LINE,
     array,
@@ -41,8 +41,6 @@ from engine_ext.kernels import (
     trailing_zeros,
 )
 
-Bits = NDArray[Any]  # unsigned ints [n]
-
 _AHEAD: Final = 64  # lines to prefetch; the hardware's own prefetch is shorter
 
 
@@ -56,7 +54,6 @@ class Difference(msgspec.Struct, frozen=True, eq=False, gc=False):
         change: Summand of the tensor's digest; None if no name was given.
         stream: The gap stream of the indices, in bytes; None if it was not asked for, or if another
             form might be smaller.
-        listed: The same elements on the device that has found them; empty if it does not keep them.
     """
 
     indices: NDArray[Any]
@@ -64,7 +61,6 @@ class Difference(msgspec.Struct, frozen=True, eq=False, gc=False):
     new: Bits
     change: Digest | None
     stream: NDArray[np.uint8] | None
-    listed: Sequence[ListedShare] = ()
 
 
 def find_differing(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> Any:
@@ -243,49 +239,6 @@ def batch_loop_of(types: Any, width: int) -> Callable[..., tuple[int, int]]:
 
 
 _CHUNK: Final = 1 << 21  # elements that a thread compares at a time; a multiple of any line's
-
-
-class Change(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """How a tensor differs from what it is compared with; private copies, see `Difference`.
-
-    Attributes:
-        dtype, shape: As in the checkpoint.
-        indices: Flat indices, ascending, int32 or int64 [nnz]; None: dense.
-        old, new: Bit patterns [nnz], or [numel] if dense; a dense `old` can be the snapshot's own
-            memory.
-        nnz: Elements that differ.
-        digest: What the change adds to a digest, under the name in the snapshot; None if not asked
-            for.
-        stream: The gap stream of the indices; None if it was not made.
-        listed: See `Difference`.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    indices: NDArray[Any] | None
-    old: Bits
-    new: Bits
-    nnz: int
-    digest: Digest | None
-    stream: NDArray[np.uint8] | None = None
-    listed: Sequence[ListedShare] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its new values and their indices."""
-        return self.new.nbytes + (0 if self.indices is None else self.indices.nbytes)
-
-    @property
-    def own_nbytes(self) -> int:
-        """Bytes of all its arrays that are not the snapshot's."""
-        stream = 0 if self.stream is None else self.stream.nbytes
-        return self.nbytes + (0 if self.indices is None else self.old.nbytes) + stream
-
-    def delta(self, name: str, values: Bits, *, differences: bool) -> ParamDelta:
-        """Return its elements, to be sent under a name: new values, or new minus old ones."""
-        return ParamDelta(
-            name, self.dtype, self.shape, self.indices, values, differences, self.stream
-        )
 
 
 class Comparisons:

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from delta_sender.diff.compare import Bits, Change
+from delta_sender.diff.change import Bits, Change, EncodedElements, Moment
 from delta_sender.diff.copy_streams import CopyStreams
 from delta_sender.diff.listed import LISTED_SHARE, Listed, Lists, is_listed, write_listed
 from engine_ext.kernels import download_box, gather_scatter, upload_box
@@ -52,6 +52,7 @@ class DeviceSide:
         self._mirrors: dict[str, torch.Tensor] = {}
         self._taken: Counter[torch.device] = Counter()  # bytes of these
         self._lists = Lists()
+        self.moment = Moment()
 
     def copied(self, key: str, bits: torch.Tensor) -> Bits:
         """Copy a tensor of the base on its device, if there is room, and to host memory.
@@ -176,6 +177,10 @@ class DeviceSide:
         Args:
             bits_of: Returns a tensor's bits in the snapshot; called after the block.
         """
+        encoded = [one.elements for one in changes.values()]
+        moments = {one.moment for one in encoded if isinstance(one, EncodedElements)}
+        assert not moments or moments == {self.moment}, "changes of an earlier snapshot"
+        self.moment.has_passed, self.moment = True, Moment()
         behind = {key: mirror for key in changes if (mirror := self._drop(key)) is not None}
         yield
         listed = {key: one for key in behind if is_listed(one := changes[key].listed)}

@@ -1,10 +1,10 @@
 """Find how tensors on an accelerator differ from the snapshot, by their bits, many at a time.
 
 The tensors stay on their device. A batch of them is compared there in three steps: how many
-elements differ; which they are, the gap streams of their indices and the digests of their changes;
-and the copy of streams and bits to the host. About one byte per index crosses the bus. The host
-needs the numbers of one step for the next one, and waits for those while the device works on
-another batch. Streams are decoded in the comparison's threads.
+elements differ; which they are, their gaps and differences, encoded, and the digests of their
+changes; and the copy of what is encoded to the host: about a byte and a half of each element
+crosses the bus. The host needs the numbers of one step for the next one, and waits for those while
+the device works on another batch. The last copies are waited for in the comparison's threads.
 
 On the CPU the steps are the same; there it is tested, with the kernels under Triton's interpreter.
 """
@@ -23,17 +23,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from delta_sender.diff.compare import Bits, Difference
+from delta_sender.diff.change import Bits, EncodedElements, Moment
 from delta_sender.diff.copy_streams import CopyStreams
 from delta_sender.diff.device import DeviceSide
 from delta_sender.diff.listed import Listed, ListedShare
 from engine_ext.format import (
     ChangedElements,
     Digest,
-    bytes_suffice,
-    device_streams,
-    join_streams,
-    read_streams,
+    EncodedDifferences,
+    encode_on_device,
+    join_differences,
+    skip_symbol,
 )
 from engine_ext.kernels import host_bits
 from engine_ext.kernels.triton import runs_change_kernels
@@ -41,9 +41,30 @@ from engine_ext.kernels.triton import runs_change_kernels
 _BATCH_BYTES: Final = 256 << 20
 # The same if it takes memory of its own until it is compared: of copies, or of uploaded elements.
 _COPIED_BYTES: Final = 64 << 20
-# Elements of a piece, and most that are listed at once: each takes up to 25 bytes of the device. A
+# Elements of a piece, and most that are listed at once: each takes up to 32 bytes of the device. A
 # multiple of any program's elements, so that memory is aligned in every piece as in the tensor.
 _PIECE: Final = 1 << 23
+
+
+_SKIP: Final = skip_symbol(1)
+
+
+class DeviceDifference(NamedTuple):
+    """How a tensor differs from the snapshot, as its device has found it.
+
+    Attributes:
+        elements: Those that differ; see there for how long they have old bits.
+        nnz: How many.
+        change: Summand of the tensor's digest; None if no name was given.
+        nonfinite: How many are NaN or infinite now.
+        listed: The same elements on the device; empty if it does not keep them.
+    """
+
+    elements: EncodedElements
+    nnz: int
+    change: Digest | None
+    nonfinite: int
+    listed: Sequence[ListedShare]
 
 
 class _Piece(NamedTuple):
@@ -53,39 +74,36 @@ class _Piece(NamedTuple):
     new: torch.Tensor
     start: int
     name: str | None
-    index_dtype: np.dtype[Any]  # of the tensor's indices
+    exponent: int  # of the tensor's dtype, see `ChangedElements`
+    is_wide: bool  # whether an index of the tensor can be 2**31 or more
 
 
 class _Found(NamedTuple):
     """What differs in a piece; its stream counts from the piece's start."""
 
     start: int
-    indices: NDArray[Any]  # in the tensor
-    old: Bits
-    new: Bits
-    digest: Digest
+    end: int  # one more than the last index, in the tensor
     stream: NDArray[np.uint8]
+    differences: EncodedDifferences
+    digest: Digest
+    nonfinite: int
     listed: ListedShare | None
 
 
 @dataclass(slots=True)
 class _Own:
-    """The changed pieces of a group, whose elements are listed together.
+    """The changed pieces of a group, whose elements are encoded together.
 
     Attributes:
         counts: How many elements of each have changed.
-        sizes: How many each has.
         starts: The index in its tensor at which each begins.
-        index: The dtype of each one's indices.
-        totals: Symbols of each, and both lanes of its change's digest, int64 [pieces, 3].
+        totals: What `DeviceEncoded` has in `totals`, for each piece alone; int64 [pieces, 6].
         listed: The elements of all, if the device keeps them.
     """
 
     counts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
     starts: list[int]
-    index: list[np.dtype[Any]]
-    totals: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 3), np.int64))
+    totals: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 6), np.int64))
     listed: Listed | None = None
 
 
@@ -105,20 +123,18 @@ class DeviceComparisons:
 
     Args:
         side: Has what they are compared with.
-        pool: Its threads make arrays of what the device has found.
-        streams: Whether gap streams are wanted.
+        pool: Its threads wait for what the device has encoded.
         copied: Whether the tensors are copies that are freed when they are compared.
     """
 
-    def __init__(self, side: DeviceSide, pool: Executor, *, streams: bool, copied: bool) -> None:
-        self._side, self._pool, self._streams = side, pool, streams
-        self._copied = copied
+    def __init__(self, side: DeviceSide, pool: Executor, *, copied: bool) -> None:
+        self._side, self._pool, self._copied = side, pool, copied
         self._filling: dict[tuple[Any, ...], _Batch] = {}
         self._running: list[Iterator[None]] = []  # steps of at most two batches
 
     def begin(
-        self, key: str, bits: Bits, new: torch.Tensor, digested: str | None
-    ) -> Callable[[], Difference]:
+        self, key: str, bits: Bits, new: torch.Tensor, digested: str | None, exponent: int
+    ) -> Callable[[], DeviceDifference]:
         """Begin to compare a tensor with the snapshot, or soon.
 
         Return a function that waits for the result, to be called in the same thread.
@@ -128,6 +144,7 @@ class DeviceComparisons:
             new: Integers of the same width, contiguous [n], on the device. It must not change until
                 the result has been asked for.
             digested: The name to digest the change under; None: it is not digested.
+            exponent: Of the tensor's dtype, see `ChangedElements`.
 
         Raises:
             ValueError: The tensors differ in size or in the width of an element.
@@ -135,7 +152,7 @@ class DeviceComparisons:
         if (bits.size, bits.itemsize) != (new.numel(), new.itemsize) or new.ndim != 1:
             raise ValueError("old and new are not of one size and element size")
         device = new.device
-        index = np.dtype(np.int32 if new.numel() < 1 << 31 else np.int64)
+        is_wide = new.numel() >= 1 << 31
         is_large = self._side.is_mirrored(key) and not self._copied
         most = _BATCH_BYTES if is_large else _COPIED_BYTES
         kind = device, new.dtype, most
@@ -151,9 +168,9 @@ class DeviceComparisons:
                 batch = self._filling[kind] = _Batch()
             places.append((batch, len(batch.pieces)))
             old = self._side.old(key, bits, device, these)
-            batch.pieces.append(_Piece(old, own, start, digested, index))
+            batch.pieces.append(_Piece(old, own, start, digested, exponent, is_wide))
             batch.nbytes += own.nbytes
-        return partial(self._wait, places, index, bits.dtype, digested is not None)
+        return partial(self._wait, places, bits, self._side.moment, digested is not None)
 
     def _launch(self, kind: tuple[Any, ...]) -> None:
         """Begin a batch; the one before takes its next step, and those before that are ended."""
@@ -167,12 +184,8 @@ class DeviceComparisons:
         self._running = [*self._running[-1:], batch.steps]
 
     def _wait(
-        self,
-        places: Sequence[tuple[_Batch, int]],
-        index: np.dtype[Any],
-        bits: np.dtype[Any],
-        digested: bool,
-    ) -> Difference:
+        self, places: Sequence[tuple[_Batch, int]], held: Bits, moment: Moment, digested: bool
+    ) -> DeviceDifference:
         found = []
         for batch, number in places:
             if batch.steps is None:
@@ -182,33 +195,18 @@ class DeviceComparisons:
             if number in batch.found:
                 future, at = batch.found[number]
                 found.append(future.result()[at])
-        return self._joined(found, index, bits, digested)
-
-    def _joined(
-        self, found: list[_Found], index: np.dtype[Any], bits: np.dtype[Any], digested: bool
-    ) -> Difference:
-        """Return what differs in a tensor, whose changed pieces these are."""
-        change = Digest.total(one.digest for one in found) if digested else None
+        none = EncodedDifferences(np.empty(0, np.uint8), np.empty(0, held.dtype), 0)
+        differences = join_differences([one.differences for one in found] or [none])
+        end = found[-1].end if found else 0
+        elements = EncodedElements(_joined(found), end, differences, held, moment)
         listed = [share for one in found if (share := one.listed) is not None]
-        if len(listed) < len(found):
-            listed = []
-        if len(found) == 1 and not found[0].start:
-            (one,) = found
-            suffice = bytes_suffice(one.indices.size, int(one.indices[-1]) + 1)
-            stream = one.stream if self._streams and suffice else None
-            return Difference(one.indices, one.old, one.new, change, stream, listed)
-        stream = None
-        if self._streams:
-            stream = join_streams([(one.indices, _without_first(one)) for one in found])
-        indices, old, new = (
-            np.concatenate([np.empty(0, dtype), *arrays])
-            for dtype, arrays in (
-                (index, [one.indices for one in found]),
-                (bits, [one.old for one in found]),
-                (bits, [one.new for one in found]),
-            )
+        return DeviceDifference(
+            elements,
+            differences.size,
+            Digest.total(one.digest for one in found) if digested else None,
+            sum(one.nonfinite for one in found),
+            listed if len(listed) == len(found) else [],
         )
-        return Difference(indices, old, new, change, stream, listed)
 
     def _compare(self, batch: _Batch) -> Iterator[None]:
         """Compare a batch; at each step the device has been given work, whose result is needed.
@@ -231,24 +229,27 @@ class DeviceComparisons:
             places, was, now = listing.write(group, before, nnz)
             own = _Own(
                 np.array([counts[number] for number in chosen], np.int64),
-                np.array([new[number].numel() for number in chosen], np.int64),
                 [pieces[number].start for number in chosen],
-                [pieces[number].index_dtype for number in chosen],
             )
             names = [pieces[number].name or "" for number in chosen]
+            exponents = [pieces[number].exponent for number in chosen]
+            numel = sum(new[number].numel() for number in chosen)
             elements = ChangedElements(
-                *(places, was, now, own.counts, own.starts, names, int(own.sizes.sum()))
+                places, was, now, own.counts, own.starts, names, exponents, numel
             )
-            symbols, totals = device_streams(elements, streams.send)
-            wide = any(index.itemsize > 4 for index in own.index)
+            encoded = encode_on_device(elements, streams.send)
+            wide = any(pieces[number].is_wide for number in chosen)
             own.listed = self._side.keep(places, now, wide=wide)
-            del places, elements
-            wait_for_totals = streams.download(totals)
+            del places, was, now, elements
+            wait_for_totals = streams.download(encoded.totals)
             yield
-            own.totals = np.diff(wait_for_totals().numpy(), axis=0, prepend=np.int64(0))
-            lengths = int(own.totals[:, 0].sum())
-            waits = [streams.download(one) for one in (symbols[:lengths], was, now)]
-            del symbols, was, now
+            own.totals = wait_for_totals().numpy().copy()
+            own.totals[:, :5] = np.diff(own.totals[:, :5], axis=0, prepend=np.int64(0))
+            symbols, escaped = own.totals[:, 0].sum(), own.totals[:, 3].sum()
+            sent = encoded.symbols[:symbols], encoded.nibbles, encoded.escaped[:escaped]
+            del encoded
+            waits = [streams.download(one) for one in sent]
+            del sent
             future = self._pool.submit(_found, waits, own)
             batch.found |= {number: (future, at) for at, number in enumerate(chosen)}
 
@@ -309,31 +310,37 @@ def _groups(counts: Sequence[int]) -> Iterator[range]:
     yield range(start, len(counts))
 
 
-def _found(
-    waits: Sequence[Callable[[], torch.Tensor]],
-    own: _Own,
-) -> list[_Found]:
+def _found(waits: Sequence[Callable[[], torch.Tensor]], own: _Own) -> list[_Found]:
     """Wait for what is copied to the host, and return what differs in each piece."""
     # Copies: memory that is pinned is not given back to the system.
-    symbols, was, now = (host_bits(wait()).copy() for wait in waits)
-    lengths = own.totals[:, 0].copy()
-    places = read_streams(symbols, lengths, own.counts, own.sizes)
+    symbols, nibbles, escaped = (host_bits(wait()).copy() for wait in waits)
     found = []
-    first = at = 0
-    for start, index, count, (length, *lanes) in zip(
-        own.starts, own.index, own.counts.tolist(), own.totals.tolist(), strict=True
+    at = half = large = first = 0
+    for start, count, (length, lane0, lane1, several, nonfinite, last) in zip(
+        own.starts, own.counts.tolist(), own.totals.tolist(), strict=True
     ):
-        these = slice(first, first + count)
-        indices: NDArray[Any] = places[these]
-        if start or indices.dtype != index:
-            indices = indices.astype(index) + index.type(start)
-        stream = symbols[at : at + length]
+        pairs = (count + 1) // 2
+        differences = EncodedDifferences(
+            nibbles[half : half + pairs], escaped[large : large + several], count
+        )
+        stream, digest = symbols[at : at + length], Digest(lane0, lane1)
         share = None if own.listed is None else ListedShare(own.listed, first, count)
-        found.append(_Found(start, indices, was[these], now[these], Digest(*lanes), stream, share))
-        first, at = first + count, at + length
+        found.append(_Found(start, last + 1, stream, differences, digest, nonfinite, share))
+        at, half, large, first = at + length, half + pairs, large + several, first + count
     return found
 
 
-def _without_first(found: _Found) -> NDArray[np.uint8]:
-    """Return the stream without the symbols of the first gap."""
-    return found.stream[(int(found.indices[0]) - found.start) // 255 + 1 :]
+def _joined(found: Sequence[_Found]) -> NDArray[np.uint8]:
+    """Return the stream of a tensor, whose changed pieces these are."""
+    if len(found) == 1 and not found[0].start:
+        return found[0].stream
+    streams: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
+    following = 0  # one more than the last index before the piece
+    for one in found:
+        skips = int((one.stream != _SKIP).argmax())  # of the piece's first gap
+        gap = one.start - following + skips * _SKIP + int(one.stream[skips])
+        more, rest = divmod(gap, _SKIP)
+        streams += [np.full(more, _SKIP, np.uint8), np.array([rest], np.uint8)]
+        streams.append(one.stream[skips + 1 :])
+        following = one.end
+    return np.concatenate(streams)

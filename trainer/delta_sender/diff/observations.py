@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 
-from delta_sender.diff.compare import Bits, Change
+from delta_sender.diff.change import Bits, Change
 from engine_ext.structs import prepare
 
 
@@ -80,6 +80,16 @@ _EXPONENT: Final = {
     "float8_e5m2": 0x7C,
     "float8_e8m0fnu": 0xFF,
 }
+
+
+def exponent_of(dtype: str) -> int:
+    """Return the bits that are all set in each NaN and infinity of a manifest dtype.
+
+    They are set in NaN alone, if it has no infinity; 0: it has neither.
+    """
+    return _EXPONENT.get(dtype, 0)
+
+
 UNCHANGED: Final = (
     "no value has changed in %d syncs in a row. Usual causes: an optimizer that steps copies of "
     "the tensors given here; an adapter that is not merged into them; only the base's tensors are "
@@ -176,7 +186,7 @@ class Watch:
             tensors += 1
             if change is not None:
                 changed += 1
-                elements += change.new.size
+                elements += change.nnz
                 waiting.append((key, change))
                 if elements >= _AT_ONCE or len(waiting) >= _TOGETHER:
                     self._look(waiting, nonfinite)
@@ -245,9 +255,14 @@ def _may_have_nonfinite(changes: Sequence[Change]) -> bool:
     """Whether to look at each of some changes: many small ones are looked at together."""
     small: dict[str, list[Bits]] = {}
     for change in changes:
-        if change.new.size >= _AT_ONCE:
+        if change.nonfinite is not None:
+            if change.nonfinite:
+                return True
+            continue
+        new = change.decoded().new
+        if new.size >= _AT_ONCE:
             return True
-        small.setdefault(change.dtype, []).append(change.new)
+        small.setdefault(change.dtype, []).append(new)
     for dtype, values in small.items():
         exponent = _EXPONENT.get(dtype)
         if exponent is not None:
@@ -261,14 +276,15 @@ def _may_have_nonfinite(changes: Sequence[Change]) -> bool:
 def count_nonfinite(change: Change) -> int:
     """Return how many values have become NaN or infinite by a change."""
     exponent = _EXPONENT.get(change.dtype)
-    if exponent is None:
-        return 0
-    mask, count = change.new.dtype.type(exponent), 0
-    for start in range(0, change.new.size, _AT_ONCE):
-        new = change.new[start : start + _AT_ONCE]
+    if change.nonfinite is not None or exponent is None:
+        return change.nonfinite or 0
+    elements = change.decoded()
+    mask, count = elements.new.dtype.type(exponent), 0
+    for start in range(0, elements.new.size, _AT_ONCE):
+        new = elements.new[start : start + _AT_ONCE]
         found = (new & mask) == mask
         if found.any():
-            if change.indices is None:  # `new` has values that have not changed, too
-                found &= new != change.old[start : start + _AT_ONCE]
+            if elements.indices is None:  # `new` has values that have not changed, too
+                found &= new != elements.old[start : start + _AT_ONCE]
             count += int(np.count_nonzero(found))
     return count

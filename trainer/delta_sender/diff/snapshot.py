@@ -18,14 +18,16 @@ from msgspec.structs import replace
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from delta_sender.diff.compare import Bits, Change, Comparisons, Difference, compare
+from delta_sender.diff.change import Bits, Change, Elements, EncodedElements, add
+from delta_sender.diff.compare import Comparisons, Difference, compare
 from delta_sender.diff.device import DeviceSide, is_on_device
-from delta_sender.diff.device_batch import DeviceComparisons
+from delta_sender.diff.device_batch import DeviceComparisons, DeviceDifference
+from delta_sender.diff.observations import exponent_of
 from delta_sender.diff.refills import Stable, Unchanged, Yielded
 from delta_sender.diff.spill import Keep, Spill
 from engine_ext.answers import prefix_hint, some_of
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
-from engine_ext.format import PACKED_ENCODINGS, Digest, ParamDelta, position_bytes, tensor_digest
+from engine_ext.format import PACKED_ENCODINGS, Digest, ParamDelta, tensor_digest
 from engine_ext.kernels import gather_scatter, same_device
 from engine_ext.kernels.triton import runs_change_kernels
 from engine_ext.resources import usable_cores
@@ -188,9 +190,12 @@ class Snapshot:
         held: bool,
     ) -> Iterator[tuple[str, Change | None]]:
         comparisons = Comparisons(pool, streams=self._streams)
-        on_devices = DeviceComparisons(self._devices, pool, streams=self._streams, copied=not held)
+        on_devices = DeviceComparisons(self._devices, pool, copied=not held)
         changes: dict[str, Change | None] = {}
-        begun: deque[tuple[str, int, Callable[[], Difference], Unchanged | None]] = deque()
+        begun: deque[
+            tuple[str, int, Callable[[], Difference | DeviceDifference], Unchanged | None]
+        ] = deque()
+        wait: Callable[[], Difference | DeviceDifference]
         seen: set[str] = set()
         ahead = 0  # bytes of what is begun
 
@@ -225,7 +230,9 @@ class Snapshot:
                 unchanged, at_once = None, False
                 self._prepare_on_device(key, tensor.device)
                 flat = _flat_bits(kept)
-                wait = on_devices.begin(key, self._dense[key].values, flat, digested)
+                base = self._dense[key]
+                exponent = exponent_of(base.dtype)
+                wait = on_devices.begin(key, base.values, flat, digested, exponent)
                 if held and flat.data_ptr() == tensor.data_ptr():
                     nbytes //= _FASTER
             else:
@@ -282,10 +289,11 @@ class Snapshot:
         old = self._dense[key]
         if change is None:
             return old
-        if change.indices is None:
-            return replace(old, values=change.new)
+        elements = change.decoded()
+        if elements.indices is None:
+            return replace(old, values=elements.new)
         values = old.values.copy()
-        gather_scatter.write(values, change.indices, change.new)
+        gather_scatter.write(values, elements.indices, elements.new)
         return replace(old, values=values)
 
     def change_between(
@@ -299,12 +307,11 @@ class Snapshot:
 
     def sparse(self, change: Change) -> Change:
         """Return the change with indices, even if it is kept dense."""
-        if change.indices is not None:
+        if not change.is_dense:
             return change
-        found = compare(change.old, change.new, threads=self._threads, streams=self._streams)
-        return replace(
-            change, indices=found.indices, old=found.old, new=found.new, stream=found.stream
-        )
+        whole = change.decoded()
+        found = compare(whole.old, whole.new, threads=self._threads, streams=self._streams)
+        return replace(change, elements=_elements(found))
 
     def digest(self) -> Digest:
         """Return the digest of every tensor, under its key."""
@@ -328,7 +335,16 @@ class Snapshot:
 
     def _apply(self, changes: Sequence[tuple[str, Change]]) -> None:
         """Apply one dense change, or several sparse ones of one element size."""
-        (key, first), *more = changes
+        encoded, rest = list[EncodedElements](), list[tuple[str, Elements]]()
+        for key, change in changes:
+            if isinstance(change.elements, Elements):
+                rest.append((key, change.elements))
+            else:
+                encoded.append(replace(change.elements, held=self._dense[key].values))
+        add(encoded)
+        if not rest:
+            return
+        (key, first), *more = rest
         if first.indices is None:
             assert not more
             self._dense[key].values[:] = first.new
@@ -336,9 +352,9 @@ class Snapshot:
             gather_scatter.write(self._dense[key].values, first.indices, first.new)
         else:
             gather_scatter.write_many(
-                [self._memory[key] for key, _ in changes],
-                [change.indices for _, change in changes if change.indices is not None],
-                [change.new for _, change in changes],
+                [self._memory[key] for key, _ in rest],
+                [one.indices for _, one in rest if one.indices is not None],
+                [one.new for _, one in rest],
             )
 
     def _keep(self, dense: ParamDelta) -> ParamDelta:
@@ -347,19 +363,30 @@ class Snapshot:
     def _set(self, key: str, dense: ParamDelta) -> None:
         self._dense[key], self._memory[key] = dense, gather_scatter.signed(dense.values)
 
-    def _change(self, old: ParamDelta, found: Difference) -> Change | None:
+    def _change(self, old: ParamDelta, found: Difference | DeviceDifference) -> Change | None:
         """Return a difference as a change of `old`; None if nothing differs."""
-        if not found.indices.size:
-            return None
-        nbytes = position_bytes(self._encoding, found.indices) + found.new.nbytes
-        if nbytes < old.values.nbytes:
-            indices, was, new, stream = found.indices, found.old, found.new, found.stream
+        of_tensor = old.dtype, old.shape
+        if isinstance(found, Difference):
+            change = Change(*of_tensor, _elements(found), found.indices.size, found.change)
         else:
-            indices, was, new, stream = None, old.values, old.values.copy(), None
-            gather_scatter.write(new, found.indices, found.new)
-        nnz = found.indices.size
-        digest, listed = found.change, found.listed
-        return Change(old.dtype, old.shape, indices, was, new, nnz, digest, stream, listed)
+            digest, nonfinite, listed = found.change, found.nonfinite, found.listed
+            change = Change(*of_tensor, found.elements, found.nnz, digest, nonfinite, listed)
+        elements, nnz = change.elements, change.nnz
+        if not nnz:
+            return None
+        positions = elements.position_bytes(self._encoding)
+        if positions + nnz * old.values.itemsize < old.values.nbytes:
+            return change
+        new = old.values.copy()
+        if isinstance(elements, EncodedElements):
+            add([replace(elements, held=new)])
+        elif elements.indices is not None:
+            gather_scatter.write(new, elements.indices, elements.new)
+        return replace(change, elements=Elements(None, old.values, new))
+
+
+def _elements(found: Difference) -> Elements:
+    return Elements(found.indices, found.old, found.new, found.stream)
 
 
 class MappedSnapshot(Snapshot):
@@ -381,8 +408,8 @@ def _batches(changes: Changes) -> Iterator[list[tuple[str, Change]]]:
     elements = dict.fromkeys((1, 2, 4, 8), 0)
     for item in changes.items():
         change = item[1]
-        size, width = change.new.size, change.new.itemsize
-        if change.indices is None or size >= _WRITTEN:
+        size, width = change.nnz, change.width
+        if change.is_dense or size >= _WRITTEN:
             yield [item]
             continue
         batches.setdefault(width, []).append(item)

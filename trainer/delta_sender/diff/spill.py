@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from msgspec.structs import replace
 
-from delta_sender.diff.compare import Bits, Change
+from delta_sender.diff.change import Bits, Change
 
 Keep = Callable[[Change], Change]
 
@@ -38,23 +38,19 @@ class Spill:
         Raises:
             OSError: The file cannot be written.
         """
-        size = change.own_nbytes
+        own, size = change.elements.own, change.nbytes
         fits = size <= self._left
         if fits:
             self._left -= size
             if not self.spilled:
                 return change
-        own: dict[str, Any] = {"new": change.new}
-        if change.indices is not None:
-            own |= {"indices": change.indices, "old": change.old}
-        if change.stream is not None:
-            own["stream"] = change.stream
-        if fits:
             # Small tensors that were compared together have common arrays, which one of them would
             # keep in memory when the others are in a file. Only those of the first spill are.
-            return replace(change, **{name: array.copy() for name, array in own.items()})
-        mapped: dict[str, Any] = dict(zip(own, self._mapped([*own.values()]), strict=True))
-        return replace(change, **mapped)
+            moved = [array.copy() for array in own.values()]
+        else:
+            moved = self._mapped([*own.values()])
+        arrays = dict(zip(own, moved, strict=True))
+        return replace(change, elements=change.elements.with_own(arrays))
 
     def _mapped(self, arrays: list[Bits]) -> list[Bits]:
         """Return the same arrays in a file, which is freed with the last change in it."""

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import numpy as np
 
-from delta_sender.diff.compare import Bits
+from delta_sender.diff.change import Bits, Elements, decoded
 from delta_sender.diff.snapshot import Changes, Snapshot
 from delta_sender.results import SyncError
 from engine_ext.answers import prefix_hint, some_of
@@ -391,7 +391,7 @@ class AckedState:
             change = self.snapshot.change_between(key, changes.get(key), missed.get(key))
             if change is not None:
                 rebased |= without_old({key: change})
-                left -= change.nbytes
+                left -= rebased[key].nbytes
             if left < 0:
                 return None
         return rebased
@@ -410,7 +410,10 @@ def without_old(changes: Changes) -> Changes:
     Those are old bits, gap streams, and elements that devices keep.
     """
     none = np.empty(0)
+    elements = decoded([change.elements for change in changes.values()])
     return {
-        key: msgspec.structs.replace(change, old=none, stream=None, listed=())
-        for key, change in changes.items()
+        key: msgspec.structs.replace(
+            change, elements=Elements(one.indices, none, one.new), listed=()
+        )
+        for (key, change), one in zip(changes.items(), elements, strict=True)
     }

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from delta_sender.diff.change import Change
 from engine_ext.format import DIFFERENCES, PACKED_ENCODINGS
 
 AUTO: Final = "auto"
@@ -148,6 +149,14 @@ def escaped_share(old: NDArray[Any], new: NDArray[Any]) -> float:
     differences = differences[differences != 0]
     zigzag = differences << 1 ^ (0 - (differences >> (8 * differences.itemsize - 1)))
     return np.count_nonzero(zigzag >= _NIBBLES) / zigzag.size if zigzag.size else 0.0
+
+
+def escaped_of(change: Change) -> float:
+    """Return the share of a change's differences that do not fit a nibble; see `escaped_share`."""
+    if change.escaped is not None:
+        return change.escaped
+    elements = change.decoded()
+    return escaped_share(elements.old, elements.new)
 
 
 def _times(stats: ParamStats, speed: float) -> Iterator[tuple[EncodingChoice, float]]:

@@ -18,13 +18,13 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from delta_sender.diff.compare import Bits, Change
+from delta_sender.diff.change import Bits, Change, EncodedElements, decoded
 from delta_sender.encode.acked_state import AckedState, digest_of
 from delta_sender.encode.encoding_policy import (
     REACH,
     EncodingChoice,
     ParamStats,
-    escaped_share,
+    escaped_of,
 )
 from delta_sender.encode.sync_round import Attempt, SyncRound
 from engine_ext.dtypes import TORCH_DTYPE
@@ -32,11 +32,11 @@ from engine_ext.format import (
     DIFFERENCES,
     PACKED_ENCODINGS,
     Digest,
+    EncodedDelta,
     ParamDelta,
     change_digest,
     differences_of,
     encode_part,
-    position_bytes,
 )
 
 _FIRST: Final = 8 << 20  # bytes of the first part, so that the engine begins early
@@ -235,7 +235,7 @@ class TensorParam(msgspec.Struct, eq=False, gc=False):
     @property
     def values(self) -> Bits:
         """Its new bit patterns, [nnz], or [numel] if it is dense."""
-        return self.sent.values if isinstance(self.sent, ParamDelta) else self.sent.new
+        return self.sent.values if isinstance(self.sent, ParamDelta) else self.sent.decoded().new
 
     @property
     def digest(self) -> Digest:
@@ -244,9 +244,9 @@ class TensorParam(msgspec.Struct, eq=False, gc=False):
             return Digest.ZERO
         if self.is_key and self.change.digest is not None:
             return self.change.digest
-        indices = self.change.indices
-        wide = None if indices is None else indices.astype(np.int64)
-        return change_digest(self.name, wide, self.change.old, self.change.new)
+        one = self.change.decoded()
+        wide = None if one.indices is None else one.indices.astype(np.int64)
+        return change_digest(self.name, wide, one.old, one.new)
 
 
 class Speed(Protocol):
@@ -347,15 +347,10 @@ class ChangedTensors:
 
     def encode(self, params: Sequence[TensorParam], *, encoding: str, **metadata: Any) -> bytes:
         """Return a part's bytes."""
-        changes = [param.sent for param in params if isinstance(param.sent, Change)]
-        values = [change.new for change in changes]
-        if encoding == DIFFERENCES:  # none is dense
-            values = differences_of(values, [change.old for change in changes])
-        following = iter(values)
+        changes = [(param.name, param.sent) for param in params if isinstance(param.sent, Change)]
+        following = iter(_deltas(changes, differences=encoding == DIFFERENCES))
         deltas = [
-            param.sent
-            if isinstance(param.sent, ParamDelta)
-            else param.sent.delta(param.name, next(following), differences=encoding == DIFFERENCES)
+            param.sent if isinstance(param.sent, ParamDelta) else next(following)
             for param in params
         ]
         return encode_part(deltas, encoding=encoding, **metadata)
@@ -373,7 +368,7 @@ class ChangedTensors:
         """Return how a param travels. Differences need old values that a digest proves."""
         policy, full = self._attempt.policy, self._attempt.full
         is_proven = not full and self._state.plan.counts(name)
-        is_large = change is not None and change.indices is None
+        is_large = change is not None and change.is_dense
         if policy.is_fixed and not (full or change is None or is_large):
             if (numel := math.prod(change.shape)) > _FAR:
                 return policy.sparsely(proven=is_proven, numel=numel)
@@ -384,15 +379,39 @@ class ChangedTensors:
         # Its indices would be searched again, and take several times as much memory.
         only_dense = full or change is None or (is_large and values.nbytes > _LARGE)
         if change is not None and is_proven and policy.may_send_differences:
-            escaped = escaped_share(change.old, change.new)
+            escaped = escaped_of(change)
         floating = TORCH_DTYPE[image.dtype].is_floating_point
         stats = ParamStats(values.size, nnz, values.itemsize, floating, escaped, is_large)
         return policy.choose(stats, only_dense, self._speed.bytes_per_s)
 
 
+def _deltas(
+    named: Sequence[tuple[str, Change]], *, differences: bool
+) -> list[ParamDelta | EncodedDelta]:
+    """Return sparse changes as they are sent: their new values, or new minus old ones."""
+    elements = [change.elements for _, change in named]
+    as_found = [
+        isinstance(one, EncodedElements) and differences and one.stream is not None
+        for one in elements
+    ]
+    rest = decoded([one for one, is_sent in zip(elements, as_found, strict=True) if not is_sent])
+    values = [one.new for one in rest]
+    if differences:
+        values = differences_of(values, [one.old for one in rest])
+    following = zip(rest, values, strict=True)
+    deltas: list[ParamDelta | EncodedDelta] = []
+    for (name, change), one, is_sent in zip(named, elements, as_found, strict=True):
+        of_tensor = name, change.dtype, change.shape
+        if is_sent and isinstance(one, EncodedElements) and one.stream is not None:
+            deltas.append(EncodedDelta(*of_tensor, one.stream, one.differences))
+        else:
+            own, sent = next(following)
+            deltas.append(ParamDelta(*of_tensor, own.indices, sent, differences, own.stream))
+    return deltas
+
+
 def _sparse_bytes(change: Change, encoding: str) -> int:
     """Return the bytes of a change's positions and new values, before compression."""
     if change.stream is not None and encoding in PACKED_ENCODINGS:
-        return change.stream.nbytes + change.new.nbytes
-    assert change.indices is not None
-    return position_bytes(encoding, change.indices) + change.new.nbytes
+        return change.stream.nbytes + change.nnz * change.width
+    return change.elements.position_bytes(encoding) + change.nnz * change.width

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from delta_sender.diff.compare import Change
+from delta_sender.diff.change import Change
 from delta_sender.diff.observations import Observed
 from delta_sender.diff.snapshot import Changes
 from delta_sender.encode.encoding_policy import EncodingPolicy

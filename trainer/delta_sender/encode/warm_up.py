@@ -11,10 +11,17 @@ from typing import Any, Final
 
 import numpy as np
 
+from delta_sender.diff.change import Bits, EncodedElements, Moment, decoded
 from delta_sender.diff.compare import compare, compare_batch
 from delta_sender.encode.encoding_policy import AUTO
 from engine_ext.dtypes import bits_dtype
-from engine_ext.format import DIFFERENCES, ParamDelta, encode_part, tensor_digest
+from engine_ext.format import (
+    DIFFERENCES,
+    EncodedDifferences,
+    ParamDelta,
+    encode_part,
+    tensor_digest,
+)
 from engine_ext.kernels import gather_scatter
 
 _NUMEL: Final = 1 << 20
@@ -35,6 +42,7 @@ def warm_up(dtypes: Iterable[str], encoding: str) -> None:
         gather_scatter.write_many([old], [empty], [pair[0][:0]])
         found = compare(*pair, streams=True)
         gather_scatter.write(snapshot, found.indices, found.new)
+        decoded([_encoded(snapshot)])
         tensor_digest("weight", snapshot)
         for name in encodings:
             differences = name == DIFFERENCES
@@ -45,3 +53,9 @@ def warm_up(dtypes: Iterable[str], encoding: str) -> None:
                 for param, shape, at, stream in params
             ]
             encode_part(deltas, encoding=name, current_version=0, digest_part="0" * 32)
+
+
+def _encoded(held: Bits) -> EncodedElements:
+    """Return what a device sends of both of two elements that have become larger by 1."""
+    differences = EncodedDifferences(np.array([0x22], np.uint8), held[:0], 2)
+    return EncodedElements(np.zeros(2, np.uint8), 2, differences, held, Moment())

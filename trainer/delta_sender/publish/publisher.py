@@ -17,7 +17,7 @@ from typing import Final
 from delta_sender.arguments import Base, Tensors, named_pairs, tensors_of
 from delta_sender.diff.observations import Watch
 from delta_sender.diff.quantize import Quantizer
-from delta_sender.diff.snapshot import Snapshot
+from delta_sender.diff.snapshot import Changes, Snapshot
 from delta_sender.encode.acked_state import without_old
 from delta_sender.encode.encoding_policy import EncodingPolicy, sparse_encoding
 from delta_sender.encode.sync_round import SyncRound
@@ -373,7 +373,9 @@ class Publisher:
                 for thread in threads:
                     thread.join()
                     self._lagging.drop(thread.session)
-            unknown = [self._note_failed(thread.session, sync_round) for thread in threads]
+            # If the snapshot might have moved on, the changes are no longer relative to it.
+            changes = {} if self._is_inconsistent else sync_round.changes
+            unknown = [self._note_failed(t.session, sync_round.version, changes) for t in threads]
             logged = logged_by(threads)
             if logged is not None and not self._is_inconsistent:
                 self._drop_from_log(logged, sync_round, is_unknown=any(unknown))
@@ -423,7 +425,8 @@ class Publisher:
             thread.session.state.note_lagging(sync_round.changes)
             self._lagging.add(self._url_of(thread.session), thread)
         failed = [thread for thread in done if not isinstance(thread.outcome, Committed)]
-        unknown = [self._note_failed(thread.session, sync_round) for thread in failed]
+        version, changes = sync_round.version, sync_round.changes
+        unknown = [self._note_failed(t.session, version, changes) for t in failed]
         logged = logged_by(done)
         if advances:
             for session in set(self._all) - {t.session for t in done if t not in failed}:
@@ -459,13 +462,13 @@ class Publisher:
             self.notifier.poke(max(report.version for report in reports.values()))
         return reports
 
-    def _note_failed(self, session: Session, sync_round: SyncRound) -> bool:
+    def _note_failed(self, session: Session, version: int, changes: Changes) -> bool:
         """Note that a round has failed; return whether an engine can have committed it."""
         if not self._is_log:
-            return session.state.note_failed(sync_round.changes)
+            return session.state.note_failed(changes)
         can_be_there = True
         with contextlib.suppress(OSError):
-            can_be_there = session.destination.may_hold(sync_round.version)
+            can_be_there = session.destination.may_hold(version)
         if can_be_there:  # and the snapshot has not advanced
             session.state.lose_track()
         return False

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_sender.diff.compare import Bits
+from delta_sender.diff.change import Bits
 from engine_ext.format import Digest, tensor_digest
 from engine_ext.resources import usable_cores
 

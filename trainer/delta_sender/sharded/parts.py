@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from delta_sender.diff.compare import Bits, Change
-from delta_sender.encode.encoding_policy import EncodingChoice, ParamStats, escaped_share
+from delta_sender.diff.change import Bits, Change
+from delta_sender.encode.encoding_policy import EncodingChoice, ParamStats, escaped_of
 from delta_sender.encode.part_builder import Bucket
 from delta_sender.encode.sync_round import Attempt, SyncRound
 from delta_sender.results import RankError
@@ -212,8 +212,8 @@ class OwnedChanges:
             return self._policy.choose(stats, True, self._speed)
         escaped = None
         if proven and self._policy.may_send_differences:
-            escaped = escaped_share(change.old, change.new)
-        is_large = change.indices is None and box.is_whole
+            escaped = escaped_of(change)
+        is_large = change.is_dense and box.is_whole
         stats = ParamStats(
             box.numel, change.nnz, dtype.itemsize, dtype.is_floating_point, escaped, is_large
         )
@@ -237,10 +237,10 @@ class OwnedChanges:
             key = self._snapshot.key(name)
             new, old = self._new_values(name), self._snapshot.image(key, self._held.get(key)).values
             return ParamDelta(*of_tensor, None, new), change_digest(name, None, old, new)
-        change = self._snapshot.sparse(change)
-        assert change.indices is not None
-        where = param.box.to_global(change.indices)
-        digest = change_digest(name, where, change.old, change.new)
+        one = self._snapshot.sparse(change).decoded()
+        assert one.indices is not None
+        where = param.box.to_global(one.indices)
+        digest = change_digest(name, where, one.old, one.new)
         differences = encoding == DIFFERENCES
-        sent = change.new - change.old if differences else change.new
+        sent = one.new - one.old if differences else one.new
         return ParamDelta(*of_tensor, where, np.asarray(sent), differences), digest
