@@ -8,7 +8,7 @@ the compiled loops prefetch the lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,6 @@ Swap = Callable[[Bits, Bits, Bits], None]
 class _Loops(NamedTuple):
     gather: Callable[[Any, Any, Any], None]
     scatter: Callable[[Any, Any, Any], None]
-    add: Callable[[Any, Any, Any], None]
     swap: Callable[[Any, Any, Any, Any], None]
     swap_checked: Callable[[Any, Any, Any, Any], bool]
     differs: Callable[[Any, Any, Any, Any], int]
@@ -113,7 +112,6 @@ def _loops(types: Any, width: int, index: int) -> _Loops:
     return _Loops(
         compile_loop(_gather, types.void(live, offsets, live)),
         compile_loop(_scatter, types.void(live, offsets, bits)),
-        compile_loop(_add, types.void(live, offsets, bits)),
         compile_loop(_swap, types.void(live, offsets, bits, live)),
         compile_loop(_swap_checked, types.boolean(live, offsets, bits, live)),
         compile_loop(_differs, live.dtype(live, offsets, bits, types.int64)),
@@ -148,15 +146,6 @@ def write(live: Bits, offsets: Offsets, bits: Bits) -> None:
         loops.scatter(live, offsets, bits)
 
 
-def add(live: Bits, offsets: Offsets, bits: Bits) -> None:
-    """Add `bits` to elements of live host memory, modulo 2**width; see `write`."""
-    loops = _loops(live.itemsize, offsets.itemsize)
-    if loops is None:
-        live[offsets] += bits
-    else:
-        loops.add(live, offsets, bits)
-
-
 def write_many(
     live: Sequence[torch.Tensor], offsets: Sequence[Offsets], bits: Sequence[Bits]
 ) -> None:
@@ -166,41 +155,98 @@ def write_many(
         live: One or more tensors, contiguous, all of one element size.
         offsets, bits: One array of each per tensor.
     """
-    width = live[0].element_size()
-    addresses = np.array([tensor.data_ptr() for tensor in live], np.uint64)
-    where = np.concatenate(offsets)
-    loop = _loop_of_many(width, where.itemsize)
-    if loop is None or (addresses % width).any():
+    addresses = [tensor.data_ptr() for tensor in live]
+    sizes = [(tensor.numel(), own.size) for tensor, own in zip(live, offsets, strict=True)]
+    if not _visit_many(addresses, sizes, np.concatenate(offsets), np.concatenate(bits), _WRITE):
         for tensor, own, new in zip(live, offsets, bits, strict=True):
             write(host_bits(bits_of(tensor.view(-1))), own, new)
-        return
-    sizes = np.array(
-        [(tensor.numel(), own.size) for tensor, own in zip(live, offsets, strict=True)]
-    )
-    loop(addresses, sizes, where, np.concatenate(bits))
 
 
-def _scatter_many(addresses: Any, sizes: Any, offsets: Any, bits: Any) -> None:
+def read_many(live: Sequence[Bits], counts: Sequence[int], offsets: Offsets) -> Bits:
+    """Read elements of some arrays in host memory, in one compiled call for all; see `read`.
+
+    Args:
+        live: One or more arrays, contiguous, all of one dtype.
+        counts: How many elements of each there are.
+        offsets: Those of all, one array's after another's.
+    """
+    addresses = [one.__array_interface__["data"][0] for one in live]
+    sizes = [(one.size, count) for one, count in zip(live, counts, strict=True)]
+    bits: Bits = np.empty(offsets.size, live[0].dtype)
+    if not _visit_many(addresses, sizes, offsets, bits, _READ):
+        for one, own in _shares(live, counts):
+            bits[own] = read(one, offsets[own])
+    return bits
+
+
+def add_many(live: Sequence[Bits], counts: Sequence[int], offsets: Offsets, bits: Bits) -> None:
+    """Add `bits` to elements of some arrays, modulo 2**width; see `read_many`.
+
+    No element comes twice.
+    """
+    addresses = [one.__array_interface__["data"][0] for one in live]
+    sizes = [(one.size, count) for one, count in zip(live, counts, strict=True)]
+    if not _visit_many(addresses, sizes, offsets, bits, _ADD):
+        for one, own in _shares(live, counts):
+            one[offsets[own]] += bits[own]
+
+
+def _shares(live: Sequence[Bits], counts: Sequence[int]) -> Iterator[tuple[Bits, slice]]:
+    start = 0
+    for one, count in zip(live, counts, strict=True):
+        yield one, slice(start, start + count)
+        start += count
+
+
+def _visit_many(
+    addresses: Sequence[int],
+    sizes: Sequence[tuple[int, int]],
+    offsets: Offsets,
+    bits: Bits,
+    mode: int,
+) -> bool:
+    """Visit elements of memory at addresses, of these sizes; return False if there is no loop."""
+    loop = _loop_of_many(bits.itemsize, offsets.itemsize)
+    rows = np.array(addresses, np.uint64)
+    if loop is None or (rows % bits.itemsize).any():
+        return False
+    loop(rows, np.array(sizes), offsets, bits, mode)
+    return True
+
+
+# Ways of visiting elements.
+_WRITE, _READ, _ADD, _SWAP_CHECKED, _COMPARE = range(5)
+
+
+def _loop_many(addresses: Any, sizes: Any, offsets: Any, bits: Any, mode: Any) -> None:
     start = 0
     for k in range(addresses.size):
         end = start + sizes[k, 1]
         live = memory_at(addresses[k], sizes[k, 0], bits)
-        _scatter(live, offsets[start:end], bits[start:end])
+        if mode == _WRITE:
+            _scatter(live, offsets[start:end], bits[start:end])
+        elif mode == _READ:
+            _gather(live, offsets[start:end], bits[start:end])
+        else:
+            _add(live, offsets[start:end], bits[start:end])
         start = end
 
 
 @made_with_numba
-def _loop_of_many(types: Any, width: int, index: int) -> Callable[[Any, Any, Any, Any], None]:
+def _loop_of_many(types: Any, width: int, index: int) -> Callable[[Any, Any, Any, Any, Any], None]:
     """Compile the loop for elements and offsets of so many bytes; None without numba."""
     _register_loops()
-    bits, offsets = array(types, f"uint{8 * width}"), array(types, f"int{8 * index}")
+    bits, offsets = (
+        array(types, f"uint{8 * width}", readonly=False),
+        array(types, f"int{8 * index}"),
+    )
     sizes = types.Array(types.int64, 2, "C")
-    return compile_loop(_scatter_many, types.void(array(types, "uint64"), sizes, offsets, bits))
+    arguments = array(types, "uint64"), sizes, offsets, bits, types.int64
+    return compile_loop(_loop_many, types.void(*arguments))
 
 
 # Columns of a table of elements: addresses of live memory, offsets, new and old bits; sizes.
 _LIVE, _EXTENT, _OFFSETS, _NEW, _OLD, _COUNT = range(6)
-_WRITE, _SWAP_CHECKED, _COMPARE = range(3)
 
 
 class ElementTable:
@@ -273,7 +319,7 @@ def _register_loops() -> None:
     from numba.extending import register_jitable
 
     register_intrinsics()
-    for function in (_scatter, _swap_checked, _differs):
+    for function in (_gather, _scatter, _add, _swap_checked, _differs):
         register_jitable(function)
 
 

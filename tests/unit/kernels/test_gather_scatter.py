@@ -79,8 +79,17 @@ def test_elements_of_many_tensors(
     loop = gather_scatter._loop_of_many if compiled else lambda width, index: None
     with mock.patch.object(gather_scatter, "_loop_of_many", loop):
         gather_scatter.write_many(live, offsets, bits)
-    for raw, right in expected:
-        assert raw.tobytes() == right.tobytes()
+        for raw, right in expected:
+            assert raw.tobytes() == right.tobytes()
+        arrays, counts = [right for _, right in expected], [own.size for own in offsets]
+        where, whole = np.concatenate(offsets), np.concatenate(bits)
+        assert gather_scatter.read_many(arrays, counts, where).tolist() == whole.tolist()
+        gather_scatter.add_many(arrays, counts, where, whole)
+        sums = gather_scatter.read_many(arrays, counts, where)
+    assert sums.tolist() == (whole + whole).tolist()
+    for (raw, right), own in zip(expected, offsets, strict=True):
+        left = np.delete(right, own)
+        assert left.tolist() == np.delete(raw.view(right.dtype), own).tolist()
 
 
 @BACKENDS

@@ -23,14 +23,22 @@ from delta_sender import DeltaSender, Shard, ShardedSender, SyncError
 from delta_sender.diff import device as diff_device
 from delta_sender.diff import device_batch
 from delta_sender.diff import snapshot as sender_snapshot
-from delta_sender.diff.change import Change, EncodedElements, decoded
+from delta_sender.diff.change import Change, EncodedElements
 from delta_sender.diff.copy_streams import CopyStreams
 from delta_sender.diff.device import SNAPSHOT_ON, DeviceSide
-from delta_sender.diff.device_batch import DeviceComparisons, DeviceDifference
+from delta_sender.diff.device_batch import DeviceComparisons
 from delta_sender.diff.listed import Listed, Lists
 from delta_sender.diff.observations import count_nonfinite
 from delta_sender.diff.snapshot import Snapshot
-from engine_ext.format import PACKED_ENCODINGS, DeviceEncoded, encode_on_device
+from delta_sender.encode import part_builder
+from engine_ext.format import (
+    PACKED_ENCODINGS,
+    DeviceEncoded,
+    EncodedDelta,
+    ParamDelta,
+    encode_on_device,
+    encode_part,
+)
 from engine_ext.kernels import gather_scatter, upload_box
 from tests.support.fake_engine import Engine, error, model_of, sends, train
 from tests.support.served_models import changed, random_tensor
@@ -155,6 +163,24 @@ def test_a_stream_of_other_elements_is_refused(monkeypatch: pytest.MonkeyPatch) 
         found(Snapshot(held.items(), "gap8_ulp", "device"), step(held, 1, 0.3))
 
 
+@pytest.mark.parametrize("encoding", ["deltas", "indices", "gap8_exp"])
+@pytest.mark.parametrize("gap", [(1 << 16) - 1, 1 << 16])
+def test_a_change_is_dense_as_in_host_memory(
+    encoding: str, gap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole rows have changed, or a gap takes more than two bytes."""
+    monkeypatch.setattr(device_batch, "_PIECE", 1 << 23)
+    held = {"rows": torch.zeros(100, 3000), "gap": torch.zeros(2 * gap)}
+    held = {name: tensor.to(torch.bfloat16) for name, tensor in held.items()}
+    for share in (0.2, 0.4, 0.6):
+        new = {name: tensor.clone() for name, tensor in held.items()}
+        new["rows"][:: round(1 / share)] += 1
+        new["gap"][: int(share * gap)] += 1
+        new["gap"][int(share * gap) + gap] += 1
+        snapshot, packed = Snapshot(held.items(), encoding, "device"), encoding in PACKED_ENCODINGS
+        assert found(snapshot, new, packed=packed) == in_host_memory(held, new, encoding)
+
+
 @pytest.mark.parametrize("kept_on", SNAPSHOT_ON)
 def test_nothing_and_a_tensor_without_elements(kept_on: str) -> None:
     held = {"empty": torch.empty(0, 3, dtype=torch.bfloat16), "w": torch.zeros(40)}
@@ -208,14 +234,16 @@ def made_ready(kept_on: str, nbytes: int) -> tuple[DeviceSide, np.ndarray[Any, A
     return side, held
 
 
-def compare(side: DeviceSide, held: np.ndarray[Any, Any], new: torch.Tensor) -> DeviceDifference:
+def compare(side: DeviceSide, held: np.ndarray[Any, Any], new: torch.Tensor) -> Change:
     with ThreadPoolExecutor(1) as pool:
         comparisons = DeviceComparisons(side, pool, copied=True)
-        return comparisons.begin("w", held, new, None, 0)()
+        return comparisons.begin(
+            "w", ParamDelta("w", "bfloat16", held.shape, None, held), new, None
+        )()
 
 
-def places(difference: DeviceDifference) -> Any:
-    [elements] = decoded([difference.elements])
+def places(change: Change) -> Any:
+    elements = change.decoded()
     assert elements.indices is not None
     return elements.indices.tolist()
 
@@ -234,7 +262,7 @@ def test_a_copy_is_kept_where_it_was_asked_for(kept_on: str, nbytes: int, mirror
     held[3] = 1  # seen only where the device looks at the snapshot itself
     difference = compare(side, held, torch.zeros(40, dtype=torch.int16))
     assert places(difference) == ([] if mirrored else [3])
-    assert difference.change is None
+    assert difference.digest is None
 
 
 def refilling(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
@@ -540,13 +568,13 @@ def test_a_byte_and_a_half_of_an_element_is_downloaded(
     with DeltaSender(
         "http://engine/", held.items(), client=engine.client(), encoding=encoding
     ) as sender:
-        with mock.patch("delta_sender.encode.part_builder.decoded", wraps=decoded) as called:
+        with mock.patch.object(part_builder, "encode_part", wraps=encode_part) as called:
             report = sender.sync(new.items())
         assert engine.holds(new)
         assert report.nnz > 1900
         assert sum(downloaded) < 1.55 * report.nnz + 100
-        sent = [one for call in called.call_args_list for one in call.args[0]]
-        assert len(sent) == (encoding == "deltas")
+        [[delta]] = [call.args[0] for call in called.call_args_list]
+        assert isinstance(delta, EncodedDelta) == (encoding == "gap8_ulp")
 
 
 def test_a_snapshot_advances_once_by_what_was_encoded() -> None:
@@ -556,9 +584,18 @@ def test_a_snapshot_advances_once_by_what_was_encoded() -> None:
     new = step(held, 1, 0.02)
     changes = {key: change for key, change in snapshot.read(new.items()) if change is not None}
     assert isinstance(changes["w"].elements, EncodedElements)
+    missed = snapshot.without_old(changes)
+    assert snapshot.without_old(changes) is missed  # for each engine that has failed
     snapshot.advance(changes)
-    with pytest.raises(AssertionError, match="an earlier snapshot"):
+    with pytest.raises(RuntimeError, match="has moved on"):
         snapshot.advance(changes)
-    with pytest.raises(AssertionError, match="has moved on"):
+    bits = gather_scatter.host_bits(gather_scatter.bits_of(new["w"]))
+    assert np.array_equal(snapshot.image("w").values, bits)
+    places = np.flatnonzero(bits)
+    elements = missed["w"].decoded()
+    assert elements.indices is not None
+    assert np.array_equal(elements.indices, places)
+    assert np.array_equal(elements.new, bits[places])
+    with pytest.raises(RuntimeError, match="has moved on"):
         changes["w"].decoded()
     assert [change for _, change in snapshot.read(new.items())] == [None]

@@ -19,7 +19,7 @@ import pytest
 from delta_sender import DeltaSender, LogSender, PartialSyncError, SyncError
 from delta_sender.diff import device as diff_device
 from delta_sender.diff import snapshot as sender_snapshot
-from delta_sender.diff.snapshot import Changes
+from delta_sender.diff.snapshot import Changes, Snapshot
 from delta_sender.publish import publisher
 from delta_sender.publish.session_thread import SessionThread
 from delta_sender.publish.state_file import StateFile
@@ -245,11 +245,11 @@ def test_a_log_that_moves_on_alone_is_interrupted(
     with DeltaSender(A, model.items(), **options) as sender:
         train(model)
 
-        def interrupted(changes: Changes) -> Changes:
+        def interrupted(snapshot: Snapshot, changes: Changes) -> Changes:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(publisher, "without_old", interrupted)
+            patch.setattr(Snapshot, "without_old", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 sender.sync(model.items())
         model["layers.1.weight"].copy_(base["layers.1.weight"])

@@ -7,7 +7,7 @@ old or new bits has them decoded, with the snapshot's own bits as the old ones: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -21,10 +21,10 @@ from engine_ext.format import (
     EncodedDifferences,
     bytes_suffice,
     decode_gaps,
+    loops,
     position_bytes,
     read_differences,
     read_streams,
-    skip_symbol,
 )
 from engine_ext.kernels import gather_scatter
 
@@ -32,7 +32,7 @@ Bits = NDArray[Any]  # unsigned ints [n]
 
 # Elements that are decoded at a time, unless one tensor has more: they stay in a core's cache.
 _AT_ONCE: Final = 1 << 16
-_SKIP: Final = skip_symbol(1)
+_SKIP: Final = loops.BYTE_SKIP
 _LARGE: Final = 1 << 31  # elements of a tensor whose indices take 8 bytes
 
 
@@ -58,8 +58,14 @@ class Elements(msgspec.Struct, frozen=True, eq=False, gc=False):
         return position_bytes(encoding, self.indices)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays that are not the snapshot's."""
+        held = 0 if self.indices is None else self.indices.nbytes + self.old.nbytes
+        return self.new.nbytes + held + (0 if self.stream is None else self.stream.nbytes)
+
+    @property
     def own(self) -> dict[str, NDArray[Any]]:
-        """All arrays that are not the snapshot's, by name."""
+        """These arrays, by name."""
         arrays: dict[str, NDArray[Any]] = {"new": self.new}
         if self.indices is not None:
             arrays |= {"indices": self.indices, "old": self.old}
@@ -105,9 +111,21 @@ class EncodedElements(msgspec.Struct, frozen=True, eq=False, gc=False):
         nnz = self.differences.size
         if encoding in PACKED_ENCODINGS:
             return min(nnz + (self.end - nnz) // _SKIP, 2 * nnz)
-        # A gap of more than two bytes takes so many skips.
-        is_wide = encoding == "indices" or self.symbols.size - nnz > (1 << 16) // _SKIP
-        return (4 if is_wide else 2) * nnz
+        return (4 if encoding == "indices" or self._has_wide_gap else 2) * nnz
+
+    @property
+    def _has_wide_gap(self) -> bool:
+        """Whether a gap takes more than two bytes."""
+        if self.symbols.size - self.differences.size < (1 << 16) // _SKIP:
+            return False
+        ends = np.flatnonzero(self.symbols != _SKIP)
+        gaps = (np.diff(ends, prepend=-1) - 1) * _SKIP + self.symbols[ends]
+        return bool(gaps.max() >= 1 << 16)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Elements`."""
+        return self.symbols.nbytes + self.differences.nbytes
 
     @property
     def own(self) -> dict[str, NDArray[Any]]:
@@ -125,77 +143,92 @@ class EncodedElements(msgspec.Struct, frozen=True, eq=False, gc=False):
 AnyElements: TypeAlias = Elements | EncodedElements
 
 
-def decoded(elements: Sequence[AnyElements]) -> list[Elements]:
-    """Return the elements of some changes, decoded where they are encoded.
+def decoded(elements: Iterable[AnyElements], *, with_old: bool = True) -> Iterator[Elements]:
+    """Yield the elements of some changes, decoded where they are encoded.
+
+    Args:
+        with_old: Whether old bits are needed; else those that are decoded have none.
 
     Raises:
+        RuntimeError: The snapshot has moved on from an old bit that is needed.
         ValueError: A stream or differences are not those of as many elements.
     """
-    found = [one for one in elements if isinstance(one, Elements)]
-    if len(found) == len(elements):
-        return found
-    encoded = [one for one in elements if isinstance(one, EncodedElements)]
-    assert not any(one.moment.has_passed for one in encoded), "the snapshot has moved on"
-    made = iter(
-        [
-            Elements(indices, old, old + differences, one.stream)
-            for one, indices, differences in _read(encoded)
-            for old in [gather_scatter.read(one.held, indices)]
-        ]
-    )
-    return [one if isinstance(one, Elements) else next(made) for one in elements]
+    waiting: list[EncodedElements] = []
+    for one in elements:
+        if isinstance(one, EncodedElements):
+            waiting.append(one)
+            continue
+        if waiting:
+            yield from _decode(waiting, with_old)
+            waiting = []
+        yield one
+    yield from _decode(waiting, with_old)
 
 
-def add(encoded: Sequence[EncodedElements]) -> None:
-    """Add differences to the tensors in the snapshot, which advances: each once.
+def _decode(encoded: Sequence[EncodedElements], with_old: bool) -> Iterator[Elements]:
+    for group in _groups(encoded):
+        check_moment(group)
+        places, differences = _read(group)
+        sizes = [one.differences.size for one in group]
+        held = gather_scatter.read_many([one.held for one in group], sizes, places)
+        new = held + differences if with_old else np.add(held, differences, out=held)
+        old = held if with_old else held[:0]
+        start = 0
+        for one, size in zip(group, sizes, strict=True):
+            own = slice(start, start + size)
+            yield Elements(places[own], old[own], new[own], one.stream)
+            start += size
+
+
+def add(encoded: Iterable[EncodedElements]) -> None:
+    """Add differences to the tensors that hold the old bits: each once.
 
     Raises:
         ValueError: See `decoded`.
     """
-    for one, indices, differences in _read(encoded):
-        gather_scatter.add(one.held, indices, differences)
-
-
-def _read(
-    encoded: Sequence[EncodedElements],
-) -> Iterator[tuple[EncodedElements, NDArray[Any], Bits]]:
-    """Yield each with its indices and differences: views of arrays that it shares with others."""
     for group in _groups(encoded):
-        nnz = np.array([one.differences.size for one in group], np.int64)
-        places = _places(group, nnz)
-        differences = read_differences([one.differences for one in group])
-        start = 0
-        for one, count in zip(group, nnz.tolist(), strict=True):
-            own = slice(start, start + count)
-            yield one, places[own], differences[own]
-            start += count
+        places, differences = _read(group)
+        sizes = [one.differences.size for one in group]
+        gather_scatter.add_many([one.held for one in group], sizes, places, differences)
 
 
-def _places(group: Sequence[EncodedElements], nnz: NDArray[np.int64]) -> NDArray[Any]:
-    """Return the indices of all."""
-    if group[0].held.size >= _LARGE:
-        indices = decode_gaps(group[0].symbols, 1, group[0].held.size)
-        if indices.size != nnz[0]:
+def check_moment(encoded: Iterable[EncodedElements]) -> None:
+    """Raise RuntimeError if the snapshot has moved on from the old bits of any."""
+    if any(one.moment.has_passed for one in encoded):
+        raise RuntimeError("the snapshot has moved on from the old bits of these changes")
+
+
+def _read(group: Sequence[EncodedElements]) -> tuple[NDArray[Any], Bits]:
+    """Return the indices and differences of all, one after another."""
+    differences = read_differences([one.differences for one in group])
+    first = group[0]
+    if len(group) == 1 and first.held.size >= _LARGE:
+        places = decode_gaps(first.symbols, 1, first.held.size)
+        if places.size != differences.size:
             raise ValueError("the gap stream is that of other elements")
-        return indices
-    symbols = group[0].symbols
-    if len(group) > 1:
-        symbols = np.concatenate([one.symbols for one in group])
-    lengths = np.array([one.symbols.size for one in group], np.int64)
-    numels = np.array([one.held.size for one in group], np.int64)
-    return read_streams(symbols, lengths, nnz, numels)
+        return places, differences
+    symbols = np.concatenate([one.symbols for one in group]) if group[1:] else first.symbols
+    lengths, nnz, numels = np.array(
+        [(one.symbols.size, one.differences.size, one.held.size) for one in group], np.int64
+    ).T
+    columns = (np.ascontiguousarray(column) for column in (lengths, nnz, numels))
+    return read_streams(symbols, *columns), differences
 
 
-def _groups(encoded: Sequence[EncodedElements]) -> Iterator[list[EncodedElements]]:
+def _groups(encoded: Iterable[EncodedElements]) -> Iterator[list[EncodedElements]]:
     """Yield neighbours of one width, of a bounded number of elements; a large one is alone."""
     group: list[EncodedElements] = []
     elements = 0
     for one in encoded:
-        size = one.differences.size if one.held.size < _LARGE else _LARGE
-        other = group and group[0].held.dtype != one.held.dtype
-        if group and (other or elements + size > _AT_ONCE):
+        size = one.differences.size
+        is_other = bool(group) and group[0].held.dtype != one.held.dtype
+        is_large = one.held.size >= _LARGE
+        if group and (is_other or is_large or elements + size > _AT_ONCE):
             yield group
             group, elements = [], 0
+        if is_large:
+            yield [one]
+            continue
         group.append(one)
         elements += size
     if group:
@@ -249,8 +282,15 @@ class Change(msgspec.Struct, frozen=True, eq=False, gc=False):
     @property
     def nbytes(self) -> int:
         """Bytes of all its arrays that are not the snapshot's."""
-        return sum(array.nbytes for array in self.elements.own.values())
+        return self.elements.nbytes
+
+    def without_old(self) -> Change:
+        """Return it without what is not needed once it was sent; see `Snapshot.without_old`."""
+        one = self.decoded()
+        bare = Elements(one.indices, one.new[:0], one.new)
+        return msgspec.structs.replace(self, elements=bare, listed=())
 
     def decoded(self) -> Elements:
         """Return its elements; see the function of that name."""
-        return decoded([self.elements])[0]
+        one = self.elements
+        return one if isinstance(one, Elements) else next(decoded([one]))

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from delta_sender.diff.change import Bits
+from delta_sender.diff.change import Bits, Elements
 from engine_ext.format import Digest, byte_stream, change_digest, join_streams, loops
 from engine_ext.kernels import (
     LINE,
@@ -61,6 +61,11 @@ class Difference(msgspec.Struct, frozen=True, eq=False, gc=False):
     new: Bits
     change: Digest | None
     stream: NDArray[np.uint8] | None
+
+    @property
+    def elements(self) -> Elements:
+        """The elements of the tensor's change."""
+        return Elements(self.indices, self.old, self.new, self.stream)
 
 
 def find_differing(old: Any, new: Any, start: Any, found: Any, was: Any, now: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from delta_sender.diff.change import Bits, Change, EncodedElements, Moment
+from delta_sender.diff.change import Bits, Change, EncodedElements, Moment, check_moment
 from delta_sender.diff.copy_streams import CopyStreams
 from delta_sender.diff.listed import LISTED_SHARE, Listed, Lists, is_listed, write_listed
 from engine_ext.kernels import download_box, gather_scatter, upload_box
@@ -177,9 +177,8 @@ class DeviceSide:
         Args:
             bits_of: Returns a tensor's bits in the snapshot; called after the block.
         """
-        encoded = [one.elements for one in changes.values()]
-        moments = {one.moment for one in encoded if isinstance(one, EncodedElements)}
-        assert not moments or moments == {self.moment}, "changes of an earlier snapshot"
+        elements = (one.elements for one in changes.values())
+        check_moment(one for one in elements if isinstance(one, EncodedElements))
         self.moment.has_passed, self.moment = True, Moment()
         behind = {key: mirror for key in changes if (mirror := self._drop(key)) is not None}
         yield

@@ -23,17 +23,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from delta_sender.diff.change import Bits, EncodedElements, Moment
+from delta_sender.diff.change import Change, EncodedElements, Moment
 from delta_sender.diff.copy_streams import CopyStreams
 from delta_sender.diff.device import DeviceSide
 from delta_sender.diff.listed import Listed, ListedShare
+from delta_sender.diff.observations import exponent_of
 from engine_ext.format import (
     ChangedElements,
     Digest,
     EncodedDifferences,
+    ParamDelta,
     encode_on_device,
     join_differences,
-    skip_symbol,
+    loops,
 )
 from engine_ext.kernels import host_bits
 from engine_ext.kernels.triton import runs_change_kernels
@@ -41,30 +43,10 @@ from engine_ext.kernels.triton import runs_change_kernels
 _BATCH_BYTES: Final = 256 << 20
 # The same if it takes memory of its own until it is compared: of copies, or of uploaded elements.
 _COPIED_BYTES: Final = 64 << 20
-# Elements of a piece, and most that are listed at once: each takes up to 32 bytes of the device. A
-# multiple of any program's elements, so that memory is aligned in every piece as in the tensor.
+# Elements of a piece, and most that are listed at once: each takes up to 20 bytes of the device, of
+# 8-byte dtypes 38. A multiple of any program's elements, so that memory is aligned in every piece
+# as in the tensor.
 _PIECE: Final = 1 << 23
-
-
-_SKIP: Final = skip_symbol(1)
-
-
-class DeviceDifference(NamedTuple):
-    """How a tensor differs from the snapshot, as its device has found it.
-
-    Attributes:
-        elements: Those that differ; see there for how long they have old bits.
-        nnz: How many.
-        change: Summand of the tensor's digest; None if no name was given.
-        nonfinite: How many are NaN or infinite now.
-        listed: The same elements on the device; empty if it does not keep them.
-    """
-
-    elements: EncodedElements
-    nnz: int
-    change: Digest | None
-    nonfinite: int
-    listed: Sequence[ListedShare]
 
 
 class _Piece(NamedTuple):
@@ -133,22 +115,23 @@ class DeviceComparisons:
         self._running: list[Iterator[None]] = []  # steps of at most two batches
 
     def begin(
-        self, key: str, bits: Bits, new: torch.Tensor, digested: str | None, exponent: int
-    ) -> Callable[[], DeviceDifference]:
+        self, key: str, held: ParamDelta, new: torch.Tensor, digested: str | None
+    ) -> Callable[[], Change]:
         """Begin to compare a tensor with the snapshot, or soon.
 
-        Return a function that waits for the result, to be called in the same thread.
+        Return a function that waits for the change, which can have no elements; to be called in the
+        same thread.
 
         Args:
-            key, bits: Name and bits in the snapshot, which the `DeviceSide` has made ready.
+            key, held: Its name and itself in the snapshot, which the `DeviceSide` has made ready.
             new: Integers of the same width, contiguous [n], on the device. It must not change until
                 the result has been asked for.
             digested: The name to digest the change under; None: it is not digested.
-            exponent: Of the tensor's dtype, see `ChangedElements`.
 
         Raises:
             ValueError: The tensors differ in size or in the width of an element.
         """
+        bits, exponent = held.values, exponent_of(held.dtype)
         if (bits.size, bits.itemsize) != (new.numel(), new.itemsize) or new.ndim != 1:
             raise ValueError("old and new are not of one size and element size")
         device = new.device
@@ -170,7 +153,7 @@ class DeviceComparisons:
             old = self._side.old(key, bits, device, these)
             batch.pieces.append(_Piece(old, own, start, digested, exponent, is_wide))
             batch.nbytes += own.nbytes
-        return partial(self._wait, places, bits, self._side.moment, digested is not None)
+        return partial(self._wait, places, held, self._side.moment, digested is not None)
 
     def _launch(self, kind: tuple[Any, ...]) -> None:
         """Begin a batch; the one before takes its next step, and those before that are ended."""
@@ -184,8 +167,8 @@ class DeviceComparisons:
         self._running = [*self._running[-1:], batch.steps]
 
     def _wait(
-        self, places: Sequence[tuple[_Batch, int]], held: Bits, moment: Moment, digested: bool
-    ) -> DeviceDifference:
+        self, places: Sequence[tuple[_Batch, int]], held: ParamDelta, moment: Moment, digested: bool
+    ) -> Change:
         found = []
         for batch, number in places:
             if batch.steps is None:
@@ -195,12 +178,15 @@ class DeviceComparisons:
             if number in batch.found:
                 future, at = batch.found[number]
                 found.append(future.result()[at])
-        none = EncodedDifferences(np.empty(0, np.uint8), np.empty(0, held.dtype), 0)
+        bits = held.values
+        none = EncodedDifferences(np.empty(0, np.uint8), bits[:0], 0)
         differences = join_differences([one.differences for one in found] or [none])
         end = found[-1].end if found else 0
-        elements = EncodedElements(_joined(found), end, differences, held, moment)
+        elements = EncodedElements(_joined(found), end, differences, bits, moment)
         listed = [share for one in found if (share := one.listed) is not None]
-        return DeviceDifference(
+        return Change(
+            held.dtype,
+            held.shape,
             elements,
             differences.size,
             Digest.total(one.digest for one in found) if digested else None,
@@ -337,10 +323,10 @@ def _joined(found: Sequence[_Found]) -> NDArray[np.uint8]:
     streams: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
     following = 0  # one more than the last index before the piece
     for one in found:
-        skips = int((one.stream != _SKIP).argmax())  # of the piece's first gap
-        gap = one.start - following + skips * _SKIP + int(one.stream[skips])
-        more, rest = divmod(gap, _SKIP)
-        streams += [np.full(more, _SKIP, np.uint8), np.array([rest], np.uint8)]
+        skips = int((one.stream != loops.BYTE_SKIP).argmax())  # of the piece's first gap
+        gap = one.start - following + skips * loops.BYTE_SKIP + int(one.stream[skips])
+        more, rest = divmod(gap, loops.BYTE_SKIP)
+        streams += [np.full(more, loops.BYTE_SKIP, np.uint8), np.array([rest], np.uint8)]
         streams.append(one.stream[skips + 1 :])
         following = one.end
     return np.concatenate(streams)

@@ -18,11 +18,10 @@ from msgspec.structs import replace
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from delta_sender.diff.change import Bits, Change, Elements, EncodedElements, add
+from delta_sender.diff.change import Bits, Change, Elements, EncodedElements, add, decoded
 from delta_sender.diff.compare import Comparisons, Difference, compare
 from delta_sender.diff.device import DeviceSide, is_on_device
-from delta_sender.diff.device_batch import DeviceComparisons, DeviceDifference
-from delta_sender.diff.observations import exponent_of
+from delta_sender.diff.device_batch import DeviceComparisons
 from delta_sender.diff.refills import Stable, Unchanged, Yielded
 from delta_sender.diff.spill import Keep, Spill
 from engine_ext.answers import prefix_hint, some_of
@@ -68,6 +67,8 @@ class Snapshot:
         self._dense: dict[str, ParamDelta] = {}
         self._memory: dict[str, torch.Tensor] = {}  # of their values
         self._threads = usable_cores()
+        self._in_memory = 0  # most bytes of changes
+        self._without_old: tuple[Changes, Changes] | None = None  # and of what changes
         self.tied: dict[str, str] = {}  # keys by the further names of tied tensors
         refilled: set[str] = set()  # names under which a buffer's memory first came
         devices: dict[str, torch.device] = {}
@@ -145,14 +146,13 @@ class Snapshot:
             For every tensor of the snapshot its key, and its change, if any.
 
         Raises:
-            ValueError: Names, shapes or dtypes are not the base's, tied tensors differ, or one
-                wraps others, as a sharded tensor does. If
-                `tensors` is a collection, names, shapes and dtypes are checked first. Or a tensor
-                has changed while it was compared.
+            ValueError: Names, shapes or dtypes are not the base's, which is checked first if
+                `tensors` is a collection; tied tensors differ; one wraps others, as a sharded
+                tensor does; or one has changed while it was compared.
         """
         self.let_go()
-        limit = self.nbytes // 4 if changes_in_memory is None else changes_in_memory
-        keep = Spill(limit).keep
+        self._in_memory = self.nbytes // 4 if changes_in_memory is None else changes_in_memory
+        keep = Spill(self._in_memory).keep
         yielded = None if isinstance(tensors, (*_HOLDING, Stable)) else Yielded()
         given: Iterable[_Given] = self._given(tensors)
         if isinstance(tensors, Collection):
@@ -192,10 +192,8 @@ class Snapshot:
         comparisons = Comparisons(pool, streams=self._streams)
         on_devices = DeviceComparisons(self._devices, pool, copied=not held)
         changes: dict[str, Change | None] = {}
-        begun: deque[
-            tuple[str, int, Callable[[], Difference | DeviceDifference], Unchanged | None]
-        ] = deque()
-        wait: Callable[[], Difference | DeviceDifference]
+        begun: deque[tuple[str, int, Callable[[], Difference | Change], Unchanged | None]] = deque()
+        wait: Callable[[], Difference | Change]
         seen: set[str] = set()
         ahead = 0  # bytes of what is begun
 
@@ -230,9 +228,7 @@ class Snapshot:
                 unchanged, at_once = None, False
                 self._prepare_on_device(key, tensor.device)
                 flat = _flat_bits(kept)
-                base = self._dense[key]
-                exponent = exponent_of(base.dtype)
-                wait = on_devices.begin(key, base.values, flat, digested, exponent)
+                wait = on_devices.begin(key, self._dense[key], flat, digested)
                 if held and flat.data_ptr() == tensor.data_ptr():
                     nbytes //= _FASTER
             else:
@@ -289,8 +285,7 @@ class Snapshot:
         old = self._dense[key]
         if change is None:
             return old
-        elements = change.decoded()
-        if elements.indices is None:
+        if (elements := change.decoded()).indices is None:
             return replace(old, values=elements.new)
         values = old.values.copy()
         gather_scatter.write(values, elements.indices, elements.new)
@@ -311,7 +306,7 @@ class Snapshot:
             return change
         whole = change.decoded()
         found = compare(whole.old, whole.new, threads=self._threads, streams=self._streams)
-        return replace(change, elements=_elements(found))
+        return replace(change, elements=found.elements)
 
     def digest(self) -> Digest:
         """Return the digest of every tensor, under its key."""
@@ -321,16 +316,34 @@ class Snapshot:
 
     def advance(self, changes: Changes) -> None:
         """Apply the committed `changes`."""
+        self._without_old = None
         following = self._devices.following(changes, lambda key: self._dense[key].values)
         with following, ThreadPoolExecutor(self._threads) as pool:
             for _ in pool.map(self._apply, _batches(changes)):
                 pass
 
+    def without_old(self, changes: Changes) -> Changes:
+        """Return changes without what is not needed once they were sent.
+
+        Those are old bits, gap streams, and elements that devices keep. All who ask get the same
+        arrays, until `let_go` or `advance`; decoded ones are limited in memory like the changes.
+        """
+        if self._without_old is None or self._without_old[0] is not changes:
+            keep = Spill(self._in_memory).keep
+            made: Changes = {}
+            each = decoded((one.elements for one in changes.values()), with_old=False)
+            for (key, was), one in zip(changes.items(), each, strict=True):
+                bare = replace(was, elements=one).without_old()
+                made[key] = bare if one is was.elements else keep(bare)
+            self._without_old = changes, made
+        return self._without_old[1]
+
     def let_go(self) -> None:
-        """Free what devices keep of the changes that were read last: none of them will be applied.
+        """Free what is kept of the changes that were read last: none of them will be applied.
 
         The next `read` does so, too.
         """
+        self._without_old = None
         self._devices.let_go()
 
     def _apply(self, changes: Sequence[tuple[str, Change]]) -> None:
@@ -363,30 +376,23 @@ class Snapshot:
     def _set(self, key: str, dense: ParamDelta) -> None:
         self._dense[key], self._memory[key] = dense, gather_scatter.signed(dense.values)
 
-    def _change(self, old: ParamDelta, found: Difference | DeviceDifference) -> Change | None:
-        """Return a difference as a change of `old`; None if nothing differs."""
-        of_tensor = old.dtype, old.shape
+    def _change(self, old: ParamDelta, found: Difference | Change) -> Change | None:
+        """Return a difference as a change, dense if it is large; None if nothing differs."""
         if isinstance(found, Difference):
-            change = Change(*of_tensor, _elements(found), found.indices.size, found.change)
-        else:
-            digest, nonfinite, listed = found.change, found.nonfinite, found.listed
-            change = Change(*of_tensor, found.elements, found.nnz, digest, nonfinite, listed)
-        elements, nnz = change.elements, change.nnz
+            counted = found.indices.size, found.change
+            found = Change(old.dtype, old.shape, found.elements, *counted)
+        elements, nnz = found.elements, found.nnz
         if not nnz:
             return None
         positions = elements.position_bytes(self._encoding)
         if positions + nnz * old.values.itemsize < old.values.nbytes:
-            return change
+            return found
         new = old.values.copy()
         if isinstance(elements, EncodedElements):
             add([replace(elements, held=new)])
         elif elements.indices is not None:
             gather_scatter.write(new, elements.indices, elements.new)
-        return replace(change, elements=Elements(None, old.values, new))
-
-
-def _elements(found: Difference) -> Elements:
-    return Elements(found.indices, found.old, found.new, found.stream)
+        return replace(found, elements=Elements(None, old.values, new))
 
 
 class MappedSnapshot(Snapshot):

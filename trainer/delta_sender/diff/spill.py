@@ -38,12 +38,14 @@ class Spill:
         Raises:
             OSError: The file cannot be written.
         """
-        own, size = change.elements.own, change.nbytes
+        size = change.nbytes
         fits = size <= self._left
         if fits:
             self._left -= size
             if not self.spilled:
                 return change
+        own = change.elements.own
+        if fits:
             # Small tensors that were compared together have common arrays, which one of them would
             # keep in memory when the others are in a file. Only those of the first spill are.
             moved = [array.copy() for array in own.values()]

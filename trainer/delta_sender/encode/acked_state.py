@@ -7,10 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-import msgspec
-import numpy as np
-
-from delta_sender.diff.change import Bits, Elements, decoded
+from delta_sender.diff.change import Bits
 from delta_sender.diff.snapshot import Changes, Snapshot
 from delta_sender.results import SyncError
 from engine_ext.answers import prefix_hint, some_of
@@ -276,7 +273,7 @@ class AckedState:
         if self.digest is None:
             return False
         known, digest = self.missed, self.digest
-        self.missed = without_old(changes)
+        self.missed = self.snapshot.without_old(changes)
         self.digest = self._held_digest()
         if self.find_base(status, run):
             return True
@@ -308,6 +305,7 @@ class AckedState:
 
         Missed changes of more than half of the model are not kept; the next sync is a full one.
         """
+        changes = self.snapshot.without_old(changes)
         self._take_missed(self._rebased(changes, self.missed))
         unknown = self.unknown_outcome
         if unknown is not None and unknown.missed is not None:
@@ -321,7 +319,7 @@ class AckedState:
         did not refuse.
         """
         if self.posted is not None:
-            self.unknown_outcome = UnknownOutcome(without_old(changes), self.posted)
+            self.unknown_outcome = UnknownOutcome(self.snapshot.without_old(changes), self.posted)
         elif self.unknown_outcome is not None and self.unknown_outcome.posted is None:
             self.unknown_outcome = None
         return self.posted is not None
@@ -332,7 +330,7 @@ class AckedState:
         If an earlier outcome is still unknown, nothing of the sync will be sent.
         """
         if self.unknown_outcome is None:
-            self.unknown_outcome = UnknownOutcome(without_old(changes), None)
+            self.unknown_outcome = UnknownOutcome(self.snapshot.without_old(changes), None)
 
     def end_lagging(self, *, committed: bool) -> None:
         """Note how a sync that nobody waited for has ended; see `note_lagging`."""
@@ -390,7 +388,7 @@ class AckedState:
         for key in {**changes, **missed}:
             change = self.snapshot.change_between(key, changes.get(key), missed.get(key))
             if change is not None:
-                rebased |= without_old({key: change})
+                rebased[key] = change.without_old()
                 left -= rebased[key].nbytes
             if left < 0:
                 return None
@@ -402,18 +400,3 @@ def digest_of(tensors: Iterable[tuple[str, Bits]]) -> Digest:
     threads = usable_cores()
     digests = (tensor_digest(name, values, threads=threads) for name, values in tensors)
     return Digest.total(digests)
-
-
-def without_old(changes: Changes) -> Changes:
-    """Return the changes without what is not needed once they were sent.
-
-    Those are old bits, gap streams, and elements that devices keep.
-    """
-    none = np.empty(0)
-    elements = decoded([change.elements for change in changes.values()])
-    return {
-        key: msgspec.structs.replace(
-            change, elements=Elements(one.indices, none, one.new), listed=()
-        )
-        for (key, change), one in zip(changes.items(), elements, strict=True)
-    }

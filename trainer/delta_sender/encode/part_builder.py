@@ -389,25 +389,24 @@ def _deltas(
     named: Sequence[tuple[str, Change]], *, differences: bool
 ) -> list[ParamDelta | EncodedDelta]:
     """Return sparse changes as they are sent: their new values, or new minus old ones."""
-    elements = [change.elements for _, change in named]
-    as_found = [
-        isinstance(one, EncodedElements) and differences and one.stream is not None
-        for one in elements
-    ]
-    rest = decoded([one for one, is_sent in zip(elements, as_found, strict=True) if not is_sent])
-    values = [one.new for one in rest]
-    if differences:
-        values = differences_of(values, [one.old for one in rest])
-    following = zip(rest, values, strict=True)
-    deltas: list[ParamDelta | EncodedDelta] = []
-    for (name, change), one, is_sent in zip(named, elements, as_found, strict=True):
-        of_tensor = name, change.dtype, change.shape
-        if is_sent and isinstance(one, EncodedElements) and one.stream is not None:
-            deltas.append(EncodedDelta(*of_tensor, one.stream, one.differences))
+    deltas: dict[int, ParamDelta | EncodedDelta] = {}
+    rest: list[int] = []
+    for number, (name, change) in enumerate(named):
+        one = change.elements
+        if differences and isinstance(one, EncodedElements) and one.stream is not None:
+            of_tensor = name, change.dtype, change.shape
+            deltas[number] = EncodedDelta(*of_tensor, one.stream, one.differences)
         else:
-            own, sent = next(following)
-            deltas.append(ParamDelta(*of_tensor, own.indices, sent, differences, own.stream))
-    return deltas
+            rest.append(number)
+    elements = [*decoded((named[number][1].elements for number in rest), with_old=differences)]
+    values = [one.new for one in elements]
+    if differences:
+        values = differences_of(values, [one.old for one in elements])
+    for number, own, sent in zip(rest, elements, values, strict=True):
+        name, change = named[number]
+        of_tensor = name, change.dtype, change.shape
+        deltas[number] = ParamDelta(*of_tensor, own.indices, sent, differences, own.stream)
+    return [deltas[number] for number in range(len(named))]
 
 
 def _sparse_bytes(change: Change, encoding: str) -> int:

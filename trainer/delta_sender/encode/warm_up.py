@@ -6,6 +6,7 @@ numba's cache.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -42,7 +43,7 @@ def warm_up(dtypes: Iterable[str], encoding: str) -> None:
         gather_scatter.write_many([old], [empty], [pair[0][:0]])
         found = compare(*pair, streams=True)
         gather_scatter.write(snapshot, found.indices, found.new)
-        decoded([_encoded(snapshot)])
+        deque(decoded([_encoded(snapshot)]), 0)
         tensor_digest("weight", snapshot)
         for name in encodings:
             differences = name == DIFFERENCES

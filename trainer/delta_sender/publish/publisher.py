@@ -18,7 +18,6 @@ from delta_sender.arguments import Base, Tensors, named_pairs, tensors_of
 from delta_sender.diff.observations import Watch
 from delta_sender.diff.quantize import Quantizer
 from delta_sender.diff.snapshot import Changes, Snapshot
-from delta_sender.encode.acked_state import without_old
 from delta_sender.encode.encoding_policy import EncodingPolicy, sparse_encoding
 from delta_sender.encode.sync_round import SyncRound
 from delta_sender.encode.warm_up import warm_up
@@ -380,6 +379,7 @@ class Publisher:
             if logged is not None and not self._is_inconsistent:
                 self._drop_from_log(logged, sync_round, is_unknown=any(unknown))
             self._unfinished = None
+            self.snapshot.let_go()
         if self._is_inconsistent:
             # The missed changes of an engine are relative to a snapshot that did not come.
             for session in self._all:
@@ -480,7 +480,7 @@ class Publisher:
             self._is_inconsistent = True  # until both are noted
             self._unfinished = None
             self._log.acknowledge(logged)
-            self._log.state.missed = without_old(sync_round.changes)
+            self._log.state.missed = self.snapshot.without_old(sync_round.changes)
             self._is_inconsistent = False
         else:  # after an interruption once more
             try:
