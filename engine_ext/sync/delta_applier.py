@@ -416,12 +416,16 @@ class DeltaApplier:
 
         Raises:
             RuntimeError: the old values were not kept.
-            Exception: a derived tensor could not be recomputed.
+            Exception: a write could not be undone, all others are; or a derived tensor could not be
+                recomputed.
         """
         whole = totals(staged)
         if not whole.keeps:
             raise RuntimeError("the old values were not kept: they do not fit the undo log")
-        undo_all(whole.writes, self.threads)
+        try:
+            undo_all(whole.writes, self.threads)
+        finally:
+            self._synchronize()  # kernels read the old values, also if some could not be launched
         self._after_write(self._written(staged))
 
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -174,16 +174,36 @@ def put_all(
 
 
 def undo_all(parts: Sequence[PartWrites], threads: ThreadPool) -> None:
-    """Write the old bits back where new ones were written."""
-    threads.map(_Table.undo, [table for part in parts for table in part.tables])
-    for launched in (one for part in parts for one in part.launched):
-        launched.undo()
+    """Write the old bits back where new ones were written.
+
+    Raises:
+        Exception: the first one of a write that could not be undone; all others are.
+    """
+    tables = [table for part in parts for table in part.tables]
+    failures = threads.map(lambda table: _failure(table.undo), tables)
+    failures += [_failure(one.undo) for part in parts for one in part.launched]
     # What kernels have not written: PyTorch's operators have, or the engine's loader.
     on_devices, others = _divided([w for part in parts for w in part.all if w.written])
-    overwrite([_elements(write) for write in on_devices], [write.old for write in on_devices])
-    for write in on_devices:
+    failures.append(_failure(lambda: _undo_together(on_devices)))
+    failures += threads.map(lambda write: _failure(write.undo), others, _size)
+    for failure in failures:
+        if failure is not None:
+            raise failure
+
+
+def _failure(step: Callable[[], None]) -> Exception | None:
+    """Return what a step has raised, so that those after it are still done."""
+    try:
+        step()
+    except Exception as error:
+        return error
+    return None
+
+
+def _undo_together(writes: Sequence[Write]) -> None:
+    overwrite([_elements(write) for write in writes], [write.old for write in writes])
+    for write in writes:
         write.written = False
-    threads.map(Write.undo, others, _size)
 
 
 def are_unchanged(parts: Sequence[PartWrites], threads: ThreadPool, *, sampled: bool) -> bool:
@@ -242,9 +262,10 @@ def _launched(writes: Sequence[Write]) -> list[_Launched]:
         assert batch is not None
         placed = [own.get(id(elements)) for elements in batch.elements]
         several = [write for write in placed if write is not None]
-        batch.make_ready({n: write.new for n, write in enumerate(placed) if write is not None})
         is_known = all(write.old is not None for write in several)
         reads = not is_known and all(write.keep for write in several)
+        new = {n: write.new for n, write in enumerate(placed) if write is not None}
+        batch.make_ready(new, reads=reads)
         found.append(_Launched(batch, placed, is_known, reads))
     assert sum(write is not None for one in found for write in one.writes) == len(writes)
     return found
