@@ -182,7 +182,7 @@ def _loop_of_many(types: Any, width: int, index: int) -> Callable[[Any, Any, Any
 
 # Columns of a table of elements: addresses of live memory, offsets, new and old bits; sizes.
 _LIVE, _EXTENT, _OFFSETS, _NEW, _OLD, _COUNT = range(6)
-_WRITE, _SWAP_CHECKED, _COMPARE = range(3)
+_WRITE, _WRITE_OLD, _SWAP_CHECKED, _COMPARE = range(4)
 
 
 class ElementTable:
@@ -200,6 +200,10 @@ class ElementTable:
     def write(self) -> None:
         """Overwrite all elements by their new bits."""
         self._loop(self._rows, *self._kinds, _WRITE, 1)
+
+    def write_old(self) -> None:
+        """Overwrite all elements by their old bits; the new ones need not be there any more."""
+        self._loop(self._rows, *self._kinds, _WRITE_OLD, 1)
 
     def swap_checked(self) -> bool:
         """Do as the function of that name does for each tensor; return whether all had `old`."""
@@ -240,6 +244,9 @@ def _visit_table(rows: Any, offset: Any, bits: Any, mode: Any, step: Any) -> Any
         if mode == _COMPARE:
             if _differs(live, where, old, step) != 0:
                 found = True
+            continue
+        if mode == _WRITE_OLD:
+            _scatter(live, where, old)
             continue
         new = memory_at(np.uint64(rows[k, _NEW]), count, bits)
         if mode == _WRITE:

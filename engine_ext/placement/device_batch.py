@@ -152,6 +152,18 @@ class DeviceBatch:
         if failures:
             raise failures[0]
 
+    def end_write(self) -> list[int]:
+        """Free what only the write needs, once the device is synchronised after it.
+
+        Return the numbers of the elements that `undo` does not restore: kernels have not written
+        them.
+        """
+        left = [*self._alone]
+        for group in self._groups:
+            group.end_write()
+            left += () if group.is_written else group.numbers
+        return left
+
 
 def overwrite(elements: Sequence[Elements], bits: Sequence[torch.Tensor]) -> None:
     """Overwrite elements by bits in host memory or on their device, a group at a time."""
@@ -279,6 +291,10 @@ class _Group:
             return
         self.writes, self._new = writes, bits
         self._send([new.get(number) for number in self.numbers])
+
+    def end_write(self) -> None:
+        """Free the new bits; the table stays for an undo, which does not look at them."""
+        self._new = []
 
     def forget(self) -> None:
         """Free what `make_ready` has sent."""

@@ -431,13 +431,21 @@ class DeltaApplier:
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
         """Advance the digests after a write; see `Applier.finish`."""
         whole, advance = totals(staged), self._advanced(staged)
-        self._digests = advance.start.plus(advance.numbers, advance.changes.sums)
+        self._digests = advance.start.plus(advance.numbers, advance.sums)
         self._advance_copies(staged)
         known = self.post_load.committed(staged)
         if not whole.keeps:
             return None
-        old = [pair for part in whole.writes for pair in part.undo_pairs()]
-        return UndoLog(old, advance.changes, self._written(staged), known, whole.undo_bytes)
+        log = UndoLog(
+            numbers=advance.numbers,
+            sums=advance.sums,
+            live_names=self._written(staged),
+            rebuilt=known,
+            nbytes=whole.undo_bytes,
+        )
+        for part in whole.writes:
+            part.end_write(log)
+        return log
 
     def _advanced(self, staged: Sequence[StagedPart]) -> Advance:
         """Return what the digests become; found before the commit, it is kept till then."""
@@ -470,9 +478,12 @@ class DeltaApplier:
         Raises:
             Exception: some elements might have been restored.
         """
-        restore(log.writes, self.threads)
+        try:
+            restore(log, self.threads)
+        finally:
+            self._synchronize()  # kernels read the old values, also if some could not be launched
         self._after_write(log.live_names)
-        self._digests = self._digests.minus(log.changes)
+        self._digests = self._digests.minus(log.numbers, log.sums)
         self.copies.clear()
         self.post_load.restored(log.rebuilt)
 

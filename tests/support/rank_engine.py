@@ -16,7 +16,6 @@ from engine_ext.format import DecodedPart, PartId, decode_part
 from engine_ext.format.digest import Digest
 from engine_ext.ranks.operations import FileStamp
 from engine_ext.sync.applier import ExpandsParts, Scan
-from engine_ext.sync.digest_table import NO_CHANGES
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.sync.unwritten import Unwritten
@@ -42,7 +41,7 @@ class RecordingApplier(ExpandsParts):
         self.fail: dict[str, Exception] = {}
         self.before_check: Callable[[], object] = lambda: None
         self.undoes = False
-        self.log = UndoLog([], NO_CHANGES)
+        self.log = UndoLog()
         self.given_up: list[UndoLog] = []
 
     def _step(self, name: str) -> None:

@@ -552,9 +552,17 @@ def test_a_commit_only_launches(dense: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert memory(served.model) == memory(load(FusedQkv, target))
     served.applier.undo(staged)
     assert memory(served.model) == before
+    served.applier.write(staged)
+    log = served.applier.finish(staged)
+    assert log is not None
     boxes.clear()
-    del staged
-    assert reserved.free(here) == 1 << 20
+    staged.clear()
+    kept = reserved.free(here)
+    served.applier.check_rollback([log])
+    served.applier.roll_back(log)  # by the tables of the write
+    assert memory(served.model) == before
+    del log
+    assert kept < reserved.free(here) == 1 << 20
 
 
 # --- digests ---

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from engine_ext.format import Unproven
-from engine_ext.sync.digest_table import NO_CHANGES
 from engine_ext.sync.staged import UndoLog
 from tests.support.rank_engine import errors_of, part_id
 from tests.unit.sync.recorded_ranks import (
@@ -192,7 +191,7 @@ def test_continuations_keep_no_more_old_values_than_they_may(tmp_path: Path) -> 
     ranks = Ranks(tmp_path, undo_bytes=250)
     for applier in ranks.appliers:
         place: Any = SimpleNamespace(nbytes=60)
-        applier.log = UndoLog([(place, np.zeros(40, np.uint8))], NO_CHANGES, nbytes=100)
+        applier.log = UndoLog([(place, np.zeros(40, np.uint8))], nbytes=100)
     for number, expected in enumerate([True, True, False, False]):
         data = body(value=number, sync_id=str(number))
         errors_of(ranks.engine.apply(part_id(data, unproven=Unproven()), data), none=True)
