@@ -9,7 +9,7 @@ import pytest
 
 from delta_server import commit
 from delta_server.service import DeltaService
-from engine_ext.errors import Conflict
+from engine_ext.errors import Conflict, NotUpdatable
 from engine_ext.ranks.operations import Operation
 from tests.support.delta_bodies import (
     NEXT,
@@ -65,6 +65,16 @@ def test_rollback(rig: Rig) -> None:
     assert rig.engine.events[0] == STOPPED
     assert_error(rig.post("/delta_rollback"), 409, "Conflict")
     assert rig.send(delta_part()).json()["status"] == "committed"
+
+
+def test_a_rollback_is_prepared_before_the_pause(rig: Rig) -> None:
+    """The model is searched for copies of weights then, which takes longer than the write."""
+    assert rig.send(delta_part()).json()["status"] == "committed"
+    rig.engine.events.clear()
+    rig.engine.fails["prepare"] = NotUpdatable("the model cannot be searched")
+    assert_error(rig.post("/delta_rollback"), 422, "NotUpdatable")
+    assert rig.engine.events == []
+    assert rig.post("/delta_rollback").json()["status"] == "rolled_back"
 
 
 def test_deltas_are_refused_while_uncertain(rig: Rig) -> None:
