@@ -46,7 +46,7 @@ def device_sums(
         start: flat index of the first of dense values.
     """
     device = values.device
-    seeds = _on(device, np.array(digest._seeds(name), np.uint64))
+    seeds = _seeds_of(name, device) if name else _seeds_of_boxes(device)
     table = device_factors(device)
     if places is None and runs_kernels(device):
         from engine_ext.kernels.triton import block_sums
@@ -66,6 +66,16 @@ def device_sums(
 
 def _on(device: torch.device, numbers: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> torch.Tensor:
     return torch.from_numpy(numbers.view(np.int64)).to(device)
+
+
+def _seeds_of(name: str, device: torch.device) -> torch.Tensor:
+    return _on(device, np.array(digest._seeds(name), np.uint64))
+
+
+@made_once
+def _seeds_of_boxes(device: torch.device) -> torch.Tensor:
+    """Return the seeds of what is digested without a name, often and in pauses."""
+    return _seeds_of("", device)
 
 
 @made_once

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_ext.dtypes import itemsize
+from engine_ext.errors import MalformedPart
 from engine_ext.format.manifest import ParamEntry
 
 _Int64s = NDArray[np.int64]
@@ -69,6 +70,9 @@ class PartArrays:
     Attributes:
         whole: see above.
         begins, ends: the bytes of it that each param has, int64 [params].
+
+    Raises:
+        MalformedPart: the arrays take more bytes than there are. Kernels would read past them.
     """
 
     __slots__ = ("_widths", "begins", "ends", "whole")
@@ -78,6 +82,10 @@ class PartArrays:
         self.whole, self._widths = whole, widths
         self.ends: _Int64s = np.cumsum(sizes)
         self.begins: _Int64s = self.ends - sizes
+        if sizes.size and self.ends[-1] > whole.size:
+            raise MalformedPart(
+                f"the part has {whole.size} bytes where its params take {self.ends[-1]}"
+            )
 
     @classmethod
     def joined(cls, arrays: Sequence[NDArray[Any]]) -> PartArrays:

@@ -215,7 +215,7 @@ def _visit_many(
 
 
 # Ways of visiting elements.
-_WRITE, _READ, _ADD, _SWAP_CHECKED, _COMPARE = range(5)
+_WRITE, _WRITE_OLD, _READ, _ADD, _SWAP_CHECKED, _COMPARE = range(6)
 
 
 def _loop_many(addresses: Any, sizes: Any, offsets: Any, bits: Any, mode: Any) -> None:
@@ -265,6 +265,10 @@ class ElementTable:
         """Overwrite all elements by their new bits."""
         self._loop(self._rows, *self._kinds, _WRITE, 1)
 
+    def write_old(self) -> None:
+        """Overwrite all elements by their old bits; the new ones need not be there any more."""
+        self._loop(self._rows, *self._kinds, _WRITE_OLD, 1)
+
     def swap_checked(self) -> bool:
         """Do as the function of that name does for each tensor; return whether all had `old`."""
         return not self._loop(self._rows, *self._kinds, _SWAP_CHECKED, 1)
@@ -304,6 +308,9 @@ def _visit_table(rows: Any, offset: Any, bits: Any, mode: Any, step: Any) -> Any
         if mode == _COMPARE:
             if _differs(live, where, old, step) != 0:
                 found = True
+            continue
+        if mode == _WRITE_OLD:
+            _scatter(live, where, old)
             continue
         new = memory_at(np.uint64(rows[k, _NEW]), count, bits)
         if mode == _WRITE:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import Final
 
@@ -22,15 +22,14 @@ from numpy.typing import NDArray
 from engine_ext.format import device_factors
 from engine_ext.kernels import gather_scatter as host
 from engine_ext.kernels.triton import runs_kernels
-from engine_ext.placement.device_memory import DeviceMemory, Kept
+from engine_ext.placement.device_memory import DeviceMemory, Kept, host_room
 from engine_ext.placement.live_elements import DeviceElements, DeviceRows
 
 Elements = DeviceElements | DeviceRows
 Bits = list[torch.Tensor]  # of each `Elements`, as integers, [n] each
 Sums = tuple[int, int]  # modulo 2 ** 64
 
-# Elements at a time. An undo needs the same memory of the device, tens of megabytes, too.
-_MOST: Final = 1 << 24
+_MOST: Final = 1 << 24  # elements at a time
 _numbers = itertools.count()  # of groups: no two that are alive have the same
 
 
@@ -88,7 +87,7 @@ class DeviceBatch:
         Args:
             new: their new bits, [n], see `make_ready`.
             old: their bits, [n], on the device.
-            kept: the same in host memory, where they need not have arrived.
+            kept: the same in pinned host memory, where they need not have arrived.
         """
         batch = cls([rows], memory)
         batch.make_ready({0: new})
@@ -96,16 +95,19 @@ class DeviceBatch:
             group.note(old, kept)
         return batch
 
-    def make_ready(self, new: Mapping[int, torch.Tensor]) -> None:
+    def make_ready(self, new: Mapping[int, torch.Tensor], *, reads: bool = False) -> None:
         """Make ready to overwrite elements.
 
         Args:
             new: bits by number, on their device or in pinned host memory, which stay there as long
                 as the batch is used. Elements that have none are not overwritten.
+            reads: whether `swap` is to overwrite them, which needs memory for the old bits.
         """
         self._new = {number: new[number] for number in self._alone if number in new}
         for group in self._groups:
             group.make_ready(new)
+            if reads:
+                group.make_room()
 
     def put(self) -> Iterator[int]:
         """Overwrite the elements that have new bits; yield their numbers, before it is done."""
@@ -119,24 +121,48 @@ class DeviceBatch:
     def swap(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Overwrite them like `put`, and yield the old bits in host memory, with their numbers.
 
-        All elements have new bits. If it raises, exactly the elements whose bits it has yielded are
-        overwritten.
+        All elements have new bits, and `make_ready` has made room for the old ones, which are there
+        once the device is synchronised. If it raises, exactly the elements whose bits it has
+        yielded are overwritten.
         """
-        # All memory is allocated before anything is written.
-        ready = [(group, group.begin_swap()) for group in self._groups]
-        for group, swap in ready:
-            yield from zip(group.numbers, swap(), strict=True)
+        for group in self._groups:
+            yield from zip(group.numbers, group.swap(), strict=True)
         for number, bits in self._new.items():
             one = self.elements[number]
             assert isinstance(one, DeviceElements)
             yield number, one.swap(bits)
 
     def undo(self) -> Iterator[int]:
-        """Put the old bits back where kernels have put new ones; yield the numbers of these."""
+        """Put the old bits back where kernels have put new ones; yield the numbers of these.
+
+        The device reads the old bits until it is synchronised: the batch must live as long.
+
+        Raises:
+            Exception: of the first group that could not be restored; all others are.
+        """
+        failures = list[Exception]()
         for group in self._groups:
             if group.is_written:
-                group.undo()
-                yield from group.writes
+                try:
+                    group.undo()
+                except Exception as error:
+                    failures.append(error)
+                else:
+                    yield from group.writes
+        if failures:
+            raise failures[0]
+
+    def end_write(self) -> list[int]:
+        """Free what only the write needs, once the device is synchronised after it.
+
+        Return the numbers of the elements that `undo` does not restore: kernels have not written
+        them.
+        """
+        left = [*self._alone]
+        for group in self._groups:
+            group.end_write()
+            left += () if group.is_written else group.numbers
+        return left
 
 
 def overwrite(elements: Sequence[Elements], bits: Sequence[torch.Tensor]) -> None:
@@ -239,7 +265,7 @@ class _Group:
         self._counts: list[int] = []  # of each
         self._table: Kept | None = None
         self._new: Bits = []  # the table has only their addresses
-        self._kept: torch.Tensor | None = None  # the old bits of all, in host memory
+        self._kept: torch.Tensor | None = None  # the old bits of all, see `host_room`
 
     def add(self, number: int, elements: Elements) -> None:
         """Add elements under a number."""
@@ -266,24 +292,32 @@ class _Group:
         self.writes, self._new = writes, bits
         self._send([new.get(number) for number in self.numbers])
 
+    def end_write(self) -> None:
+        """Free the new bits; the table stays for an undo, which does not look at them."""
+        self._new = []
+
     def forget(self) -> None:
         """Free what `make_ready` has sent."""
         self._table, self._new = None, []
 
     def note(self, old: torch.Tensor, kept: torch.Tensor) -> None:
-        """Learn the bits of all elements, on their device and in host memory."""
+        """Learn the bits of all elements, on their device and in pinned host memory."""
         self._visit(old=old, sums=self.sums, stored=True)
         self._kept, self.expected = kept, _modulo(self.sums.tolist())
 
     def read(self) -> Bits:
         """Return the bits in host memory, and keep their digest."""
-        old = self._on_device()
+        kept = self.make_room()
         self.writes, self._new = [], []
         self._send([None] * len(self.numbers))
-        self._visit(old=old, sums=self.sums, keep=True)
-        self._kept = _host_memory(old.numel(), old.dtype).copy_(old)
-        self.expected = _modulo(self.sums.tolist())
-        return self._split(self._kept)
+        self._visit(old=kept, sums=self.sums, keep=True)
+        self.expected = _modulo(self.sums.tolist())  # the bits have arrived, too
+        return self._split(kept)
+
+    def make_room(self) -> torch.Tensor:
+        """Allocate the memory of the old bits, [size], for a pause in which nothing can fail."""
+        self._kept = host_room(self.size, self._flat.dtype, self.device)
+        return self._kept
 
     def add_to(self, sums: torch.Tensor) -> None:
         """Add the digest of the elements as they are; nothing waits for the device."""
@@ -293,24 +327,17 @@ class _Group:
         self.is_written = True
         self._visit(write=True)
 
-    def begin_swap(self) -> Callable[[], Bits]:
-        """Allocate all memory; return a function that overwrites and returns the old bits."""
-        old = self._on_device()
-        kept = _host_memory(old.numel(), old.dtype)
-
-        def swap() -> Bits:
-            self._visit(old=old, keep=True, write=True)
-            self._kept, self.is_written = kept.copy_(old), True
-            return self._split(kept)
-
-        return swap
+    def swap(self) -> Bits:
+        """Overwrite the elements; return the old bits in host memory, where they will arrive."""
+        assert self._kept is not None
+        self._visit(old=self._kept, keep=True, write=True)
+        self.is_written = True
+        return self._split(self._kept)
 
     def undo(self) -> None:
-        """Put the old bits back where there were new ones."""
+        """Put the old bits back where there were new ones; nothing is allocated."""
         assert self._kept is not None
-        # Pinned memory is read as it is: nothing is allocated, which could fail.
-        kept = self._kept if self._kept.is_pinned() else self._kept.to(self.device)
-        self._visit(old=kept, stored=True, write=True)
+        self._visit(old=self._kept, stored=True, write=True)
         self.is_written = False
 
     def _visit(
@@ -360,9 +387,6 @@ class _Group:
         table = gather_scatter.rows(*joined, width=width, wide=self._is_wide)
         self._table = self._memory.keep(torch.from_numpy(table).view(-1), self.device)
         self.sums = torch.zeros(2, dtype=torch.int64, device=self.device)
-
-    def _on_device(self) -> torch.Tensor:
-        return torch.empty(self.size, dtype=self._flat.dtype, device=self.device)
 
     def _split(self, whole: torch.Tensor) -> Bits:
         return [*torch.split(whole, self._counts)]

@@ -146,6 +146,14 @@ class DeviceMemory:
         return self._reserved[device].free
 
 
+def host_room(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return uninitialised bits in host memory, [size], which kernels of a device read and write.
+
+    For old values: only an undo reads them on the device, and then needs no memory there.
+    """
+    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
 def _pinned(size: int, dtype: torch.dtype) -> torch.Tensor:
     """Return pinned host memory, [size], which has the same address on a device."""
     return torch.empty(size, dtype=dtype, pin_memory=True)

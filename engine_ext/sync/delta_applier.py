@@ -285,14 +285,14 @@ class DeltaApplier:
         return True
 
     def check_rollback(self, logs: Sequence[UndoLog]) -> None:
-        """Check that committed syncs can be undone; search for copies again.
+        """Check that committed syncs can be undone.
 
         Raises:
             BaseMismatch: see `check_in_place`.
-            NotUpdatable: the engine has come to keep copies of what they have written.
+            NotUpdatable: `search_again` has found that the engine keeps copies of what they have
+                written.
         """
         self.check_in_place()
-        self.search_again()
         written = {name for log in logs for name in log.live_names}
         self._check_no_copies(
             name
@@ -416,24 +416,36 @@ class DeltaApplier:
 
         Raises:
             RuntimeError: the old values were not kept.
-            Exception: a derived tensor could not be recomputed.
+            Exception: a write could not be undone, all others are; or a derived tensor could not be
+                recomputed.
         """
         whole = totals(staged)
         if not whole.keeps:
             raise RuntimeError("the old values were not kept: they do not fit the undo log")
-        undo_all(whole.writes, self.threads)
+        try:
+            undo_all(whole.writes, self.threads)
+        finally:
+            self._synchronize()  # kernels read the old values, also if some could not be launched
         self._after_write(self._written(staged))
 
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
         """Advance the digests after a write; see `Applier.finish`."""
         whole, advance = totals(staged), self._advanced(staged)
-        self._digests = advance.start.plus(advance.numbers, advance.changes.sums)
+        self._digests = advance.start.plus(advance.numbers, advance.sums)
         self._advance_copies(staged)
         known = self.post_load.committed(staged)
         if not whole.keeps:
             return None
-        old = [pair for part in whole.writes for pair in part.undo_pairs()]
-        return UndoLog(old, advance.changes, self._written(staged), known, whole.undo_bytes)
+        log = UndoLog(
+            numbers=advance.numbers,
+            sums=advance.sums,
+            live_names=self._written(staged),
+            rebuilt=known,
+            nbytes=whole.undo_bytes,
+        )
+        for part in whole.writes:
+            part.end_write(log)
+        return log
 
     def _advanced(self, staged: Sequence[StagedPart]) -> Advance:
         """Return what the digests become; found before the commit, it is kept till then."""
@@ -466,9 +478,12 @@ class DeltaApplier:
         Raises:
             Exception: some elements might have been restored.
         """
-        restore(log.writes, self.threads)
+        try:
+            restore(log, self.threads)
+        finally:
+            self._synchronize()  # kernels read the old values, also if some could not be launched
         self._after_write(log.live_names)
-        self._digests = self._digests.minus(log.changes)
+        self._digests = self._digests.minus(log.numbers, log.sums)
         self.copies.clear()
         self.post_load.restored(log.rebuilt)
 

@@ -91,7 +91,6 @@ class DigestTable(Mapping[str, Digest]):
         found.total = self.total + total_of(sums)
         return found
 
-    def minus(self, changes: Changes) -> DigestTable:
-        """Return another table without some changes; KeyError if a tensor is not here."""
-        numbers = np.array([self._numbers[name] for name in changes.names], np.int64)
-        return self.plus(numbers, np.uint64(0) - changes.sums)
+    def minus(self, numbers: NDArray[np.int64], sums: Sums) -> DigestTable:
+        """Return another table, from whose tensors these digests are taken; args as of `plus`."""
+        return self.plus(numbers, np.uint64(0) - sums)

@@ -36,7 +36,7 @@ class Disposer:
         """Take a sync's parts and undo logs that nothing uses any more; they are empty then."""
         if not self._last.done():
             return
-        lists: list[list[Any]] = [log.writes for log in logs]
+        lists = [one for log in logs for one in log.lists()]
         for part in staged:  # what holds most memory first
             lists += [part.together, *part_totals(part).writes.lists()]
             lists += [part.params, part.streamed.rows]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from engine_ext.errors import BaseMismatch
 from engine_ext.format import Digest, Manifest, ParamDelta
+from engine_ext.kernels import ElementTable
 from engine_ext.placement import (
     DeviceBatch,
     DeviceRows,
@@ -27,7 +28,7 @@ from engine_ext.placement import (
     LiveElements,
     WholeBox,
 )
-from engine_ext.sync.digest_table import Changes, Sums, total_of
+from engine_ext.sync.digest_table import Sums, total_of
 
 CHANGED: Final = "a weight changed between staging and commit; send the sync again"
 
@@ -351,20 +352,45 @@ class StagedPart:
         return found + self.streamed.params(names)
 
 
+class UndoTable(NamedTuple):
+    """Elements of live host memory that one compiled call restores.
+
+    Attributes:
+        elements: it has the addresses of `pairs`.
+        pairs: the elements with their old bits.
+    """
+
+    elements: ElementTable
+    pairs: list[tuple[LiveElements, Any]]
+
+
 @dataclass(slots=True)
 class UndoLog:
     """What rolls a committed sync back on this rank.
 
+    All that a rollback writes by is there: it must not make it while generation is paused.
+
     Attributes:
-        writes: elements of live memory, with their old bits.
-        changes: how much the sync changed the digests of checkpoint tensors.
+        writes: elements of live memory, with their old bits; of those that are in nothing below.
+        tables: of small writes to host memory.
+        batches: that have written elements on devices, and restore them.
+        numbers, sums: how much the sync changed the digests of checkpoint tensors, see
+            `DigestTable.plus`.
         live_names: the live tensors that it wrote to.
         rebuilt: what rebuilding its modules gave before it; see `PostLoad.committed`.
         nbytes: host memory that the log takes.
     """
 
-    writes: list[tuple[LiveElements, Any]]
-    changes: Changes
+    writes: list[tuple[LiveElements, Any]] = field(default_factory=list)
+    tables: list[UndoTable] = field(default_factory=list)
+    batches: list[DeviceBatch] = field(default_factory=list)
+    numbers: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    sums: Sums = field(default_factory=lambda: np.empty((0, 2), np.uint64))
     live_names: frozenset[str] = frozenset()
     rebuilt: Mapping[str, Mapping[str, str] | None] = field(default_factory=dict)
     nbytes: int = 0
+
+    def lists(self) -> list[list[Any]]:
+        """Return the lists that hold the log: emptied, they keep nothing of it in memory."""
+        pairs = [table.pairs for table in self.tables]
+        return [self.writes, *pairs, self.tables, self.batches]

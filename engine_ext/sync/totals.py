@@ -10,7 +10,6 @@ import operator
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -29,28 +28,25 @@ class Advance:
     Attributes:
         start: the digests before.
         numbers: of these tensors in it, int64 [tensors].
-        changes: of their digests.
+        sums: the changes of their digests.
     """
 
-    __slots__ = ("changes", "numbers", "start")
+    __slots__ = ("numbers", "start", "sums")
 
     def __init__(self, start: DigestTable, changes: Changes, *, full: bool) -> None:
         self.start = start
         numbers = start.find(changes.names)
         held = numbers >= 0  # else another rank counts it
         self.numbers, sums = numbers[held], changes.sums[held]
-        names = changes.names if held.all() else [*compress(changes.names, held.tolist())]
-        self.changes = Changes(names, sums - start.of(self.numbers) if full else sums)
+        self.sums = sums - start.of(self.numbers) if full else sums
 
     @classmethod
     def joined(cls, start: DigestTable, parts: Sequence[Advance]) -> Advance:
         """Return that of several changes of different elements."""
         found = cls(start, NO_CHANGES, full=False)
         if parts:
-            names = [name for part in parts for name in part.changes.names]
-            sums = np.concatenate([part.changes.sums for part in parts])
+            found.sums = np.concatenate([part.sums for part in parts])
             found.numbers = np.concatenate([part.numbers for part in parts])
-            found.changes = Changes(names, sums)
         return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from engine_ext.placement import (
     hold_digests,
     overwrite,
 )
-from engine_ext.sync.staged import CHANGED, Write
+from engine_ext.sync.staged import CHANGED, UndoLog, UndoTable, Write
 from engine_ext.sync.thread_pool import ThreadPool
 
 _ON_DEVICES: Final = (DeviceElements, DeviceRows)
@@ -43,7 +43,7 @@ class PartWrites:
 
     __slots__ = (
         *("all", "launched", "boxes", "tables", "alone", "sample"),
-        *("_unknown", "_pairs"),
+        *("_unknown", "_pairs", "_unpaired"),
     )
 
     def __init__(self, writes: Sequence[Write]) -> None:
@@ -62,7 +62,9 @@ class PartWrites:
         in_host = [write for write in self.alone if write.digest is None]
         self.sample = [*_sample([write for write in in_host if write.old is not None])]
         self._unknown = [write for write in self.all if write.old is None]
-        self._pairs = [(write.elements, write.old) for write in self.all if write.old is not None]
+        # Those alone; the ones whose old bits the write reads are paired after it.
+        self._pairs = [_pair(write) for write in self.alone if write.old is not None]
+        self._unpaired = [write for write in self.alone if write.old is None]
 
     def read_old(self) -> None:
         """Read the old bits that are to be kept and are not known."""
@@ -70,14 +72,23 @@ class PartWrites:
             read_old(self.all)
             self._divide()
 
-    def undo_pairs(self) -> list[tuple[LiveElements, Any]]:
-        """Return the elements that were written, with their old bits, in any order."""
-        return [*self._pairs, *((write.elements, write.old) for write in self._unknown)]
+    def end_write(self, log: UndoLog) -> None:
+        """Add to a log what restores the old bits, after they were written over."""
+        for launched in self.launched:
+            left = launched.batch.end_write()
+            placed = (launched.writes[number] for number in left)
+            log.writes += [_pair(write) for write in placed if write is not None]
+            if len(left) < len(launched.writes):
+                log.batches.append(launched.batch)
+        log.tables += [UndoTable(table.elements, table.pairs) for table in self.tables]
+        log.writes += self._pairs
+        log.writes += map(_pair, self._unpaired)
 
     def lists(self) -> list[list[Any]]:
         """Return the lists that hold the writes: emptied, they keep none of them in memory."""
         return [
-            *(self.all, self.boxes, self.alone, self.sample, self._unknown, self._pairs),
+            *(self.all, self.boxes, self.alone, self.sample),
+            *(self._unknown, self._pairs, self._unpaired),
             *(table.writes for table in self.tables),
             *(one.writes for one in self.launched),
             self.launched,
@@ -126,11 +137,13 @@ class _Table:
     """Small writes to host memory, whose old bits are known.
 
     Attributes:
+        pairs: what an undo restores, see `UndoTable`.
         written: whether all of them are, which are not looked at one by one.
     """
 
     writes: list[Write]
     elements: ElementTable
+    pairs: list[tuple[LiveElements, Any]]
     written: bool = False
 
     def put(self, compares: bool) -> None:
@@ -143,9 +156,8 @@ class _Table:
 
     def undo(self) -> None:
         """Do as `Write.undo` does for each."""
-        for write in self.writes if self.written else ():
-            write.written = True
-            write.undo()
+        if self.written:
+            self.elements.write_old()
         self.written = False
 
 
@@ -174,16 +186,36 @@ def put_all(
 
 
 def undo_all(parts: Sequence[PartWrites], threads: ThreadPool) -> None:
-    """Write the old bits back where new ones were written."""
-    threads.map(_Table.undo, [table for part in parts for table in part.tables])
-    for launched in (one for part in parts for one in part.launched):
-        launched.undo()
+    """Write the old bits back where new ones were written.
+
+    Raises:
+        Exception: the first one of a write that could not be undone; all others are.
+    """
+    tables = [table for part in parts for table in part.tables]
+    failures = threads.map(lambda table: _failure(table.undo), tables)
+    failures += [_failure(one.undo) for part in parts for one in part.launched]
     # What kernels have not written: PyTorch's operators have, or the engine's loader.
     on_devices, others = _divided([w for part in parts for w in part.all if w.written])
-    overwrite([_elements(write) for write in on_devices], [write.old for write in on_devices])
-    for write in on_devices:
+    failures.append(_failure(lambda: _undo_together(on_devices)))
+    failures += threads.map(lambda write: _failure(write.undo), others, _size)
+    for failure in failures:
+        if failure is not None:
+            raise failure
+
+
+def _failure(step: Callable[[], None]) -> Exception | None:
+    """Return what a step has raised, so that those after it are still done."""
+    try:
+        step()
+    except Exception as error:
+        return error
+    return None
+
+
+def _undo_together(writes: Sequence[Write]) -> None:
+    overwrite([_elements(write) for write in writes], [write.old for write in writes])
+    for write in writes:
         write.written = False
-    threads.map(Write.undo, others, _size)
 
 
 def are_unchanged(parts: Sequence[PartWrites], threads: ThreadPool, *, sampled: bool) -> bool:
@@ -242,9 +274,10 @@ def _launched(writes: Sequence[Write]) -> list[_Launched]:
         assert batch is not None
         placed = [own.get(id(elements)) for elements in batch.elements]
         several = [write for write in placed if write is not None]
-        batch.make_ready({n: write.new for n, write in enumerate(placed) if write is not None})
         is_known = all(write.old is not None for write in several)
         reads = not is_known and all(write.keep for write in several)
+        new = {n: write.new for n, write in enumerate(placed) if write is not None}
+        batch.make_ready(new, reads=reads)
         found.append(_Launched(batch, placed, is_known, reads))
     assert sum(write is not None for one in found for write in one.writes) == len(writes)
     return found
@@ -274,8 +307,12 @@ def _tabulated(writes: Sequence[Write]) -> tuple[list[_Table], list[Write]]:
         if table is None:
             alone += own
         else:
-            tables.append(_Table(own, table))
+            tables.append(_Table(own, table, [*map(_pair, own)]))
     return tables, alone
+
+
+def _pair(write: Write) -> tuple[LiveElements, Any]:
+    return write.elements, write.old
 
 
 def _arrays(write: Write) -> tuple[Any, Any, Any, Any]:
@@ -295,11 +332,21 @@ def _sample(writes: Sequence[Write]) -> Iterator[Write]:
         yield write
 
 
-def restore(pairs: Sequence[tuple[LiveElements, Any]], threads: ThreadPool) -> None:
-    """Write bits to elements of live memory."""
-    on_devices = [(one, bits) for one, bits in pairs if isinstance(one, _ON_DEVICES)]
+def restore(log: UndoLog, threads: ThreadPool) -> None:
+    """Write the old bits of a log.
+
+    Kernels read them until the device is synchronised.
+
+    Raises:
+        Exception: some might be written.
+    """
+    for batch in log.batches:
+        for _ in batch.undo():
+            pass
+    on_devices = [(one, bits) for one, bits in log.writes if isinstance(one, _ON_DEVICES)]
     overwrite([one for one, _ in on_devices], [bits for _, bits in on_devices])
-    others = [(one, bits) for one, bits in pairs if not isinstance(one, _ON_DEVICES)]
+    threads.map(lambda table: table.elements.write_old(), log.tables)
+    others = [(one, bits) for one, bits in log.writes if not isinstance(one, _ON_DEVICES)]
     threads.map(lambda pair: pair[0].put(pair[1]), others, lambda pair: int(pair[1].nbytes))
 
 

@@ -5,7 +5,7 @@
 
 A mixture of experts has tens of thousands of small params. One part changes --changed elements of
 each of them, and one rank holds all. The trees take turns, and each figure is the CPU seconds of
-the least of --runs runs. Nothing is written.
+the least of --runs runs.
 
 rows:
   device      weights of a device whose kernels are stubs, so that the host's work is left
@@ -14,6 +14,7 @@ columns:
   open        finding what is in the file that intake leaves
   stage       see `DeltaApplier.stage_unpacked`
   check       what comes before the write, and the digests after it
+  rollback    what a rollback does while generation is paused
   free        what was staged
 """
 
@@ -41,7 +42,6 @@ from rich.console import Console
 from rich.table import Table
 
 from engine_ext.format import (
-    Digest,
     Limits,
     ParamDelta,
     encode_part,
@@ -58,7 +58,7 @@ from scripts import command_line
 
 _TREE: Final = Path(__file__).parents[2]
 _SHAPE: Final = (8, 1024)
-_COLUMNS: Final = ("open", "stage", "check", "free")
+_COLUMNS: Final = ("open", "stage", "check", "rollback", "free")
 
 _Figures = dict[str, dict[str, float]]  # seconds by column, by row
 
@@ -193,7 +193,7 @@ def _file(names: Sequence[str], changed: int) -> tuple[bytes, str]:
 @contextmanager
 def _stubs() -> Iterator[None]:
     """Let weights in host memory pass for those of a device; the kernels find and write nothing."""
-    from engine_ext.kernels.triton import gap_expand
+    from engine_ext.kernels.triton import gap_expand, gather_scatter
 
     def locate(boxes: Any, symbols: Any, programs: Any, items: Any) -> Any:
         counts = items[:, 6]
@@ -206,7 +206,7 @@ def _stubs() -> Iterator[None]:
     with (
         mock.patch.object(stream_table, "runs_kernels", return_value=True),
         mock.patch.object(device_batch, "runs_kernels", return_value=True),
-        mock.patch.object(device_batch, "device_digest", return_value=Digest.ZERO),
+        mock.patch.object(gather_scatter, "visit"),
         mock.patch.object(gap_expand, "locate", locate),
         mock.patch.object(gap_expand, "stage", stage),
     ):
@@ -214,24 +214,30 @@ def _stubs() -> Iterator[None]:
 
 
 def _measure(applier: DeltaApplier, file: bytes, identity: str) -> dict[str, float]:
-    seconds: dict[str, float] = {}
+    seconds = dict.fromkeys(_COLUMNS, 0.0)
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
         start = time.process_time()
         result = work()
-        seconds[name] = time.process_time() - start
+        seconds[name] += time.process_time() - start
         return result
 
-    def check() -> Any:
+    def check() -> None:
         applier.check_sync(staged, full=False)
         applier.agree(staged, [applier.rank_summary(staged)])
-        return applier.finish(staged)
+
+    def roll_back() -> None:
+        applier.check_rollback(log)
+        applier.roll_back(log[0])
 
     gc.collect()
     gc.disable()  # as while an engine stages
     found = [timed("open", lambda: read_unpacked(file, identity))]
     staged = [timed("stage", lambda: applier.stage_unpacked(found.pop(), 1))]
-    log = [timed("check", check)]
+    timed("check", check)
+    applier.put(staged, compares=False)
+    log = [timed("check", lambda: applier.finish(staged))]
+    timed("rollback", roll_back)
 
     def free() -> None:
         staged.clear()

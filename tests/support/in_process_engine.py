@@ -28,7 +28,6 @@ from engine_ext.ranks.operations import (
 )
 from engine_ext.settings import Settings
 from engine_ext.sync.applier import ExpandsParts, Scan
-from engine_ext.sync.digest_table import NO_CHANGES
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.sync.unwritten import Unwritten
@@ -159,7 +158,7 @@ class Shard(ExpandsParts):
         self._restore()
 
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog:
-        return UndoLog([], NO_CHANGES)
+        return UndoLog()
 
     def roll_back(self, log: UndoLog) -> None:
         self._restore()

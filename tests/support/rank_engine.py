@@ -16,7 +16,6 @@ from engine_ext.format import DecodedPart, PartId, decode_part
 from engine_ext.format.digest import Digest
 from engine_ext.ranks.operations import FileStamp
 from engine_ext.sync.applier import ExpandsParts, Scan
-from engine_ext.sync.digest_table import NO_CHANGES
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.sync.unwritten import Unwritten
@@ -42,7 +41,7 @@ class RecordingApplier(ExpandsParts):
         self.fail: dict[str, Exception] = {}
         self.before_check: Callable[[], object] = lambda: None
         self.undoes = False
-        self.log = UndoLog([], NO_CHANGES)
+        self.log = UndoLog()
         self.given_up: list[UndoLog] = []
 
     def _step(self, name: str) -> None:
@@ -206,6 +205,11 @@ class Engine:
 
     def commit(self, part: PartId) -> list[dict[str, Any]]:
         return self.call("commit", version=part.version, sync_id=part.sync_id)
+
+    def roll_back(self) -> list[dict[str, Any]]:
+        """Prepare a rollback and carry it out, as the HTTP side does."""
+        errors_of(self.call("prepare"), none=True)
+        return self.call("rollback")
 
     def apply(self, part: PartId, body: bytes) -> list[dict[str, Any]]:
         """Stage a sync of one part and commit it; every rank must have staged it."""

@@ -81,7 +81,8 @@ class FaultyApplier:
 
     def roll_back(self, log: UndoLog) -> None:
         if not self.rolls_back:
-            for elements, old in log.writes[: self.writes]:
+            tabled = [pair for table in log.tables for pair in table.pairs]
+            for elements, old in [*log.writes, *tabled][: self.writes]:
                 elements.put(old)
             raise OSError("the old values are gone")
         self._applier.roll_back(log)

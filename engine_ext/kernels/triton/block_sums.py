@@ -39,7 +39,9 @@ def _curve(bits, WIDTH: tl.constexpr):
         return _mix(bits.to(tl.uint64) + 0x9E3779B97F4A7C15)
 
 
-@triton.jit(do_not_specialize=["size", "block", "lead"])
+# The other tensors are whole allocations. Were `values` specialised, the first one that is not
+# aligned would be compiled for in a pause.
+@triton.jit(do_not_specialize=["size", "block", "lead"], do_not_specialize_on_alignment=["values"])
 def sum_terms(
     values,
     size,
@@ -69,7 +71,7 @@ def sum_terms(
         if ALIGNED:
             start = (first + row) * BLOCK
             inside = within < size - start
-            places = values + start + within
+            places = tl.multiple_of(values + start + within, 16)
             if start + BLOCK <= size:  # without a mask, so that a load takes 16 bytes
                 bits = tl.load(places)
             else:

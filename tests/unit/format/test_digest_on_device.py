@@ -47,6 +47,16 @@ def test_the_device_digests_what_the_host_does(
     assert sparse == tensor_digest(NAME, values, places)
 
 
+def test_a_box_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the first one on a device: boxes are digested in pauses."""
+    values = random_values(50, 2, 1)
+    expected = tensor_digest("", values)
+    bits = signed(values)
+    assert device_digest("", bits) == expected
+    monkeypatch.setattr(torch, "from_numpy", mock.Mock(side_effect=AssertionError("uploaded")))
+    assert device_digest("", bits) == expected
+
+
 @WIDTHS
 def test_nothing_is_zero(width: int) -> None:
     assert device_digest(NAME, signed(np.empty(0, UNSIGNED[width]))) == Digest.ZERO

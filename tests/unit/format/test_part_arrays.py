@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine_ext.conformance.verified_file import verified_file
+from engine_ext.errors import MalformedPart
 from engine_ext.format import ENCODINGS, ParamDelta, encode_part, read_unpacked
 from engine_ext.format.part_arrays import PartArrays
 from tests.support.independent_encoder import sendable
@@ -43,6 +44,14 @@ def test_unaligned_memory_is_copied(width: int) -> None:
     own = PartArrays(whole, np.array([1, 2]), np.array([width, width]))
     assert [one.tolist() for one in own] == [[0], [1, 2]]
     assert all(one.flags.aligned for one in own)
+
+
+@pytest.mark.parametrize("missing", [1, 4])
+def test_arrays_longer_than_their_bytes_are_refused(missing: int) -> None:
+    counts, widths = np.array([3, 1]), np.array([2, 4])
+    assert len(PartArrays(np.zeros(10, np.uint8), counts, widths)) == 2
+    with pytest.raises(MalformedPart, match="params take 10"):
+        PartArrays(np.zeros(10 - missing, np.uint8), counts, widths)
 
 
 def deltas(seed: int, numels: list[int]) -> list[ParamDelta]:

@@ -57,6 +57,7 @@ from engine_ext.placement import (
     DeviceBatch,
     DeviceElements,
     DeviceMemory,
+    HostElements,
     WholeBox,
     are_as_read,
     device_batch,
@@ -64,9 +65,10 @@ from engine_ext.placement import (
     overwrite,
     targets,
 )
+from engine_ext.sync import writes
 from engine_ext.sync.staged import Write
 from engine_ext.sync.thread_pool import ThreadPool
-from engine_ext.sync.writes import PartWrites, batch_unread, put_all, undo_all
+from engine_ext.sync.writes import PartWrites, batch_unread, put_all, read_old, undo_all
 from tests.support.served_models import (
     attempt,
     base_checkpoint,
@@ -315,9 +317,10 @@ def test_elements_are_exchanged(
             [DeviceElements(f, p.to(offsets)) for f, p in zip(flats, where, strict=True)]
         )
         assert all(map(torch.equal, batch.read(), old))
-        batch.make_ready(dict(enumerate(new)))
+        batch.make_ready(dict(enumerate(new)), reads=True)
         assert are_as_read([batch])
         swapped = dict(batch.swap())
+        arrive()
         assert all(torch.equal(swapped[number], bits) for number, bits in enumerate(old))
         assert all(map(torch.equal, flats, expected))
         assert all(map(torch.equal, batch.read(), (bits.cpu() for bits in new)))
@@ -392,7 +395,7 @@ def test_what_is_sent_stays_until_it_is_written(method: str) -> None:
     batch = DeviceBatch([DeviceElements(flat, torch.arange(0, 20, 2, device=DEVICE))])
     sent = random_bits(10, torch.int16, 2)
     is_there = weakref.ref(sent)
-    batch.make_ready({0: sent})
+    batch.make_ready({0: sent}, reads=method == "swap")
     del sent
     list(getattr(batch, method)())
     assert is_there() is not None
@@ -404,36 +407,120 @@ def test_a_write_that_fails_half_way_is_undone(
 ) -> None:
     """A failure before the first launch has written nothing; a later one is reported as such."""
     monkeypatch.setattr(device_batch, "_MOST", most)
-    visit, room = gather_scatter.visit, device_batch._host_memory
-    for failing in range(2 * groups):
-        flats = [random_bits(30, dtype, 1) for dtype in (torch.int16, torch.int32, torch.int16)]
+    visit = gather_scatter.visit
+    for failing in range(groups):
+        flats, own = unread()
         before = [flat.clone() for flat in flats]
-        where = torch.arange(0, 20, 2, device=DEVICE)
-        writes = [
-            Write(DeviceElements(flat, where), random_bits(10, flat.dtype, 50), "live")
-            for flat in flats
-        ]
-        events = iter(range(100))  # memory is allocated for each group, then each is written
+        launches = iter(range(100))
 
-        def fail(failing: int = failing, events: Any = events) -> None:
-            if next(events) == failing:
+        def fail(*arguments: Any, failing: int = failing, **modes: Any) -> None:
+            if next(launches) == failing:  # noqa: B023
                 raise torch.OutOfMemoryError("no memory")
+            visit(*arguments, **modes)
 
-        def fail_and(original: Any, fail: Any = fail) -> Any:
-            return lambda *arguments, **modes: fail() or original(*arguments, **modes)
-
-        batch_unread(writes, DeviceMemory())
-        part = PartWrites(writes)
+        part = PartWrites(own)
         with (
-            mock.patch.object(gather_scatter, "visit", fail_and(visit)),
-            mock.patch.object(device_batch, "_host_memory", fail_and(room)),
+            mock.patch.object(gather_scatter, "visit", fail),
             pytest.raises(torch.OutOfMemoryError),
         ):
             put_all([part], ThreadPool(1), compares=False)
-        assert any(write.written for write in writes) == (failing > groups)
+        assert any(write.written for write in own) == (failing > 0)
         undo_all([part], ThreadPool(1))
-        assert not any(write.written for write in writes)
+        assert not any(write.written for write in own)
         assert all(map(torch.equal, flats, before))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_undo_allocates_nothing(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the write, whether the old bits were read at staging or come with it."""
+    flats, own = unread(known=known)
+    before = [flat.clone() for flat in flats]
+    part = PartWrites(own)
+    visit, launching = gather_scatter.visit, list[bool]()
+
+    def launch(*arguments: Any, **modes: Any) -> None:
+        launching.append(True)
+        visit(*arguments, **modes)  # the interpreter copies what a kernel gets
+        launching.pop()
+
+    def full(original: Any) -> Any:
+        def allocate(*arguments: Any, **options: Any) -> Any:
+            if not launching:
+                raise torch.OutOfMemoryError("no memory")
+            return original(*arguments, **options)
+
+        return allocate
+
+    monkeypatch.setattr(gather_scatter, "visit", launch)
+    for owner, name in (
+        *((torch, name) for name in ("empty", "empty_like", "zeros", "cat", "from_numpy")),
+        *((torch.Tensor, name) for name in ("to", "cpu", "cuda", "clone", "copy_")),
+    ):
+        monkeypatch.setattr(owner, name, full(getattr(owner, name)))
+    put_all([part], ThreadPool(1), compares=False)
+    assert all(write.written for write in own)
+    undo_all([part], ThreadPool(1))
+    monkeypatch.undo()
+    assert not any(write.written for write in own)
+    arrive()
+    assert all(map(torch.equal, flats, before))
+
+
+@pytest.mark.parametrize("most", [1, 1 << 24])
+def test_an_undo_that_fails_undoes_the_others(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of the batch, other batches and writes to host memory; the first error is raised."""
+    monkeypatch.setattr(device_batch, "_MOST", most)
+    visit = gather_scatter.visit
+    (flats, own), (others, more) = unread(known=True), unread()
+    flat = np.arange(30, dtype=np.int16)
+    old, host = flat.copy(), HostElements(flat, np.arange(3, dtype=np.int32))
+    alone = Write(host, np.array([7, 8, 9], np.int16), "live", True, flat[:3].copy())
+    parts = [*map(PartWrites, (own, more, [alone]))]
+    before = [one.clone() for one in (*flats, *others)]
+    put_all(parts, ThreadPool(1), compares=False)
+    assert not np.array_equal(flat, old)
+    failures = [torch.OutOfMemoryError("first")]
+
+    def fail(*arguments: Any, **modes: Any) -> None:
+        if failures:
+            raise failures.pop()
+        visit(*arguments, **modes)
+
+    second = torch.OutOfMemoryError("second")
+    with (
+        mock.patch.object(gather_scatter, "visit", fail),
+        mock.patch.object(writes, "overwrite", side_effect=second),  # which tries again
+        pytest.raises(torch.OutOfMemoryError, match="first"),
+    ):
+        undo_all(parts, ThreadPool(1))
+    arrive()
+    failed = [
+        number
+        for number, (one, was) in enumerate(zip((*flats, *others), before, strict=True))
+        if not torch.equal(one, was)
+    ]
+    assert failed == ([0] if most == 1 else [0, 2])
+    assert np.array_equal(flat, old)
+
+
+def unread(*, known: bool = False) -> tuple[list[torch.Tensor], list[Write]]:
+    """Live tensors of two dtypes, and writes to them; `known`: their old bits are read."""
+    flats = [random_bits(30, dtype, 1) for dtype in (torch.int16, torch.int32, torch.int16)]
+    where = torch.arange(0, 20, 2, device=DEVICE)
+    own = [
+        Write(DeviceElements(flat, where), random_bits(10, flat.dtype, 50), "live")
+        for flat in flats
+    ]
+    if known:
+        read_old(own)
+    batch_unread(own, DeviceMemory())
+    return flats, own
+
+
+def arrive() -> None:
+    """Wait for what kernels write to pinned memory."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize(DEVICE)
 
 
 def one_element(write: Write) -> torch.Tensor:
@@ -484,9 +571,17 @@ def test_a_commit_only_launches(dense: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert memory(served.model) == memory(load(FusedQkv, target))
     served.applier.undo(staged)
     assert memory(served.model) == before
+    served.applier.write(staged)
+    log = served.applier.finish(staged)
+    assert log is not None
     boxes.clear()
-    del staged
-    assert reserved.free(here) == 1 << 20
+    staged.clear()
+    kept = reserved.free(here)
+    served.applier.check_rollback([log])
+    served.applier.roll_back(log)  # by the tables of the write
+    assert memory(served.model) == before
+    del log
+    assert kept < reserved.free(here) == 1 << 20
 
 
 # --- digests ---

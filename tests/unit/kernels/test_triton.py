@@ -146,6 +146,29 @@ def test_they_compile_for_a_gpu(
     assert compile_kernel(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 
 
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_one_compilation_digests_any_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that is not aligned must not be compiled for in a pause; one that is loads fast."""
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel: Any = block_sums.sum_terms
+    [values] = [one for one in kernel.params if one.name == "values"]
+    assert values.do_not_specialize_on_alignment
+    constants = {"WIDTH": 2, "ROWS": 32, "ALIGNED": True, "BLOCK": 1024}
+    types = dict.fromkeys(("size", "block", "lead"), "i64") | {"values": "*i16"}
+    signature = {
+        n: "constexpr" if n in constants else types.get(n, "*i64") for n in kernel.arg_names
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    found = compile_kernel(source, target=GPUTarget("cuda", 80, 32))
+    assert "ld.global.v4.b32" in found.asm["ptx"]
+
+
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """No device was tried yet, nor will have been."""

@@ -13,8 +13,10 @@ import torch
 
 from engine_ext.conformance.toy_models import Checkpoint, ToyModel
 from engine_ext.format import decode_part
+from engine_ext.placement import DeviceElements, HostElements
 from engine_ext.sync import checks, delta_applier, writes
 from engine_ext.sync.delta_applier import DeltaApplier
+from engine_ext.sync.digest_table import DigestTable
 from engine_ext.sync.disposer import Disposer
 from engine_ext.sync.staged import StagedPart, Write
 from tests.support.rank_engine import Engine, errors_of, part_id
@@ -88,7 +90,7 @@ def test_many_small_params_are_written(trained: Trained) -> None:
     trained.stage(2, trained.target, trained.base)
     errors_of(trained.engine.call("commit", version=2, sync_id="2"), none=True)
     assert trained.held() == [memory(load(Experts, trained.base))] * 2
-    errors_of(trained.engine.call("rollback"), none=True)
+    errors_of(trained.engine.roll_back(), none=True)
     assert trained.held() == [memory(load(Experts, trained.target))] * 2
     for served in trained.served:
         assert served.applier.digests == served.applier.scan().digests
@@ -137,6 +139,19 @@ def test_a_commit_looks_at_no_param_again(
     assert trained.held() == [memory(load(Experts, trained.target))] * 2
 
 
+def test_a_rollback_looks_at_no_param(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their old values are restored together, by what the commit has left."""
+    errors_of(trained.engine.commit(trained.stage(1, trained.base, trained.target)), none=True)
+    looked: list[str] = []
+    for elements in (HostElements, DeviceElements):
+        monkeypatch.setattr(elements, "put", lambda *_: looked.append("put"))
+    monkeypatch.setattr(writes, "table_of", lambda *_: looked.append("table_of"))
+    monkeypatch.setattr(DigestTable, "find", lambda *_: looked.append("find"))
+    errors_of(trained.engine.roll_back(), none=True)
+    assert looked == []
+    assert trained.held() == [memory(load(Experts, trained.base))] * 2
+
+
 def test_commit_succeeds_if_no_thread_can_free(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,10 +194,11 @@ def test_what_was_written_is_freed_in_the_background(trained: Trained) -> None:
     assert log is not None
     freed = weakref.ref(staged[0].params[0].writes[0].new)
     Disposer().dispose(staged, [])
-    kept = len(log.writes)
+    lists = [log.writes, *(table.pairs for table in log.tables)]
+    kept = sum(map(len, lists))
     deadline = time.monotonic() + 10
     while freed() is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert kept == len(log.writes) == len(deltas)
+    assert kept == sum(map(len, lists)) == len(deltas)
     assert all(bits(trained.base[d.name]).size >= len(d.values) for d in deltas)

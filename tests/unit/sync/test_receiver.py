@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from engine_ext.format import Unproven
-from engine_ext.sync.digest_table import NO_CHANGES
 from engine_ext.sync.staged import UndoLog
 from tests.support.rank_engine import errors_of, part_id
 from tests.unit.sync.recorded_ranks import (
@@ -192,7 +191,7 @@ def test_continuations_keep_no_more_old_values_than_they_may(tmp_path: Path) -> 
     ranks = Ranks(tmp_path, undo_bytes=250)
     for applier in ranks.appliers:
         place: Any = SimpleNamespace(nbytes=60)
-        applier.log = UndoLog([(place, np.zeros(40, np.uint8))], NO_CHANGES, nbytes=100)
+        applier.log = UndoLog([(place, np.zeros(40, np.uint8))], nbytes=100)
     for number, expected in enumerate([True, True, False, False]):
         data = body(value=number, sync_id=str(number))
         errors_of(ranks.engine.apply(part_id(data, unproven=Unproven()), data), none=True)
@@ -200,6 +199,29 @@ def test_continuations_keep_no_more_old_values_than_they_may(tmp_path: Path) -> 
     data = body(2, sync_id="next")
     errors_of(ranks.engine.apply(part_id(data), data), none=True)
     assert {status["can_roll_back"] for status in ranks.engine.status()} == {True}
+
+
+def test_a_rollback_must_be_prepared(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not search for copies, and is refused where it was not possible before."""
+    data = body()
+    errors_of(ranks.engine.apply(part_id(data), data), none=True)
+    searches: list[bool] = []
+
+    def search_again() -> bool:
+        searches.append(True)
+        return len(searches) > 1  # weights had moved the first time
+
+    monkeypatch.setattr(ranks.appliers[1], "search_again", search_again)
+    for count in (0, 1):
+        errors = errors_of(ranks.engine.call("rollback"))
+        assert {error["message"] for error in errors} == {
+            "the rollback was not prepared; send it again"
+        }
+        assert len(searches) == count
+        errors_of(ranks.engine.call("prepare"), none=True)
+    errors_of(ranks.engine.call("rollback"), none=True)
+    assert len(searches) == 2
+    assert ranks.states() == {(0, "certain")}
 
 
 def test_a_full_sync_gives_up_the_undo_log_before(ranks: Ranks) -> None:

@@ -18,7 +18,6 @@ from engine_ext.format import PartId
 from engine_ext.model import ModelStateGuard, hash_memory, state_guard
 from engine_ext.ranks.operations import BeginPart, encode_request
 from engine_ext.sync.background_staging import BackgroundStaging
-from engine_ext.sync.digest_table import NO_CHANGES
 from engine_ext.sync.disposer import Disposer
 from engine_ext.sync.scrubber import Scrubber
 from engine_ext.sync.staged import UndoLog
@@ -104,7 +103,7 @@ def in_freeing(seen: Seen, folder: Path) -> None:
     for elements, _ in pairs:
         weakref.finalize(elements, seen)
     del elements
-    Disposer().dispose([], [UndoLog(pairs, NO_CHANGES, nbytes=0)])
+    Disposer().dispose([], [UndoLog(pairs)])
     assert seen.called.wait(10)
 
 
