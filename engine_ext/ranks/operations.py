@@ -224,11 +224,10 @@ class PollPart(Operation[PartProgress], frozen=True, kw_only=True, tag="poll"):
 class PrepareSync(Operation[SyncPrepared], frozen=True, kw_only=True, tag="prepare"):
     """Keep a part that every rank has staged; else do a share of the work before the commit.
 
-    That work is of the whole sync that the part belongs to, see `SyncOperations.prepare`. Without a
-    part it is what precedes a rollback.
+    That work is of the whole sync that the part belongs to, see `SyncOperations.prepare`.
     """
 
-    part: PartId | None = None
+    part: PartId
     keep: bool = False
 
 

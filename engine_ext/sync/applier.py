@@ -98,8 +98,7 @@ class Applier(Protocol):
 
         Raises:
             BaseMismatch: something has moved; the names are in ``moved``.
-            NotUpdatable: `search_again` has found that the engine keeps copies of what they have
-                written.
+            NotUpdatable: the engine has come to keep copies of what they have written.
         """
 
     def place_again(self) -> None:

@@ -285,14 +285,14 @@ class DeltaApplier:
         return True
 
     def check_rollback(self, logs: Sequence[UndoLog]) -> None:
-        """Check that committed syncs can be undone.
+        """Check that committed syncs can be undone; search for copies again.
 
         Raises:
             BaseMismatch: see `check_in_place`.
-            NotUpdatable: `search_again` has found that the engine keeps copies of what they have
-                written.
+            NotUpdatable: the engine has come to keep copies of what they have written.
         """
         self.check_in_place()
+        self.search_again()
         written = {name for log in logs for name in log.live_names}
         self._check_no_copies(
             name

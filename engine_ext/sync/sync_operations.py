@@ -63,7 +63,6 @@ class SyncOperations:
         self._last_sync: ops.CommittedSync | None = None
         self._syncs = 0  # that have begun
         self._search_due = False
-        self._is_searched = False  # for copies, before a rollback
         self._disposer = Disposer()
 
     def adopt(self, applier: Applier) -> None:
@@ -130,7 +129,6 @@ class SyncOperations:
         """Keep a part, or do a share of what must precede the commit of its sync.
 
         A part is kept when every rank has staged it. The share is to be repeated until it is done.
-        Without a part, what precedes a rollback is done.
 
         Raises:
             Conflict: the part, or the sync, was dropped.
@@ -138,8 +136,6 @@ class SyncOperations:
             DeltaError: the kept part completes the sync, and some rank refuses it, see
                 `Transaction.agree`.
         """
-        if request.part is None:
-            return self._prepare_rollback()
         return self._keep(request.part) if request.keep else self._work(request.part)
 
     def _keep(self, part: PartId) -> ops.SyncPrepared:
@@ -171,11 +167,6 @@ class SyncOperations:
         done = self._applier.prepare(staged, full=full)
         rebuilt = sum(len(one.rebuilt.modules) for one in staged)
         return ops.SyncPrepared(complete=True, done=done, rebuilt=rebuilt)
-
-    def _prepare_rollback(self) -> ops.SyncPrepared:
-        """Search for copies of weights: it takes as long as the walk over all modules."""
-        self._is_searched = not self._sync_state.asleep and self._applier.search_again()
-        return ops.SyncPrepared(complete=True, done=True)
 
     def abort(self, request: ops.AbortSync) -> ops.Reply:
         """Forget one part, or the staged sync; if the request names a version, only that one.
@@ -302,15 +293,13 @@ class SyncOperations:
                     "older version as a full sync"
                 )
             self._applier.check_rollback(self._undo)
-            if not self._is_searched:
-                raise Conflict("the rollback was not prepared; send it again")
             return []
 
         begun = time.perf_counter()
         self._agree(prepare)
         vote_ms = _ms_since(begun)
         start = time.perf_counter()
-        undo, self._undo, self._is_searched = self._undo, [], False
+        undo, self._undo = self._undo, []
         self._drop_staged()
         try:
             self._transaction.roll_back(undo)

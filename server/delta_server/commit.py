@@ -135,21 +135,18 @@ class EngineCommitter(LeasedEngine):
                 if audited is not None:
                     await audited.failed()
                 raise
-            except Exception:
-                self.served.keep()
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    self.served.keep()
+                else:  # it is not known whether they have written
+                    self.served.doubt()
+                    lease.publish_owed |= is_model
                 if not self.uncertain and (not lease.was_paused or lease.resume_owed):
                     try:
                         await self._publish(lease, None, resumes=True)
                     except Exception:  # the caller gets to know what the ranks have answered
                         logger.exception("generation could not be resumed; that is repeated")
                         self._publish_later(engine or self._engine)
-                raise
-            except BaseException:
-                # Cancelled: once the ranks say whether they have written, the version is published
-                # and generation resumed, by another process if this one ends.
-                self.served.doubt()
-                lease.publish_owed |= is_model
-                self._publish_later(engine or self._engine)
                 raise
             self.uncertain = False
             if is_model:

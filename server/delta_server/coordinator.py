@@ -66,7 +66,6 @@ from engine_ext.ranks.operations import (
     GetPlan,
     HoldSync,
     PreparedSync,
-    PrepareSync,
     RollBack,
     RunClaimed,
     StagedSync,
@@ -322,7 +321,6 @@ class Coordinator:
         async with self.reporter.follow(record):
             record.phase = "rollback"
             try:
-                await call_all_ranks(self._engine, PrepareSync())
                 restored, timings = await self._committer.run(RollBack(), options, self._engine)
             except SyncInProgress:
                 await self._watch_held()

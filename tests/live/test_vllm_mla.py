@@ -122,7 +122,6 @@ def main(model: str, out: str, kept: str, *parts: str) -> None:
         _apply(worker, version, part)
         states.append(_state(llm, worker))
     if parts:
-        _ok(worker, "prepare")
         _ok(worker, "rollback")
         states.append(_state(llm, worker))
     rows = _ok(worker, "plan")["tensors"]

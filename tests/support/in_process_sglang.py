@@ -123,7 +123,6 @@ def _facts(case: Case) -> dict[str, Any]:
             served.sync(new, old)
             seen.append(_state(runner.model))
         corrupted = served.call("digest", scan=True)["corrupted"]
-        served.call("prepare")
         served.call("rollback")
         rolled_back = _state(runner.model)
         refused = {row["name"] for row in rows if row["status"] in ("ignored", "uncertified")}

@@ -235,7 +235,7 @@ class Serving:
 
     def rollback(self, checkpoint: Checkpoint) -> list[dict[str, Any]]:
         """Roll back to a version that had this checkpoint."""
-        answers = self.engine.roll_back()
+        answers = self.engine.call("rollback")
         if all("ok" in answer for answer in answers):
             self.version, self.current = self.version - 1, checkpoint
         return answers

@@ -206,11 +206,6 @@ class Engine:
     def commit(self, part: PartId) -> list[dict[str, Any]]:
         return self.call("commit", version=part.version, sync_id=part.sync_id)
 
-    def roll_back(self) -> list[dict[str, Any]]:
-        """Prepare a rollback and carry it out, as the HTTP side does."""
-        errors_of(self.call("prepare"), none=True)
-        return self.call("rollback")
-
     def apply(self, part: PartId, body: bytes) -> list[dict[str, Any]]:
         """Stage a sync of one part and commit it; every rank must have staged it."""
         errors_of(self.stage(part, body), none=True)

@@ -206,7 +206,7 @@ class TestRanks:
     def test_rolled_back_and_applied_again(self) -> None:
         body = differences(self.base, self.target, ["weight"])
         errors_of(self.engine.apply(part_id(body), body), none=True)
-        errors_of(self.engine.roll_back(), none=True)
+        errors_of(self.engine.call("rollback"), none=True)
         assert self.memories() == self.fresh(self.base)
         errors_of(self.engine.apply(part_id(body), body), none=True)
         assert self.memories() == self.fresh(self.target)

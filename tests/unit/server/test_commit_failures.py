@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from delta_server import commit
-from delta_server.engine import call_all_ranks
-from delta_server.request_options import Options
 from delta_server.service import DeltaService
-from engine_ext.errors import Conflict, NotUpdatable
-from engine_ext.ranks.operations import Operation, PrepareSync, RollBack
+from engine_ext.errors import Conflict
+from engine_ext.ranks.operations import Operation
 from tests.support.delta_bodies import (
     NEXT,
     OTHER_STEP,
@@ -67,52 +65,6 @@ def test_rollback(rig: Rig) -> None:
     assert rig.engine.events[0] == STOPPED
     assert_error(rig.post("/delta_rollback"), 409, "Conflict")
     assert rig.send(delta_part()).json()["status"] == "committed"
-
-
-def test_a_rollback_is_prepared_before_the_pause(rig: Rig) -> None:
-    """The model is searched for copies of weights then, which takes longer than the write."""
-    assert rig.send(delta_part()).json()["status"] == "committed"
-    rig.engine.events.clear()
-    rig.engine.fails["prepare"] = NotUpdatable("the model cannot be searched")
-    assert_error(rig.post("/delta_rollback"), 422, "NotUpdatable")
-    assert rig.engine.events == []
-    assert rig.post("/delta_rollback").json()["status"] == "rolled_back"
-
-
-@pytest.mark.parametrize("writes", [True, False])
-def test_a_cancelled_write_is_not_resumed_under_its_base(
-    rig: Rig, writes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by a shutdown: the ranks might have written, and are asked for their version later."""
-    monkeypatch.setattr(commit, "REPEAT_S", 0.01)
-    assert rig.send(delta_part()).json()["status"] == "committed"
-    rig.engine.events.clear()
-    call_stopped, stopped = rig.engine.call_stopped, asyncio.Event()
-
-    async def hang(*arguments: Any) -> Any:
-        rig.engine.paused = True
-        if writes:
-            await call_stopped(*arguments)
-        stopped.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(rig.engine, "call_stopped", hang)
-
-    async def scenario() -> None:
-        await call_all_ranks(rig.engine, PrepareSync())
-        task = asyncio.ensure_future(rig.service.committer.run(RollBack(), Options()))
-        await stopped.wait()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled()
-        assert rig.engine.paused
-        assert "publish" not in {name for name, *_ in rig.engine.events}
-        await present(rig.service.committer.repeating)
-
-    rig.run(scenario())
-    assert not rig.engine.paused
-    assert rig.engine.weight_version == ("7" if writes else "8")
-    assert rig.status().health.resume_owed is False
 
 
 def test_deltas_are_refused_while_uncertain(rig: Rig) -> None:

@@ -144,7 +144,7 @@ def recorded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
     call = rig.engine.call
 
     async def record(request: Operation[Any]) -> Any:
-        if isinstance(request, BeginPart | PollPart | PrepareSync) and request.part is not None:
+        if isinstance(request, BeginPart | PollPart | PrepareSync):
             calls.append((named(request), request.part.part))
         return await call(request)
 

@@ -90,7 +90,7 @@ def test_many_small_params_are_written(trained: Trained) -> None:
     trained.stage(2, trained.target, trained.base)
     errors_of(trained.engine.call("commit", version=2, sync_id="2"), none=True)
     assert trained.held() == [memory(load(Experts, trained.base))] * 2
-    errors_of(trained.engine.roll_back(), none=True)
+    errors_of(trained.engine.call("rollback"), none=True)
     assert trained.held() == [memory(load(Experts, trained.target))] * 2
     for served in trained.served:
         assert served.applier.digests == served.applier.scan().digests
@@ -147,7 +147,7 @@ def test_a_rollback_looks_at_no_param(trained: Trained, monkeypatch: pytest.Monk
         monkeypatch.setattr(elements, "put", lambda *_: looked.append("put"))
     monkeypatch.setattr(writes, "table_of", lambda *_: looked.append("table_of"))
     monkeypatch.setattr(DigestTable, "find", lambda *_: looked.append("find"))
-    errors_of(trained.engine.roll_back(), none=True)
+    errors_of(trained.engine.call("rollback"), none=True)
     assert looked == []
     assert trained.held() == [memory(load(Experts, trained.base))] * 2
 

@@ -61,13 +61,13 @@ def assert_heals(serving: Serving) -> None:
     for name in ("norm", "plain.weight"):  # whichever rank has found it
         refused = serving.sync(target_of(serving, name))
         assert {"BaseMismatch"} == {one["error"]["type"] for one in refused if "error" in one}
-    assert errors_of(serving.engine.roll_back())[0]["type"] == "BaseMismatch"
+    assert errors_of(serving.engine.call("rollback"))[0]["type"] == "BaseMismatch"
     assert [one["digest"] for one in serving.engine.status()] == before
     errors_of(serving.sync(healed, full=True), none=True)
     assert states(serving) == {("certain", ())}
     serving.assert_fresh()
     assert corrupted(serving) == []
-    assert errors_of(serving.engine.roll_back())[0]["type"] == "Conflict"
+    assert errors_of(serving.engine.call("rollback"))[0]["type"] == "Conflict"
     before_last = dict(serving.current)
     errors_of(serving.sync(target_of(serving, seed=31)), none=True)
     serving.assert_fresh()

@@ -484,7 +484,7 @@ def test_memory_that_two_writes_share_is_written_exactly(
     errors_of(serving.engine.commit(sync), none=True)
     serving.current |= target
     serving.assert_fresh()
-    errors_of(serving.engine.roll_back(), none=True)
+    errors_of(serving.engine.call("rollback"), none=True)
     assert serving.served() == before
 
 

@@ -102,7 +102,7 @@ ENDS: dict[str, Callable[[Serving], object]] = {
     "dropped": lambda serving: serving.engine.call("abort"),
     "put to sleep": lambda serving: on_ranks(serving, "weights_released"),
     "reloaded": lambda serving: on_ranks(serving, "weights_replaced", "it"),
-    "rolled back": lambda serving: serving.engine.roll_back(),
+    "rolled back": lambda serving: serving.engine.call("rollback"),
 }
 
 

@@ -201,29 +201,6 @@ def test_continuations_keep_no_more_old_values_than_they_may(tmp_path: Path) -> 
     assert {status["can_roll_back"] for status in ranks.engine.status()} == {True}
 
 
-def test_a_rollback_must_be_prepared(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not search for copies, and is refused where it was not possible before."""
-    data = body()
-    errors_of(ranks.engine.apply(part_id(data), data), none=True)
-    searches: list[bool] = []
-
-    def search_again() -> bool:
-        searches.append(True)
-        return len(searches) > 1  # weights had moved the first time
-
-    monkeypatch.setattr(ranks.appliers[1], "search_again", search_again)
-    for count in (0, 1):
-        errors = errors_of(ranks.engine.call("rollback"))
-        assert {error["message"] for error in errors} == {
-            "the rollback was not prepared; send it again"
-        }
-        assert len(searches) == count
-        errors_of(ranks.engine.call("prepare"), none=True)
-    errors_of(ranks.engine.call("rollback"), none=True)
-    assert len(searches) == 2
-    assert ranks.states() == {(0, "certain")}
-
-
 def test_a_full_sync_gives_up_the_undo_log_before(ranks: Ranks) -> None:
     """It takes its memory; a sync that continues the version, or a delta, leaves it."""
 

@@ -64,7 +64,7 @@ def test_log_records_are_those_of_the_version(ranks: Ranks) -> None:
     assert records(ranks)[:2] == (2, {"v1": "one"})
     apply(ranks, 3, v3="three")
     assert records(ranks)[:2] == (3, {"v1": "one", "v3": "three"})
-    errors_of(ranks.engine.roll_back(), none=True)
+    errors_of(ranks.engine.call("rollback"), none=True)
     assert records(ranks)[:2] == (2, {"v1": "one"})
     apply(ranks, 4, full="", v4="four")
     assert records(ranks)[:2] == (4, {"v4": "four"})
@@ -80,7 +80,7 @@ def test_log_records_are_put_for_the_version_they_were_read_of(ranks: Ranks) -> 
     assert not put_records(ranks, known, v1="one", v2="two")
     assert records(ranks)[:2] == (2, {"v1": "one"})
     known = records(ranks)[2]
-    errors_of(ranks.engine.roll_back(), none=True)
+    errors_of(ranks.engine.call("rollback"), none=True)
     assert not put_records(ranks, known, v1="one", v2="two")
     assert records(ranks)[:2] == (1, {"v1": "one"})
 

@@ -24,7 +24,7 @@ def test_weights_loaded_by_engine_take_only_full_sync(ranks: Ranks) -> None:
     for answers in (
         ranks.engine.stage(part_id(data), data),
         ranks.engine.stage(part_id(later), later),
-        ranks.engine.roll_back(),
+        ranks.engine.call("rollback"),
     ):
         assert {e["type"] for e in errors_of(answers)} == {"BaseMismatch"}
     assert ranks.written == [1, 1, 1]

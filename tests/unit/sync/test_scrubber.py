@@ -192,7 +192,7 @@ def test_copies_that_another_rank_counts(tmp_path: Path) -> None:
     assert owner.passed() == [name]
     flip(place, 0)
     assert owner.passed() == []
-    errors_of(engine.roll_back(), none=True)
+    errors_of(engine.call("rollback"), none=True)
     assert owner.passed() == []
 
 
@@ -292,7 +292,7 @@ def test_syncs_while_scrubbing_are_no_mismatch(tmp_path: Path) -> None:
         if "ok" in answers[0]:
             weights = new
         if version % 11 == 0:
-            errors_of(engine.roll_back(), none=True)
+            errors_of(engine.call("rollback"), none=True)
             errors_of(engine.apply(part_id(by_dtype), by_dtype), none=True)
         time.sleep(float(rng.choice([0, 1e-3, 5e-3])))
         assert scrubber.state.mismatched == []

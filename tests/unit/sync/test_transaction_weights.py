@@ -158,7 +158,7 @@ def test_weight_changed_after_staging_refuses_on_all_ranks(
         corrupt(scattered, rank, element)
     errors_of(scattered.engine.apply(part_id(data), data), none=True)
     assert scattered.memories() == scattered.fresh(target)
-    errors_of(scattered.engine.roll_back(), none=True)
+    errors_of(scattered.engine.call("rollback"), none=True)
     assert scattered.memories() == scattered.fresh(scattered.base)
 
 
@@ -237,7 +237,7 @@ def test_a_full_sync_may_say_how_much_it_changes(sharded: Sharded) -> None:
             errors_of(sharded.engine.call("abort"), none=True)
     errors_of(sharded.engine.apply(part_id(data), data), none=True)
     assert sharded.memories() == sharded.fresh(target)
-    errors_of(sharded.engine.roll_back(), none=True)
+    errors_of(sharded.engine.call("rollback"), none=True)
     assert sharded.memories() == before
 
 
@@ -246,10 +246,10 @@ def test_rollback(sharded: Sharded) -> None:
     data = sharded.sparse(target_checkpoint(sharded.base, ["weight"]))
     errors_of(sharded.engine.apply(part_id(data), data), none=True)
     assert sharded.memories() != before
-    errors_of(sharded.engine.roll_back(), none=True)
+    errors_of(sharded.engine.call("rollback"), none=True)
     assert sharded.memories() == before
     assert {s["version"] for s in sharded.engine.status()} == {0}
-    errors = errors_of(sharded.engine.roll_back())
+    errors = errors_of(sharded.engine.call("rollback"))
     assert {error["type"] for error in errors} == {"Conflict"}
 
 

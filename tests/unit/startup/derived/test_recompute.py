@@ -36,7 +36,7 @@ def test_exact_after_a_sync_and_after_a_rollback(
     service.assert_holds(service.base)
     errors_of(service.sync(list(service.base)), none=True)
     service.assert_holds(service.target)
-    errors_of(service.engine.roll_back(), none=True)
+    errors_of(service.engine.call("rollback"), none=True)
     service.assert_holds(service.base)
     errors_of(service.sync(list(KV), version=1, dense=True), none=True)
     service.assert_holds(service.target)
@@ -151,7 +151,7 @@ def test_a_copy_in_a_backend_follows(tmp_path: Path, kind: type[Backend]) -> Non
     errors_of(service.sync(list(service.base)), none=True)
     service.assert_holds(service.target)
     assert all(torch.equal(impl.sinks, impl.source.float()) for impl in impls)
-    errors_of(service.engine.roll_back(), none=True)
+    errors_of(service.engine.call("rollback"), none=True)
     service.assert_holds(service.base)
     assert all(torch.equal(impl.sinks, impl.source.float()) for impl in impls)
     assert [(id(impl.sinks), impl.sinks.data_ptr()) for impl in impls] == before
@@ -188,5 +188,5 @@ def test_what_is_made_of_moved_weights_follows_a_full_sync(
     service.base = service.target
     errors_of(service.sync(list(KV), version=8), none=True)
     service.assert_holds(service.target)
-    errors_of(service.engine.roll_back(), none=True)
+    errors_of(service.engine.call("rollback"), none=True)
     service.assert_holds(service.base)
