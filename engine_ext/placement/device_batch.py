@@ -121,9 +121,9 @@ class DeviceBatch:
     def swap(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Overwrite them like `put`, and yield the old bits in host memory, with their numbers.
 
-        All elements have new bits, and `make_ready` has made room for the old ones, which are there
-        once the device is synchronised. If it raises, exactly the elements whose bits it has
-        yielded are overwritten.
+        Elements without new bits are only read, if kernels visit them. `make_ready` has made room
+        for the old bits, which are there once the device is synchronised. If it raises, exactly the
+        elements whose bits it has yielded are overwritten, of those with new ones.
         """
         for group in self._groups:
             yield from zip(group.numbers, group.swap(), strict=True)
@@ -287,7 +287,8 @@ class _Group:
         """Send the table, with the new bits that some of the elements have."""
         writes = [number for number in self.numbers if number in new]
         bits = [new[number] for number in writes]
-        if self._table is not None and writes == self.writes and all(map(is_, bits, self._new)):
+        is_same = len(bits) == len(self._new) and all(map(is_, bits, self._new))
+        if self._table is not None and writes == self.writes and is_same:
             return
         self.writes, self._new = writes, bits
         self._send([new.get(number) for number in self.numbers])

@@ -383,7 +383,11 @@ class DeltaApplier:
         for write in writes if memory else ():
             if write.keep and isinstance(write.elements, WholeBox):
                 write.memory = memory.pop(id(write.elements.segment), None)
-        self.put(staged, compares=self.compares_while_writing(staged))
+        try:
+            self.put(staged, compares=self.compares_while_writing(staged))
+        except Exception:
+            self._synchronize()  # kernels write old values to memory that might be freed
+            raise
         self._after_write(self._written(staged))
 
     def put(self, staged: Sequence[StagedPart], *, compares: bool) -> None:
@@ -397,7 +401,8 @@ class DeltaApplier:
         """
         # What the engine's processing computes can be a view of a weight.
         shared = any(part.rebuilt.modules for part in staged)
-        put_all(totals(staged).writes, self.threads, compares=compares, shared=shared)
+        writes = totals(staged).writes
+        put_all(writes, self.threads, self._memory, compares=compares, shared=shared)
 
     def compares_while_writing(self, staged: Sequence[StagedPart]) -> bool:
         """Return whether `put` compares the old values, and not `check_base`.

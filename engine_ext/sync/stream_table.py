@@ -177,7 +177,7 @@ class StreamTable:
         """Stage the params of a part that have rows here; several threads can do so at once.
 
         All of them or none: if a stream is not as the manifest says, staging by the host has the
-        error; if memory does not suffice, pinned or on the device, the host's way needs less.
+        error; if memory on the device does not suffice, the host's way needs less.
         """
         numbers, tensors = self._find(part)
         if not numbers.size:

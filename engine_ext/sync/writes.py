@@ -66,10 +66,10 @@ class PartWrites:
         self._pairs = [_pair(write) for write in self.alone if write.old is not None]
         self._unpaired = [write for write in self.alone if write.old is None]
 
-    def read_old(self) -> None:
+    def read_old(self, memory: DeviceMemory) -> None:
         """Read the old bits that are to be kept and are not known."""
         if any(write.keep for write in self._unknown):
-            read_old(self.all)
+            read_old(self.all, memory)
             self._divide()
 
     def end_write(self, log: UndoLog) -> None:
@@ -115,8 +115,9 @@ class _Launched:
         """Do as `Write.put` does for each, but for the comparison."""
         if self.reads:
             for number, old in self.batch.swap():
-                write = self._write(number)
-                write.old, write.written = old, True
+                write = self.writes[number]
+                if write is not None:  # else only read
+                    write.old, write.written = old, True
             return
         for number in self.batch.put():
             self._write(number).written = True
@@ -162,11 +163,17 @@ class _Table:
 
 
 def put_all(
-    parts: Sequence[PartWrites], threads: ThreadPool, *, compares: bool, shared: bool = False
+    parts: Sequence[PartWrites],
+    threads: ThreadPool,
+    memory: DeviceMemory,
+    *,
+    compares: bool,
+    shared: bool = False,
 ) -> None:
     """Write the new bits of all; see `Write.put`, which compares in host memory only.
 
     Args:
+        memory: for what writes those whose old bits are read before.
         shared: whether two writes can be to the same memory: all old bits are read before any new
             ones are written, or one write would take the other's new bits for old ones.
 
@@ -175,7 +182,7 @@ def put_all(
         Exception: some are written; `undo_all` takes them back.
     """
     for part in parts if shared else ():
-        part.read_old()
+        part.read_old(memory)
     for part in parts:
         for launched in part.launched:
             launched.put()
@@ -239,11 +246,11 @@ def are_unchanged(parts: Sequence[PartWrites], threads: ThreadPool, *, sampled: 
     return all(threads.map(Write.unchanged, others, _size))
 
 
-def read_old(writes: Sequence[Write], memory: DeviceMemory | None = None) -> None:
+def read_old(writes: Sequence[Write], memory: DeviceMemory) -> None:
     """Read the old bits that are to be kept and are not known; those on devices together.
 
     Args:
-        memory: for what writes these; None: nothing is reserved.
+        memory: for what writes these.
     """
     unread = [write for write in writes if write.keep and write.old is None]
     on_devices, others = _divided(unread)

@@ -423,7 +423,7 @@ def test_a_write_that_fails_half_way_is_undone(
             mock.patch.object(gather_scatter, "visit", fail),
             pytest.raises(torch.OutOfMemoryError),
         ):
-            put_all([part], ThreadPool(1), compares=False)
+            put_all([part], ThreadPool(1), DeviceMemory(), compares=False)
         assert any(write.written for write in own) == (failing > 0)
         undo_all([part], ThreadPool(1))
         assert not any(write.written for write in own)
@@ -457,7 +457,7 @@ def test_an_undo_allocates_nothing(known: bool, monkeypatch: pytest.MonkeyPatch)
         *((torch.Tensor, name) for name in ("to", "cpu", "cuda", "clone", "copy_")),
     ):
         monkeypatch.setattr(owner, name, full(getattr(owner, name)))
-    put_all([part], ThreadPool(1), compares=False)
+    put_all([part], ThreadPool(1), DeviceMemory(), compares=False)
     assert all(write.written for write in own)
     undo_all([part], ThreadPool(1))
     monkeypatch.undo()
@@ -477,7 +477,7 @@ def test_an_undo_that_fails_undoes_the_others(most: int, monkeypatch: pytest.Mon
     alone = Write(host, np.array([7, 8, 9], np.int16), "live", True, flat[:3].copy())
     parts = [*map(PartWrites, (own, more, [alone]))]
     before = [one.clone() for one in (*flats, *others)]
-    put_all(parts, ThreadPool(1), compares=False)
+    put_all(parts, ThreadPool(1), DeviceMemory(), compares=False)
     assert not np.array_equal(flat, old)
     failures = [torch.OutOfMemoryError("first")]
 
@@ -503,6 +503,21 @@ def test_an_undo_that_fails_undoes_the_others(most: int, monkeypatch: pytest.Mon
     assert np.array_equal(flat, old)
 
 
+def test_elements_of_a_batch_that_are_not_written() -> None:
+    """As those of a tied tensor, which another write has; also if their old bits are read."""
+    flats, own = unread()
+    before = [flat.clone() for flat in flats]
+    part = PartWrites(own[1:])
+    put_all([part], ThreadPool(1), DeviceMemory(), compares=False)
+    assert [write.written for write in own] == [False, True, True]
+    arrive()
+    changed = [not torch.equal(flat, was) for flat, was in zip(flats, before, strict=True)]
+    assert changed == [False, True, True]
+    undo_all([part], ThreadPool(1))
+    arrive()
+    assert all(map(torch.equal, flats, before))
+
+
 def unread(*, known: bool = False) -> tuple[list[torch.Tensor], list[Write]]:
     """Live tensors of two dtypes, and writes to them; `known`: their old bits are read."""
     flats = [random_bits(30, dtype, 1) for dtype in (torch.int16, torch.int32, torch.int16)]
@@ -512,7 +527,7 @@ def unread(*, known: bool = False) -> tuple[list[torch.Tensor], list[Write]]:
         for flat in flats
     ]
     if known:
-        read_old(own)
+        read_old(own, DeviceMemory())
     batch_unread(own, DeviceMemory())
     return flats, own
 
