@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -253,7 +254,8 @@ def test_a_part_is_mapped_while_room_is_made(
             threads[0].join(0.1)
 
     monkeypatch.setattr(fcntl, "flock", other_process)
-    Origin(b"2" * 6000).get(cache)
+    with contextlib.suppress(SpoolFull):  # the part that was asked for again can take the room
+        Origin(b"2" * 6000).get(cache)
     for thread in threads:
         thread.join()
     assert mapped in ([], [first.data])
