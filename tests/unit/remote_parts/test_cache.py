@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -254,11 +253,15 @@ def test_a_part_is_mapped_while_room_is_made(
             threads[0].join(0.1)
 
     monkeypatch.setattr(fcntl, "flock", other_process)
-    with contextlib.suppress(SpoolFull):  # the part that was asked for again can take the room
+    has_room = True
+    try:
         Origin(b"2" * 6000).get(cache)
+    except SpoolFull:  # only if the first part was asked for again, and so is still there
+        has_room = False
     for thread in threads:
         thread.join()
-    assert mapped in ([], [first.data])
+    assert mapped in (([], [first.data]) if has_room else ([first.data],))
+    assert has_room or path.exists()
 
 
 def fileno(file: Any) -> int:
