@@ -114,7 +114,11 @@ def difference(live: Facts, fresh: Facts) -> str:
 
 
 class Load:
-    """Requests that are in flight until `end`; a failed one is counted."""
+    """Requests that are in flight until `end`; a failed one is counted.
+
+    The first ones are answered before it returns: an eager engine compiles its own Triton kernels
+    in its first steps, for which a sync would wait.
+    """
 
     def __init__(self, engine: GpuServer) -> None:
         self._engine, self._ended = engine, threading.Event()
@@ -123,6 +127,8 @@ class Load:
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(_STREAMS)]
         for thread in self._threads:
             thread.start()
+        while self.answered < _STREAMS and not self.failed:
+            time.sleep(0.02)
 
     def _run(self) -> None:
         while not self._ended.is_set():
@@ -141,7 +147,8 @@ class Load:
         return {"answered": self.answered, "failed": self.failed[:2]}
 
 
-_TIMINGS: Final = frozenset({"pause_ms", "vote_ms", "commit_ms", "stage_ms", "search_ms"})
+_PHASES: Final = ("receive", "stage", "search", "stop", "vote", "commit", "pause", "total")
+_TIMINGS: Final = frozenset(f"{phase}_ms" for phase in _PHASES)
 
 
 def sync_facts(report: SyncReport) -> Facts:
