@@ -45,12 +45,12 @@ from delta_sender import DeltaSender, SyncError, SyncReport
 from engine_ext.resources import usable_cores
 from scripts import command_line
 from scripts.bench import synthetic_weights
-from scripts.bench.sender import LINKS, SENT_AS
 from scripts.live_engine.process import EngineError, EngineProcess
 from scripts.live_engine.registry import ENGINES
 from scripts.live_engine.tiny_models import build, load_tensors, save_checkpoint
 
-_LINKS: Final = {**LINKS, "no link": float("inf")}
+LINKS: Final = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9, "no link": float("inf")}
+SENT_AS: Final = ("deltas", "deltas_zstd", "gap8_exp", "gap8_ulp", "auto")
 _BUCKET_BYTES: Final = 4 << 20
 _TIMEOUT_S: Final = 600.0
 
@@ -189,14 +189,14 @@ def measure(
     with kind(base, enable_delta=True, extra_env=threads, log_path=log) as process:
         tensors = load_tensors(base)
         engine = LiveEngine(process, tensors, change(tensors, options.density), options.runs)
-        found: dict[str, dict[str, Measured]] = {link: {} for link in _LINKS}
-        rounds = [(way, link) for way in (*SENT_AS, "full") for link in _LINKS]
+        found: dict[str, dict[str, Measured]] = {link: {} for link in LINKS}
+        rounds = [(way, link) for way in (*SENT_AS, "full") for link in LINKS]
         for way, link in track(rounds, "syncing", console=console, transient=True):
             encoding = "auto" if way == "full" else way
-            found[link][way] = engine.syncs(encoding, _LINKS[link], full=way == "full")
+            found[link][way] = engine.syncs(encoding, LINKS[link], full=way == "full")
         changed = save_checkpoint(base, scratch / "changed", engine.tensors)
         reloads = [engine.reload(options.engine, changed) for _ in range(options.runs)]
-    for link, speed in _LINKS.items():
+    for link, speed in LINKS.items():
         on_link = engine.nbytes / speed * 1e3
         least, most = (round(on_link + ms, 1) for ms in (min(reloads), max(reloads)))
         found[link]["reload"] = Measured(least, most, round(min(reloads), 1), engine.nbytes)

@@ -3,10 +3,8 @@ that no engine has, and the ways to apply."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,9 +24,7 @@ from engine_ext.ranks import SingleRank
 from engine_ext.settings import Settings
 from engine_ext.startup import LoaderDryRun, compose
 from engine_ext.sync import DeltaApplier, StagedPart, apply_masked
-from scripts.process_memory import peak_resident, reset_peak
 
-_MEMORY_DENSITY: Final = 0.02
 _CHUNK_BYTES: Final = 512 << 20  # vLLM's default, and ours
 Timings = dict[str, float]
 
@@ -42,7 +38,6 @@ class LiveModel:
         base: the checkpoint's tensors.
         scatter: the applier of an engine.
         plain: the same without digests: old values are kept, but neither compared nor hashed.
-        timings: seconds of tracing, certification and the first digest.
     """
 
     llm: Any
@@ -52,7 +47,6 @@ class LiveModel:
     base: dict[str, torch.Tensor]
     scatter: DeltaApplier
     plain: DeltaApplier
-    timings: Timings
 
     @property
     def nbytes(self) -> int:
@@ -75,9 +69,6 @@ class LiveModel:
 
 def start(folder: Path) -> tuple[Any, Any]:
     """Load a checkpoint with vLLM as the plugin's worker does.
-
-    Start all models before `make_live_model`: vLLM inspects every loaded module when it starts a
-    worker, and fails on numba's.
 
     Returns:
         vLLM's ``LLM``, and what the load hook learned of repacks.
@@ -139,14 +130,11 @@ def _certified(
     threads: int,
 ) -> LiveModel:
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in base.items()]
-    begin = time.perf_counter()
     index = StorageIndex(model)
     placement = LoaderDryRun(model, load_weights, index).trace(specs)
     if learner is not None:
         compose(placement, learner.repacks, learner.refusals)
-    traced = time.perf_counter()
     known = certify_placement(placement, base.items())
-    certified = time.perf_counter()
     wrong = [name for name, placed in placement.items() if placed.status is not Status.EXACT]
     if wrong:
         raise RuntimeError(f"not certified: {wrong}")
@@ -159,15 +147,9 @@ def _certified(
             model, index, plan, undo_bytes=undo_bytes, threads=threads, certified=known
         )
 
-    ready = time.perf_counter()
     scatter = applier(plan)
-    timings = {
-        "tracing": traced - begin,
-        "certification": certified - traced,
-        "first digest": time.perf_counter() - ready,
-    }
     plain = applier(dataclasses.replace(plan, digested=frozenset()))
-    return LiveModel(llm, model, load_weights, index, base, scatter, plain, timings)
+    return LiveModel(llm, model, load_weights, index, base, scatter, plain)
 
 
 def random_deltas(base: dict[str, torch.Tensor], density: float, seed: int) -> list[ParamDelta]:
@@ -182,15 +164,14 @@ def random_deltas(base: dict[str, torch.Tensor], density: float, seed: int) -> l
     return deltas
 
 
-def as_part(deltas: Sequence[ParamDelta]) -> tuple[bytes, DecodedPart]:
-    """Encode a sync of one part; return the container and the decoded part."""
-    body = encode_part(deltas, encoding="deltas", current_version=1)
-    return body, decode_part(body)
+def as_part(deltas: Sequence[ParamDelta]) -> DecodedPart:
+    """Encode a sync of one part, and decode it."""
+    return decode_part(encode_part(deltas, encoding="deltas", current_version=1))
 
 
 def reverse(deltas: Sequence[ParamDelta]) -> DecodedPart:
     """Return the part that leads back from `random_deltas` to the base checkpoint."""
-    return as_part([msgspec.structs.replace(delta, values=delta.values ^ 1) for delta in deltas])[1]
+    return as_part([msgspec.structs.replace(delta, values=delta.values ^ 1) for delta in deltas])
 
 
 def scatter_apply(applier: DeltaApplier, part: DecodedPart) -> Timings:
@@ -271,7 +252,7 @@ class Bench:
     """The measurements.
 
     Args:
-        models: a model, and one with twice its layers.
+        model: what is changed.
         runs: of each way; the shortest counts.
         seed: of the deltas.
         step: advances the progress bar, with what is done next.
@@ -281,10 +262,8 @@ class Bench:
         reading: the shortest seconds of `read_alone`, by density; of `compare`.
     """
 
-    def __init__(
-        self, models: Sequence[LiveModel], runs: int, seed: int, step: Callable[[str], None]
-    ) -> None:
-        self.model, self.double = models
+    def __init__(self, model: LiveModel, runs: int, seed: int, step: Callable[[str], None]) -> None:
+        self.model = model
         self.nnz: dict[float, int] = {}
         self.reading: dict[float, float] = {}
         self._runs, self._seed, self._step = runs, seed, step
@@ -297,7 +276,7 @@ class Bench:
         """
         deltas = random_deltas(self.model.base, density, self._seed)
         self.nnz[density] = sum(delta.nnz for delta in deltas)
-        _, part = as_part(deltas)
+        part = as_part(deltas)
         undo = reverse(deltas)
         expected = self._loaded(deltas)
         found: dict[str, Timings] = {}
@@ -328,41 +307,3 @@ class Bench:
             checksum = self.model.checksum()
             self.model.load_weights(iter(self.model.base.items()))
         return checksum
-
-    def doubling(self) -> list[float]:
-        """Return the shortest seconds of one commit in both models; each is rolled back."""
-        _, part = as_part(random_deltas(self.model.base, _MEMORY_DENSITY, self._seed))
-        found = [float("inf"), float("inf")]
-        for _ in range(self._runs):
-            self._step("twice the layers")
-            for number, live in enumerate((self.model, self.double)):
-                staged = [live.scatter.stage(part)]
-                start = time.perf_counter()
-                log = commit(live.scatter, staged)
-                found[number] = min(found[number], time.perf_counter() - start)
-                live.scatter.roll_back(log)
-        return found
-
-    def extra_bytes(self) -> dict[str, float]:
-        """Return a sync's peak bytes per changed element, without the container."""
-        self._step("memory")
-        deltas = random_deltas(self.model.base, _MEMORY_DENSITY, self._seed)
-        nnz = sum(delta.nnz for delta in deltas)
-        body, _ = as_part(deltas)
-        del deltas
-        applier = self.model.scatter
-
-        def sync() -> Any:
-            return commit(applier, [applier.stage(decode_part(body))])
-
-        ctypes.CDLL(None).malloc_trim(0)  # memory freed earlier would hide what the sync takes
-        before = reset_peak()
-        log = sync()
-        resident = peak_resident() - before
-        applier.roll_back(log)
-        tracemalloc.start()
-        log = sync()
-        traced = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        applier.roll_back(log)
-        return {"resident": resident / nnz, "traced": traced / nnz}

@@ -1,26 +1,17 @@
-"""Time the sender: its passes over the weights, and whole syncs over simulated links.
+"""Time the sender's passes over the weights.
 
     python -m scripts.bench.sender                     # 200M elements; about 2 GB of memory
     python -m scripts.bench.sender --json              # the last line is JSON
-    python -m scripts.bench.sender --real-steps 0      # needs no transformers
 
 See scripts/bench/synthetic_weights.py for the weights and their changes. Times are the fastest of
 --repeats runs.
 
-columns of the first table, at one density each:
+columns, at one density each:
   read ms     reading both copies of the weights once, with the same threads, in the same run
   diff ms     finding the changed elements: positions, old and new bits, gap stream and digest of
               every param, params in parallel, as a sync does
   refresh ms  writing the new bits into the snapshot, as a sync does after the engine's commit
   / read      the time left of it, over "read ms"
-columns of the tables of whole syncs, from the trainer's tensors to the refreshed snapshot:
-  <link>: ms           time of the sync. A link is simulated: a part is answered after the time in
-                       which the link would carry its bytes; the engine behind it does nothing (see
-                       scripts/bench/end_to_end.py for live engines).
-  bytes                of all parts of the sync; for auto, on each link
-  picked on each link  encodings that auto chose
-  all weights          all bytes over the link's speed, computed
-The last table is of a real step: REINFORCE on the demo's policy, as in scripts/bench/codec.py.
 
 With --device cuda the trainer's tensors are on the device, "read" and "diff" run there, and changes
 are copied to the host. With --snapshot-on host every diff copies the snapshot to the device.
@@ -47,20 +38,14 @@ from delta_sender.diff.device import SNAPSHOT_ON
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
 from delta_sender.publish.multi_sender import MultiSender
-from delta_sender.results import SyncReport
 from engine_ext.kernels import gather_scatter
 from engine_ext.resources import usable_cores
 from scripts import command_line
 from scripts.bench import sender_device, synthetic_weights
 from scripts.bench.memory_read import fastest, read_time
 
-LINKS = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9}
-SENT_AT = 0.02
-LEARNING_RATE = 1e-6  # of the real step
-SENT_AS = ("deltas", "deltas_zstd", "gap8_exp", "gap8_ulp", "auto")
 _Bits = NDArray[np.uint16]
 _Tensors = dict[str, torch.Tensor]
-_Syncs = dict[str, dict[str, tuple[float, SyncReport]]]  # by link and encoding
 
 
 class SimulatedDestination(Destination):
@@ -154,43 +139,8 @@ def tensors(weights: _Bits, device: str = "cpu") -> _Tensors:
     }
 
 
-def real_step(steps: int) -> tuple[_Tensors, _Tensors, float]:
-    """Return a trainer's tensors before and after the last of some steps, and the density."""
-    from scripts.bench.real_steps import train
-
-    training = train(LEARNING_RATE, steps)
-    sides = (training.old, training.new)
-    before, after = ({name: _tensor(bits) for name, bits in side.items()} for side in sides)
-    return before, after, training.density
-
-
 def _tensor(bits: _Bits) -> torch.Tensor:
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-
-
-def sync_over(
-    link: float, encoding: str, old: _Tensors, steps: Sequence[_Tensors], **options: Any
-) -> tuple[float, SyncReport]:
-    """Return seconds and report of the fastest sync after the first, which measures the link."""
-    syncs: list[tuple[float, SyncReport]] = []
-    with simulated_sender(old, link, encoding=encoding, **options) as sender:
-        for trained in steps:
-            start = time.perf_counter()
-            (report,) = sender.sync(trained.items()).values()
-            syncs.append((time.perf_counter() - start, report))
-    return min(syncs[1:], key=lambda sync: sync[0])
-
-
-def all_syncs(old: _Tensors, new: _Tensors, options: argparse.Namespace) -> _Syncs:
-    """Sync between two versions, some times each, in all encodings over all links."""
-    here = {name: tensor.to(options.device) for name, tensor in old.items()}
-    there = {name: tensor.to(options.device) for name, tensor in new.items()}
-    steps = [there, here] * (1 + options.repeats // 6)
-    kept = {"bucket_bytes": options.bucket_bytes, "snapshot_on": options.snapshot_on}
-    return {
-        link: {encoding: sync_over(speed, encoding, old, steps, **kept) for encoding in SENT_AS}
-        for link, speed in LINKS.items()
-    }
 
 
 def show_passes(rows: dict[float, dict[str, float]], numel: int, console: Console) -> None:
@@ -207,38 +157,12 @@ def show_passes(rows: dict[float, dict[str, float]], numel: int, console: Consol
     console.print(f"both copies are read at {rate:.1f} GB/s")
 
 
-def show_syncs(found: _Syncs, full_bytes: int, console: Console) -> None:
-    """Print whole syncs by encoding and link."""
-    columns = ("encoding", *(f"{link}: ms" for link in found), "bytes", "picked on each link")
-    table = Table(*columns, box=box.MARKDOWN)
-    for encoding in SENT_AS:
-        cells = [found[link][encoding] for link in found]
-        picked = ["+".join(report.picked) for _, report in cells]
-        times = [_milliseconds(seconds) for seconds, _ in cells]
-        nbytes = sorted({report.wire_bytes for _, report in cells})
-        nbytes = nbytes if encoding == "auto" else nbytes[-1:]
-        sizes = ", ".join(f"{size:,}" for size in nbytes)
-        table.add_row(encoding, *times, sizes, ", ".join(picked) if encoding == "auto" else "")
-    times = [_milliseconds(full_bytes / LINKS[link]) for link in found]
-    table.add_row("all weights", *times, f"{full_bytes:,}", "computed, link only")
-    console.print(table)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.{int(seconds < 0.1)}f}"
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line.make_parser("scripts.bench.sender", __doc__)
     add = parser.add_argument
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
     add("--threads", type=int, default=usable_cores(), help="threads (default: all cores)")
-    repeats_help = "runs of each pass; syncs run a third as often (default: %(default)s)"
-    add("--repeats", type=int, default=15, help=repeats_help)
-    bucket_help = "bytes of a part before compression, in syncs (default: %(default)s)"
-    add("--bucket-bytes", type=int, default=4 << 20, help=bucket_help)
-    real_help = "steps of the real training run, 0 for none (default: %(default)s)"
-    add("--real-steps", type=int, default=5, help=real_help)
+    add("--repeats", type=int, default=15, help="runs of each pass (default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of the tensors (%(default)s)")
     on_help = "where the snapshot of CUDA tensors is, see DeltaSender (default: %(default)s)"
     add("--snapshot-on", choices=SNAPSHOT_ON, default="auto", help=on_help)
@@ -259,27 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(f"{options.elements:,} elements, {options.threads} thread(s)")
     show_passes(rows, options.elements, console)
 
-    first = synthetic_weights.change(old, SENT_AT, np.random.default_rng(1))
-    syncs = {"sync_ms": all_syncs(tensors(old), tensors(first), options)}
-    console.print(f"whole syncs, {SENT_AT:.0%} changed, parts of {options.bucket_bytes:,} bytes")
-    show_syncs(syncs["sync_ms"], old.nbytes, console)
-    if options.real_steps:
-        before, after, density = real_step(options.real_steps)
-        syncs["real_sync_ms"] = all_syncs(before, after, options)
-        nbytes = sum(tensor.nbytes for tensor in before.values())
-        console.print(f"whole syncs of a real step, {nbytes:,} bytes, {density:.2%} changed")
-        show_syncs(syncs["real_sync_ms"], nbytes, console)
     found: dict[str, Any] = {
         f"{what}_vs_read": {
             str(density): round(times[what] / times["read"], 3) for density, times in rows.items()
         }
         for what in ("diff", "refresh")
     }
-    for what, by_link in syncs.items():
-        found[what] = {
-            link: {encoding: round(cell[0] * 1e3, 1) for encoding, cell in cells.items()}
-            for link, cells in by_link.items()
-        }
     if options.json:
         print(json.dumps(found))
     return 0

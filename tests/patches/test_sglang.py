@@ -235,7 +235,7 @@ def test_equals_a_fresh_engine(live: Live, tmp_path: Path) -> None:
 
 def test_the_endpoint_tests_pass_without_any_plugin(patched: Path) -> None:
     """The engine tests themselves, run again on the patched copy."""
-    selection = ["tests/live/test_syncs.py", "-k", "sglang-qwen3-1-auto"]
+    selection = ["tests/live/test_syncs.py", "-k", "sglang-qwen3-1-scatter"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selection]
     environment = {**copies.sglang_environment(patched), "SGLANG_PLUGINS": NO_PLUGIN}
     done = subprocess.run(

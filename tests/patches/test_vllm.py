@@ -60,7 +60,7 @@ def test_tests_of_the_series_pass(patched: Path) -> None:
     [
         pytest.param(["tests/live/test_refusals.py", "-k", "vllm"], marks=pytest.mark.full),
         pytest.param(
-            ["tests/live/test_syncs.py", "-k", "vllm-qwen3-1-auto"], marks=pytest.mark.full
+            ["tests/live/test_syncs.py", "-k", "vllm-qwen3-1-scatter"], marks=pytest.mark.full
         ),
     ],
     ids=["refusals", "syncs"],

@@ -36,7 +36,7 @@ IN_PROCESS: Final = {
     "quantised_density": ["--rows", "256", "--columns", "1024", "--density", "0.02", "--json"],
     "receive": ["--part-mb", "1", "--parts", "2", *RUNS],
     "scaling": [],
-    "sender": ["--elements", "2500001", "--threads", "2", "--real-steps", "0", *REPEATS],
+    "sender": ["--elements", "2500001", "--threads", "2", *REPEATS],
     "tensor_sizes": ["--elements", "65536", "--most", "50", *REPEATS],
 }
 IN_A_PROCESS_OF_ITS_OWN: Final = {
