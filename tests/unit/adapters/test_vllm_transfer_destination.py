@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,28 @@ def test_every_channel(
     assert sender.deliver(body, 9, 0, True)["status"] == "committed"
     assert same(api.rig.engine.weights, after(NEXT, OTHER_STEP))
     sender.close()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
+def test_an_engine_of_another_user_can_read_the_file(
+    api: Api, root: Path, mask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: set[int] = set()
+
+    class Looks:
+        def __getattr__(self, name: str) -> Any:
+            modes.update(path.stat().st_mode & 0o777 for path in root.rglob("*"))
+            return getattr(api, name)
+
+    monkeypatch.setenv(HMAC_KEY_ENVIRONMENT, "key")
+    channel = Channel(kind="disk", inline_bytes=0, folder=root)
+    before = os.umask(mask)
+    try:
+        with closing(destination(api, channel, Looks(), hmac_key="key")) as sender:
+            assert sender.deliver(delta_part(), 8, 0, True)["status"] == "committed"
+    finally:
+        os.umask(before)
+    assert modes == {0o755, 0o644}
 
 
 def test_engines_that_commit_as_one_are_refused(api: Api) -> None:

@@ -163,7 +163,10 @@ class TransferDestination(EngineClient):
             if self._hmac_key is not None:
                 beside = path.with_name(path.name + SIGNATURE_SUFFIX)
                 beside.write_text(sign(self._hmac_key, body))
-            Path(folder).chmod(0o755)  # the engine might be another user's
+            # The engine might be another user's.
+            for file in Path(folder).iterdir():
+                file.chmod(0o644)
+            Path(folder).chmod(0o755)
             yield path
 
     def _broadcast(self, body: bytes, info: dict[str, Any]) -> None:
