@@ -376,8 +376,8 @@ FLAGS: Final[dict[str, list[Flag]]] = {
             "BYTES",
             parse_size,
             "Host memory per rank for the old values of the last version, which undo a failed "
-            "write and allow a rollback. A sync that would need more must be full "
-            f"(default: {_DEFAULTS.undo_bytes >> 30}G).",
+            "write and allow a rollback. A sync that would need more must be full, and cannot be "
+            f"undone if it fails (default: {_DEFAULTS.undo_bytes >> 30}G).",
         ),
         Flag(
             "shadow_bytes",

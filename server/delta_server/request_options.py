@@ -38,7 +38,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON body of a disk request; unknown keys are ignored.
 
-    The keys of `Options` and ``adapter`` can be here or in the query string.
+    The keys of `Options`, ``adapter`` and ``commit`` can be here or in the query string.
     """
 
     model_path: str
@@ -50,6 +50,7 @@ class DiskRequest(msgspec.Struct, frozen=True, kw_only=True):
     flush_cache: Flush | None = None
     reason: str | None = None
     adapter: str | None = None
+    commit: str | None = None
 
     def options(self, query: Mapping[str, str]) -> Options:
         """Return the options in this body and in the request's query string, merged.
@@ -93,16 +94,20 @@ def parse_query(query: Mapping[str, str]) -> Options:
     )
 
 
-def parse_commit(query: Mapping[str, str]) -> bool:
+def parse_commit(query: Mapping[str, str], body: str | None = None) -> bool:
     """Return whether a sync is committed as soon as all of it is staged.
 
+    Args:
+        body: what a JSON body says.
+
     Raises:
-        MalformedPart: the value is not one of `COMMITS`.
+        MalformedPart: a value is not one of `COMMITS`.
     """
-    commit = query.get("commit", "complete")
-    if commit not in COMMITS:
-        raise MalformedPart(f"commit must be one of {', '.join(COMMITS)}, not {commit!r}")
-    return commit == "complete"
+    found = {query.get("commit", "complete"), "complete" if body is None else body}
+    for commit in found:
+        if commit not in COMMITS:
+            raise MalformedPart(f"commit must be one of {', '.join(COMMITS)}, not {commit!r}")
+    return found == {"complete"}
 
 
 def parse_adapter(query: Mapping[str, str], body: str | None = None) -> str | None:

@@ -369,7 +369,7 @@ async def _apply_files(
     adapter = parse_adapter(request.query_params, disk_request.adapter)
     if adapter is not None and service.adapter is None:
         service, record.adapter = service.for_adapter(adapter), adapter
-    if not parse_commit(request.query_params):
+    if not parse_commit(request.query_params, disk_request.commit):
         raise MalformedPart("commit=hold is for parts that are sent as bodies, not for files")
     service.inlet.refuse_pushes()
     options = disk_request.options(request.query_params)

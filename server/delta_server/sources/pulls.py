@@ -149,7 +149,7 @@ def check_pulled_request(disk_request: DiskRequest, query: Mapping[str, str]) ->
         "adapter": parse_adapter(query, disk_request.adapter),
         "base_version": query.get("base_version", disk_request.base_version),
         "files": disk_request.files,
-        "commit=hold": None if parse_commit(query) else True,
+        "commit=hold": None if parse_commit(query, disk_request.commit) else True,
     }
     ignored = [key for key, value in named.items() if value is not None]
     if ignored:

@@ -195,6 +195,8 @@ def test_malformed_steps_are_refused(fleet: FleetRig, wrong: dict[str, Any]) -> 
     assert_error(part, 400, "MalformedPart")
     files = {"model_path": "/shared", "load_format": "delta"}
     assert_error(rig.post(f"{DELTA}?commit=hold", json=files), 400, "MalformedPart")
+    for commit in ("hold", "never"):
+        assert_error(rig.post(DELTA, json={**files, "commit": commit}), 400, "MalformedPart")
 
 
 PART = "application/octet-stream"

@@ -293,6 +293,7 @@ def test_another_version_than_was_pulled(rig: Rig, root: Path) -> None:
         ({}, {"base_version": "7"}),
         ({"files": ["a.safetensors"]}, {}),
         ({}, {"commit": "hold"}),
+        ({"commit": "hold"}, {}),
     ],
 )
 def test_pulled_versions_are_not_committed_otherwise(
