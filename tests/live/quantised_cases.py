@@ -27,8 +27,15 @@ class Case:
     tp: int = 1
     flags: tuple[str, ...] = ()
     int4: bool = False  # generates on AVX512 only
-    packed: bool = False  # linear weights are in oneDNN's handles, which no checksum sees
+    packed: bool = False  # with AVX512 linear weights are in oneDNN's handles, without checksums
     shim: bool = False
+
+    def planned(self) -> dict[str, int]:
+        """Return the statuses on this machine: without AVX512 vLLM packs no linear weights."""
+        states = dict(self.states)
+        if self.packed and not torch.cpu._is_avx512_supported():
+            states["exact"] += states.pop("rebuilt")
+        return states
 
     def build(self, folder: Path) -> Path:
         """Write the checkpoint, and return its folder."""

@@ -32,10 +32,10 @@ def test_every_weight_follows(
     engine = start("vllm", base, **case.options())
     for plan in engine.get("/delta_status", params={"plan": "true"}).json()["plan"]:
         states = [row["status"] for row in plan]
-        assert {state: states.count(state) for state in states} == case.states, plan
+        assert {state: states.count(state) for state in states} == case.planned(), plan
     last, reports = check_steps(engine, steps, case.observed)
     for report in reports:
-        assert ("rebuild_ms" in report.engine["timings_ms"]) == ("rebuilt" in case.states)
+        assert ("rebuild_ms" in report.engine["timings_ms"]) == ("rebuilt" in case.planned())
     target = tiny_models.save_checkpoint(base, tmp_path / "target", steps[2])
     engine.stop()
     fresh = start("vllm", target, **case.options())
