@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 # Symbols of a batch. It takes 5 bytes of the device for each changed bf16 element meanwhile.
 _BATCH_SYMBOLS: Final = 1 << 22
+# Batches of all threads: the host makes one ready while the device works on the other.
+_BATCHES_AT_ONCE: Final = 2
 _STREAMED: Final = frozenset({"deltas", "deltas_zstd", "gap8_exp", "gap8_ulp"})
 
 _Int64s = NDArray[np.int64]
@@ -141,6 +144,7 @@ class StreamTable:
     """
 
     def __init__(self, plan: Plan) -> None:
+        self._turns = threading.Semaphore(_BATCHES_AT_ONCE)
         self._names: dict[str, _Tensor] = {}
         self._kinds: list[_Kind] = []
         targets: list[Target] = []
@@ -195,13 +199,13 @@ class StreamTable:
                         streams[kind.device] = StagingStream(kind.device)
                         ends.callback(streams[kind.device].wait)
                     stream = streams[kind.device]
-                    with stream.current():
+                    with self._turns, stream.current():
                         batch = _Batch(part, kind, pieces, self._tensors, stream)
                         if not batch.locate(self._boxes[kind.device]):
                             return NO_STREAMS
                         places = np.searchsorted(numbers, batch.numbers)
                         writes += self._deliver(batch, places, params, memory)
-                    del batch  # before the next one takes memory
+                        del batch  # before the next one takes memory
         except RuntimeError:
             logger.warning("delta updates: a part is staged by the host", exc_info=True)
             return NO_STREAMS

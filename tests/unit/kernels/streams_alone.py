@@ -6,7 +6,10 @@ Under Triton's interpreter on the CPU (``TRITON_INTERPRET=1``), else on the CUDA
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar
 from unittest import mock
@@ -395,6 +398,33 @@ def test_a_wrong_stream_is_refused_as_by_the_host(batch: int) -> None:
             assert raised.value.operands["tensor"] == "ab"[number % 2]
         assert [*served.applier.stage_unpacked(part).streamed.names] == ["a", "b"]
     assert memory(served.model) == before
+
+
+def test_two_batches_at_most_are_on_the_device_at_once() -> None:
+    """However many parts are staged side by side: each takes memory that nobody has reserved.
+
+    None is staged in the end: Triton's interpreter takes one thread.
+    """
+    base = base_checkpoint(Experts)
+    target = {name: changed(base[name], n, 0.5) for n, name in enumerate(base)}
+    plan = on_device(serve(Experts, base, apply="scatter")).applier.plan
+    table, part = stream_table.StreamTable(plan), unpacked(body_between(base, target, "gap8_exp"))
+    counting, inside, most = threading.Lock(), 0, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal inside, most
+        with counting:
+            inside += 1
+            most = max(most, inside)
+        time.sleep(0.02)  # the others come
+        with counting:
+            inside -= 1
+        raise RuntimeError("CUDA error: out of memory")
+
+    with mock.patch.object(gap_expand, "locate", counted), ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda memory: table.stage(part, memory), [DeviceMemory()] * 4))
+    assert most == 2
+    assert found == [stream_table.NO_STREAMS] * 4
 
 
 def test_the_host_stages_what_finds_no_memory() -> None:
