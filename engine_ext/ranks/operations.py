@@ -203,9 +203,13 @@ class PartSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
-    """Admit a part and start staging it."""
+    """Admit a part and start staging it.
+
+    With `shares_doubts` the ranks wait for each other, and take each other's doubts first.
+    """
 
     part: PartId
+    shares_doubts: bool = False
     path: str  # the file that intake has left of the part
     stamp: FileStamp | None = None  # of that file; None: not known
     pipe: str | None = None  # named pipe that a rank holds open for writing while it stages

@@ -80,7 +80,8 @@ class SyncOperations:
             DeltaError: see `SyncState.admit`.
         """
         before = self._sync_state.sync
-        self._sync_state.share(self._ranks.all_gather(self._sync_state.doubts))
+        if request.shares_doubts:
+            self._sync_state.share(self._ranks.all_gather(self._sync_state.doubts))
         try:
             admission = self._sync_state.admit(
                 request.part, request.now, request.at, request.nbytes

@@ -108,7 +108,7 @@ class SyncState:
             None.
         lost: why tensors that no sync writes are lost; None: they are not.
         mismatched: names of tensors that this rank knows to hold other bits than the syncs have
-            written, found since the last ``full`` sync. All ranks know it when a part arrives.
+            written, found since the last ``full`` sync. When it refuses a part, all get to know.
         previous: the version before the last one, and what is known of it; None if there is no way
             back.
         loaded: nothing was written since the engine has started.

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from msgspec.structs import replace
+
 from delta_server.engine import Engine, call_all_ranks
 from delta_server.intake import VerifiedPart
 from delta_server.part_server import PartServer
@@ -23,6 +25,7 @@ from engine_ext.ranks.operations import (
     Admission,
     BeginPart,
     Delivery,
+    PartBegun,
     PollPart,
     PrepareSync,
 )
@@ -113,6 +116,11 @@ class _Begun:
         return "new" if "new" in self.admissions else "staged"
 
 
+def _admits(answer: PartBegun | DeltaError) -> bool:
+    """Return whether a rank stages a part, or has staged it."""
+    return not isinstance(answer, DeltaError) and answer.admission != "already_applied"
+
+
 class Staging:
     """Stages parts on every rank of one engine.
 
@@ -191,6 +199,11 @@ class Staging:
             at=time.time(),
         )
         answers = await self._engine.call(request)
+        if len({_admits(answer) for answer in answers}) > 1:
+            # One rank can have doubts alone. Ranks do not share them for each part: they would wait
+            # for a replica that hangs, and generate nothing.
+            await call_all_ranks(self._engine, AbortSync(part=part))
+            answers = await self._engine.call(replace(request, shares_doubts=True))
         refusals = [answer for answer in answers if isinstance(answer, DeltaError)]
         if refusals:
             if len(refusals) < len(answers):  # replicas might be in different states

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from delta_server import staging
 from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
 from engine_ext.format import DecodedPart
-from engine_ext.ranks.operations import BeginPart, Operation, PollPart, PrepareSync
+from engine_ext.ranks.operations import BeginPart, Operation, PartBegun, PollPart, PrepareSync
 from tests.support.delta_bodies import NEXT, Changes, after, delta_part, fresh_weights
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.in_process_engine import RANKS
@@ -111,6 +112,32 @@ def test_ranks_with_different_parts_drop_the_sync(rig: Rig) -> None:
     rig.engine.receivers[1].set_asleep(False)
     assert_error(rig.send(parts[1]), 409, "Conflict")
     assert rig.status().staged is None
+
+
+def test_no_rank_waits_for_one_that_hangs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank begins a part in its engine's main loop: other replicas continue to generate."""
+    first, second, begun, hangs = *rig.engine.receivers, threading.Event(), threading.Event()
+    begin_first, begin_second = first.begin, second.begin
+
+    def begins(request: BeginPart) -> PartBegun:
+        answer = begin_first(request)
+        begun.set()
+        return answer
+
+    def hangs_first(request: BeginPart) -> PartBegun:
+        hangs.wait(30)
+        return begin_second(request)
+
+    monkeypatch.setattr(first, "begin", begins)
+    monkeypatch.setattr(second, "begin", hangs_first)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(rig.send, delta_part())
+        try:
+            assert begun.wait(20)
+            assert not sent.done()
+        finally:
+            hangs.set()
+        rig.assert_committed(sent.result(), NEXT, 8)
 
 
 def test_all_ranks_forget_part_that_one_refuses_to_begin(rig: Rig) -> None:
