@@ -203,13 +203,9 @@ class PartSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
-    """Admit a part and start staging it.
-
-    With `shares_doubts` the ranks wait for each other, and take each other's doubts first.
-    """
+    """Admit a part and start staging it."""
 
     part: PartId
-    shares_doubts: bool = False
     path: str  # the file that intake has left of the part
     stamp: FileStamp | None = None  # of that file; None: not known
     pipe: str | None = None  # named pipe that a rank holds open for writing while it stages
@@ -217,6 +213,7 @@ class BeginPart(Operation[PartBegun], frozen=True, kw_only=True, tag="begin"):
     nbytes: int = 0  # of the part as it was sent
     now: float  # seconds on a clock that all HTTP processes share
     at: float = 0.0  # Unix time
+    shares_doubts: bool = False  # the ranks wait for each other, and take each other's doubts first
 
 
 class PollPart(Operation[PartProgress], frozen=True, kw_only=True, tag="poll"):

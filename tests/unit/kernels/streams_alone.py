@@ -409,14 +409,15 @@ def test_two_batches_at_most_are_on_the_device_at_once() -> None:
     target = {name: changed(base[name], n, 0.5) for n, name in enumerate(base)}
     plan = on_device(serve(Experts, base, apply="scatter")).applier.plan
     table, part = stream_table.StreamTable(plan), unpacked(body_between(base, target, "gap8_exp"))
-    counting, inside, most = threading.Lock(), 0, 0
+    counting, two, inside, most = threading.Lock(), threading.Barrier(2), 0, 0
 
     def counted(*arguments: Any) -> Any:
         nonlocal inside, most
         with counting:
             inside += 1
             most = max(most, inside)
-        time.sleep(0.02)  # the others come
+        two.wait(30)
+        time.sleep(0.02)  # a third one would come
         with counting:
             inside -= 1
         raise RuntimeError("CUDA error: out of memory")
