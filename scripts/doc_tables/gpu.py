@@ -102,12 +102,12 @@ def compared_of(runs: list[dict[str, Any]]) -> str:
             lines.append(
                 ["reading both copies of the weights, ms", f"{one['read_both_ms']:.1f}", ""]
             )
-        if one.get("stock_start_s") is not None:
+        if one.get("stock_start_s") is not None and "start_s" in one:
             lines.append(
                 ["start beyond stock, s", f"{one['start_s'] - one['stock_start_s']:.1f}", ""]
             )
         held = one.get("gpu_mib", {})
-        if held.get("stock") is not None:
+        if held.get("stock") is not None and "after" in held:
             lines.append(["GPU memory beyond stock, MiB", f"{held['after'] - held['stock']}", ""])
         found += [[_where(run, one), *line] for line in lines]
     if not found:

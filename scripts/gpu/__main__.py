@@ -4,7 +4,7 @@ Prints a line per row as it ends, then a table, and writes all facts as JSON. Th
 (or SGLang, with ``--engine sglang``) for CUDA, or a bundle (``make gpu-bundle``) brings vLLM: on a
 host without network
 
-    python3 -m scripts.gpu --bundle build/gpu-vllm --minutes 10 --timing 4b --base OLD_TREE
+    python3 -m scripts.gpu --bundle build/gpu-vllm --minutes 9 --timing 4b --base OLD_TREE
 
 Rows that have not been exact in any recorded run (``scripts/gpu/results``) come first.
 """
@@ -12,12 +12,14 @@ Rows that have not been exact in any recorded run (``scripts/gpu/results``) come
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +31,10 @@ from typing import Any, Final
 from scripts.gpu import trees
 from scripts.gpu.results import by_worth, is_exact, is_sound, recorded
 
-_LEAST_S: Final = 40  # a row is not begun with less time left
+_OF_BASE: Final = Path("engine_ext/conformance/random_weights.py")  # that scripts use
+_LEAST_S: Final = {"cuda": 100, "cpu": 40}  # a row is not begun with less time left
 _GRACE_S: Final = 25  # in which a row that is interrupted stops its engines
-_TIMING_S: Final = 400  # for the timing, at most; its engines start one after another
+_TIMING_S: Final = 400  # for the timing, at most, if rows follow
 
 
 def main() -> int:
@@ -54,13 +57,15 @@ def main() -> int:
         parser.error(f"no rows {sorted(unknown)}; there are: {', '.join(rows)}")
     if chosen.engine != "vllm" and (chosen.timing or chosen.bundle):
         parser.error("--timing and --bundle are vLLM's")
+    if chosen.base is not None and not (chosen.base / _OF_BASE).exists():
+        parser.error(f"--base: no {_OF_BASE} in {chosen.base}: no checkout, or an older one")
     if chosen.rows and not names and chosen.timing is None:
         parser.error("nothing to run: name rows, or --timing")
     if not chosen.rows:
         names = by_worth(rows, recorded(), chosen.engine)
     run = Run(chosen, end)
     if chosen.timing is not None:
-        run.time()
+        run.time(_TIMING_S if names else float("inf"))
     with ThreadPoolExecutor(chosen.at_once) as pool:
         [*pool.map(run.prove, names)]
     print(f"\n{run.table()}", flush=True)
@@ -110,18 +115,26 @@ class Run:
     """The facts that were found so far; they are written after each row."""
 
     def __init__(self, chosen: argparse.Namespace, end: float) -> None:
-        self._chosen, self._end = chosen, end
+        self._chosen, self._end = chosen, end - _GRACE_S
+        self._lock = threading.Lock()
+        self._not_begun: list[str] = []
         self.facts: dict[str, Any] = {**machine(chosen.engine), "rows": []}
 
     def prove(self, name: str) -> None:
-        """Run a row, unless the time is up."""
-        found = self._process(name)
-        self.facts["rows"].append({"row": name, **found})
-        print(_line(self.facts["rows"][-1]), flush=True)
-        self._write()
+        """Run a row, unless too little time is left."""
+        left = self._end - time.monotonic()
+        if left < _LEAST_S[self._chosen.device]:
+            self._not_begun.append(name)
+            return
+        found = {"row": name, **self._process(name, left)}
+        print(_line(found), flush=True)
+        with self._lock:
+            self.facts["rows"].append(found)
+            self._write()
 
-    def time(self) -> None:
+    def time(self, limit_s: float) -> None:
         """Time the trees, with nothing else on the machine."""
+        left = min(self._end - time.monotonic(), limit_s)
         from scripts.gpu.timing import is_up
 
         folder, old = self._chosen.folder, self._chosen.base
@@ -132,7 +145,7 @@ class Run:
 
         def process(name: str) -> dict[str, Any]:
             try:
-                return self._process(name, timed[name], timed=[*timed])
+                return {"tree": name, **self._process(name, left, timed[name], timed=[*timed])}
             finally:
                 is_up(folder, name).touch()  # the other tree waits for it no longer
 
@@ -146,23 +159,23 @@ class Run:
     def is_exact(self) -> bool:
         """Whether all rows were exact, and all timings sound."""
         sound = all(is_sound(one) for one in self.facts.get("timing", ()))
-        return sound and all(is_exact(row) for row in self.facts["rows"])
+        exact = all(is_exact(row) for row in self.facts["rows"])
+        return sound and exact and not self._not_begun
 
     def table(self) -> str:
-        """Return one line per row."""
+        """Return one line per row, and which ones have not begun."""
         lines = [f"{'row':18} {'outcome':60} rollback  pauses ms"]
         for row in self.facts["rows"]:
             pauses = ", ".join(f"{one:.0f}" for one in _pauses(row))
             outcome = str(row.get("verdict") or row.get("error", "")).partition("\n")[0]
             lines.append(f"{row['row']:18} {outcome[:60]:60} {row.get('rollback', ''):8}  {pauses}")
+        if self._not_begun:
+            lines.append(f"no time was left for: {', '.join(self._not_begun)}")
         return "\n".join(lines)
 
     def _process(
-        self, name: str, tree: Path | None = None, *, timed: Sequence[str] = ()
+        self, name: str, left: float, tree: Path | None = None, *, timed: Sequence[str] = ()
     ) -> dict[str, Any]:
-        left = min(self._end - time.monotonic(), _TIMING_S if timed else float("inf"))
-        if left < _LEAST_S:
-            return {"error": "no time was left"}
         chosen, folder = self._chosen, self._chosen.folder
         command = [sys.executable, "-m", "scripts.gpu", "--one", name, "--folder", str(folder)]
         command += ["--device", chosen.device, "--engine", chosen.engine]
@@ -188,17 +201,27 @@ class Run:
         return dict(json.loads(found[-1].removeprefix("FACTS ")))
 
     def _write(self) -> None:
-        self._chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        self._chosen.json.write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
+        path = self._chosen.json
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = path.with_name(f"{path.name}.tmp")
+        whole.write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
+        whole.replace(path)  # whatever ends this process, the file is whole
 
 
 def _interrupted(process: subprocess.Popen[str]) -> str:
-    """Let a process stop its engines, which are in other process groups; return its output."""
+    """Let a process stop its engines, which are in other process groups; return its output.
+
+    If it takes too long, it is killed, and so are they.
+    """
+    import psutil
+
     process.send_signal(signal.SIGINT)
     try:
         return process.communicate(timeout=_GRACE_S)[0]
     except subprocess.TimeoutExpired:
-        process.kill()
+        for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
         return process.communicate()[0]
 
 
@@ -222,7 +245,7 @@ def _line(facts: dict[str, Any]) -> str:
 
 def _timing_lines(facts: dict[str, Any]) -> str:
     heads = ["tree", "model", "start_s", "stock_start_s", "read_both_ms", "scan_s", "gpu_mib"]
-    heads += ["verdict", "error"]
+    heads += ["seconds", "verdict", "error"]
     lines = [f"timing: { {name: facts.get(name) for name in heads if facts.get(name)} }"]
     lines += [f"    {sync}" for sync in facts.get("syncs", ())]
     lines += [f"    {one}" for one in facts.get("own_ways", ())]

@@ -82,7 +82,7 @@ def carriers(folder: Path, trainer: torch.device) -> Iterator[tuple[str, Connect
 
 
 def measure(options: argparse.Namespace, scratch: Path, console: Console) -> list[Row]:
-    """Time every carrier; return one row for each, and each kind of sync.
+    """Time every carrier; return one row for each, and each kind of sync, and print it.
 
     Raises:
         EngineError: The engine did not start, or holds other weights than were sent.
@@ -100,7 +100,9 @@ def measure(options: argparse.Namespace, scratch: Path, console: Console) -> lis
         rows: list[Row] = []
         found = track([*carriers(parts, trainer)], "syncing", console=console, transient=True)
         for name, connect in found:
-            rows += _syncs(engine, name, connect, weights, options)
+            for row in _syncs(engine, name, connect, weights, options):
+                console.print(f"{name}, {row['sync']}: {row['ms']:.0f} ms")
+                rows.append(row)
     return rows
 
 
@@ -163,7 +165,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     size = "4b" if has_gpu else "0.2b"
     add("--size", choices=sorted(SIZES), default=size, help="of the model (%(default)s)")
     add("--density", type=float, default=0.02, help="share that changes (%(default)s)")
-    add("--runs", type=positive, default=5, help="syncs of each kind (%(default)s)")
+    add("--runs", type=positive, default=3, help="syncs of each kind (%(default)s)")
     add("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args(arguments)
 

@@ -114,17 +114,22 @@ def difference(live: Facts, fresh: Facts) -> str:
 
 
 class Load:
-    """Requests that are in flight until `end`; a failed one is counted.
+    """A context manager with requests in flight; a failed one is counted.
 
     The first ones are answered before it returns: an eager engine compiles its own Triton kernels
     in its first steps, for which a sync would wait.
+
+    Args:
+        facts: gets ``load`` at the end.
     """
 
-    def __init__(self, engine: GpuServer) -> None:
-        self._engine, self._ended = engine, threading.Event()
+    def __init__(self, engine: GpuServer, facts: Facts) -> None:
+        self._engine, self._facts, self._ended = engine, facts, threading.Event()
         self.answered = 0
         self.failed: list[str] = []
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(_STREAMS)]
+
+    def __enter__(self) -> None:
         for thread in self._threads:
             thread.start()
         while self.answered < _STREAMS and not self.failed:
@@ -139,12 +144,11 @@ class Load:
                 self.failed.append(repr(error)[:200])
                 time.sleep(0.2)
 
-    def end(self) -> Facts:
-        """Wait for the last answers."""
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._ended.set()
-        for thread in self._threads:
-            thread.join(60)
-        return {"answered": self.answered, "failed": self.failed[:2]}
+        for thread in self._threads:  # the last answers; an interrupted row has little time
+            thread.join(60 if kind is None else 1)
+        self._facts["load"] = {"answered": self.answered, "failed": self.failed[:2]}
 
 
 _PHASES: Final = ("receive", "stage", "search", "stop", "vote", "commit", "pause", "total")
@@ -221,8 +225,7 @@ def _prove(row: Row, folder: Path, facts: Facts, kind: type[GpuServer]) -> None:
 
 
 def _sync(row: Row, live: GpuServer, versions: list[Weights], facts: Facts) -> None:
-    load = Load(live)
-    try:
+    with Load(live, facts):
         for number, encoding in enumerate(ENCODINGS, 1):
             held, at = versions[number - 1].items(), _version(live)
             with DeltaSender(live.url, held, base_version=at, encoding=encoding) as sender:
@@ -232,8 +235,6 @@ def _sync(row: Row, live: GpuServer, versions: list[Weights], facts: Facts) -> N
                     if row.more is not None:
                         row.more(live, sender, versions[number], facts)
                     facts["second"] = live.checksums()
-    finally:
-        facts["load"] = load.end()
 
 
 def _roll_back_and_seed(live: GpuServer, versions: list[Weights], now: Facts, facts: Facts) -> None:
@@ -301,6 +302,8 @@ _PACKED_EXPERTS: Final = {  # sizes that the kernels for packed weights take
 _ONLINE_FP8: Final = ("--quantization", "fp8")
 _SLEEPS: Final = (*_EAGER, "--enable-sleep-mode")
 _GRAPHS: Final = ("--compilation-config", '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')
+# Two engines that tune Triton's kernels each for itself could add up in another order.
+_UNTUNED: Final = {"VLLM_TRITON_FORCE_FIRST_CONFIG": "1"}
 
 
 def _plain(title: str, kind: str, flags: tuple[str, ...] = _EAGER, **options: Any) -> Row:
@@ -319,7 +322,9 @@ def _experts(title: str, form: str) -> Row:
 
 
 def _sleeping(title: str, level: int, write: Callable[[Path], Path], *flags: str) -> Row:
-    return Row(title, write, (*_SLEEPS, *flags), more=partial(_sleep, level))
+    # vLLM wants more of the device to be free than before it slept, whatever other engines take.
+    room = 4 << 30
+    return Row(title, write, (*_SLEEPS, *flags), more=partial(_sleep, level), kv_bytes=room)
 
 
 # In the order of their worth. Runs are recorded by these names.
@@ -351,8 +356,9 @@ ROWS: Final[dict[str, Row]] = {
     "hybrid": _plain(
         *("Qwen3-Next", "qwen3_next"),
         (*_EAGER, "--additional-config", '{"gdn_prefill_backend":"triton"}'),
+        environment=_UNTUNED,
     ),
-    "hybrid-mamba": _plain("Falcon-H1", "falcon_h1"),
+    "hybrid-mamba": _plain("Falcon-H1", "falcon_h1", environment=_UNTUNED),
     "gemma3-vision": Row("Gemma 3 with vision", checkpoints.vision),
     "tied-with-head": Row("tied Qwen3 whose checkpoint has the head", checkpoints.tied_with_head),
     "sleep-1": _sleeping("sleep at level 1 between syncs", 1, checkpoints.plain("qwen3")),

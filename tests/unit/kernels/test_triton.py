@@ -34,8 +34,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 PLACES = ["interpreter", *(["cuda"] if torch.cuda.is_available() else [])]
 SANITIZER = shutil.which("compute-sanitizer")
-if torch.cuda.is_available() and SANITIZER:
-    PLACES.append("sanitizer")
 # The conformance suite reads models in host memory.
 RUNS = [
     *(
@@ -44,11 +42,17 @@ RUNS = [
         for cases in ("kernels_alone", "streams_alone")
     ),
     ("interpreter", "conformance_alone", "not full"),
+    *(
+        pytest.param("sanitizer", cases, "not full", marks=pytest.mark.full)
+        for cases in ("kernels_alone", "streams_alone")
+        if torch.cuda.is_available() and SANITIZER
+    ),
     pytest.param("interpreter", "conformance_alone", "full", marks=pytest.mark.full),
 ]
 BITS = ("*u8", "*i16", "*i32", "*i64")
 
 
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize(("place", "cases", "marked"), RUNS)
 def test_the_kernels_do_what_the_host_does(place: str, cases: str, marked: str) -> None:
     interpreted = place == "interpreter"

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -222,11 +223,12 @@ def test_what_a_rows_process_prints_is_recorded(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(Process(tmp_path, text).path))
     monkeypatch.setattr(program, "machine", lambda engine: {"engine": "vLLM 1"})
-    monkeypatch.setattr(program, "_LEAST_S", -1)
+    monkeypatch.setattr(program, "_GRACE_S", 5)
+    monkeypatch.setattr(program, "_LEAST_S", {"cuda": 0})
     chosen = program.make_parser().parse_args(
         ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
     )
-    run = program.Run(chosen, time.monotonic() + 15.0)
+    run = program.Run(chosen, time.monotonic() + 20.0)
     run.prove("awq")
     assert run.facts["rows"] == [{"row": "awq", **expected}]
     assert json.loads((tmp_path / "found.json").read_text()) == run.facts
@@ -243,12 +245,14 @@ def test_a_tree_does_not_wait_for_one_that_ended(
 {waiting}; echo 'FACTS {{"verdict": "exact"}}'"""
     monkeypatch.setattr(sys, "executable", str(Process(tmp_path, text).path))
     monkeypatch.setattr(program, "machine", lambda engine: {"engine": "vLLM 1"})
-    monkeypatch.setattr(program, "_LEAST_S", -1)
+    monkeypatch.setattr(program, "_GRACE_S", 5)
+    monkeypatch.setattr(program, "_LEAST_S", {"cuda": 0})
     given = ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
     chosen = program.make_parser().parse_args([*given, "--timing", "tiny", "--base", str(tmp_path)])
-    run = program.Run(chosen, time.monotonic() + 15.0)
-    run.time()
-    assert run.facts["timing"] == [{"verdict": "exact"}, {"error": "no result: "}]
+    run = program.Run(chosen, time.monotonic() + 20.0)
+    run.time(60)
+    of_new, of_base = {"verdict": "exact"}, {"error": "no result: "}
+    assert run.facts["timing"] == [{"tree": "new", **of_new}, {"tree": "base", **of_base}]
 
 
 def test_no_row_begins_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +262,51 @@ def test_no_row_begins_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     run = program.Run(chosen, time.monotonic() + 5.0)
     run.prove("awq")
-    assert run.facts["rows"] == [{"row": "awq", "error": "no time was left"}]
+    assert not run.facts["rows"]  # an earlier run of it counts
+    assert "no time was left for: awq" in run.table()
+    assert not run.is_exact
+
+
+@pytest.mark.slow
+def test_a_row_that_hangs_is_killed_with_its_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"trap '' INT; setsid sh -c 'echo $$ > {tmp_path}/engine; exec sleep 60'"
+    monkeypatch.setattr(sys, "executable", str(Process(tmp_path, text).path))
+    monkeypatch.setattr(program, "machine", lambda engine: {"engine": "vLLM 1"})
+    monkeypatch.setattr(program, "_GRACE_S", 1)
+    monkeypatch.setattr(program, "_LEAST_S", {"cuda": 0})
+    given = ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    run = program.Run(program.make_parser().parse_args(given), time.monotonic() + 4.0)
+    run.prove("awq")
+    [row] = run.facts["rows"]
+    assert row["error"].startswith("no result")
+    assert not psutil.pid_exists(int((tmp_path / "engine").read_text()))
+
+
+def test_a_base_that_scripts_cannot_use_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "none", "--timing", "4b", "--base", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        program.main()
+    assert "--base: no engine_ext/conformance/random_weights.py" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(40)
+def test_an_interrupted_row_leaves_its_requests() -> None:
+    answers, released, facts = iter(range(2)), threading.Event(), dict[str, Any]()
+
+    class Hangs:
+        def complete(self, *arguments: Any, **options: Any) -> None:
+            if next(answers, None) is None:
+                released.wait(300)
+
+    with pytest.raises(KeyboardInterrupt), rows_module.Load(Hangs(), facts):  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+    assert facts["load"] == {"answered": 2, "failed": []}
+    released.set()
 
 
 def test_a_step_of_the_timing_moves_a_share_of_the_bits() -> None:
