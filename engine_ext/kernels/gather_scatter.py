@@ -438,7 +438,7 @@ def scatter(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> No
 def exchange(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """Write elements like `scatter`, and return the old ones: [k], a copy in host memory."""
     # Allocated before anything is written: after that only the device itself can fail.
-    kept = torch.empty(bits.shape, dtype=bits.dtype)
+    kept = torch.empty(bits.shape, dtype=bits.dtype, device="cpu")
     old = flat.index_select(0, offsets)
     scatter(flat, offsets, bits)
     return kept.copy_(old)

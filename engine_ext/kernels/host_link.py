@@ -108,7 +108,8 @@ class _Buffer:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         on_gpu = device.type == "cuda"
         self._device = device
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+        with torch.inference_mode(False):  # a later copy can be outside of the caller's
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
         self._copied: Any = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
     def like(self, box: torch.Tensor) -> torch.Tensor:

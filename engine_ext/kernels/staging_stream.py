@@ -37,7 +37,7 @@ class StagingStream:
     def upload(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> torch.Tensor:
         """Copy arrays of one width to the device, one after another, without waiting for it."""
         size = sum(array.size for array in arrays)
-        sent = torch.empty(size, dtype=dtype, pin_memory=self._on_gpu)
+        sent = torch.empty(size, dtype=dtype, device="cpu", pin_memory=self._on_gpu)
         if size:
             np.concatenate(arrays, out=sent.numpy().view(arrays[0].dtype))
         # PyTorch keeps the pinned memory from others until the copy is done.
@@ -48,7 +48,7 @@ class StagingStream:
         if not self._on_gpu:
             return bits.clone()
         own, copies = _streams(self.device)
-        kept = torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True)
+        kept = torch.empty(bits.shape, dtype=bits.dtype, device="cpu", pin_memory=True)
         copies.wait_stream(own)
         with torch.cuda.stream(copies):
             kept.copy_(bits, non_blocking=True)

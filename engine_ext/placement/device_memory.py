@@ -116,7 +116,7 @@ class DeviceMemory:
         if device not in self._reserved:
             return Kept(bits.to(device), None)
         kept = self.room(bits.numel(), bits.dtype, device)
-        kept.bits.copy_(bits)
+        _copy(bits, kept.bits)
         return kept
 
     def reserved(self, bits: torch.Tensor, device: torch.device) -> Kept | None:
@@ -126,7 +126,7 @@ class DeviceMemory:
         if found is None:
             return None
         memory, lease = found
-        return Kept(memory.view(bits.dtype).copy_(bits), lease)
+        return Kept(_copy(bits, memory.view(bits.dtype)), lease)
 
     def room(self, size: int, dtype: torch.dtype, device: torch.device) -> Kept:
         """Return uninitialised bits, [size], which kernels of a device can read and write."""
@@ -146,14 +146,22 @@ class DeviceMemory:
         return self._reserved[device].free
 
 
+def _copy(bits: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """Copy bits and wait for it: PyTorch does not if both are on the device."""
+    to.copy_(bits)
+    if bits.is_cuda:
+        torch.cuda.current_stream(bits.device).synchronize()
+    return to
+
+
 def host_room(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return uninitialised bits in host memory, [size], which kernels of a device read and write.
 
     For old values: only an undo reads them on the device, and then needs no memory there.
     """
-    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def _pinned(size: int, dtype: torch.dtype) -> torch.Tensor:
     """Return pinned host memory, [size], which has the same address on a device."""
-    return torch.empty(size, dtype=dtype, pin_memory=True)
+    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)

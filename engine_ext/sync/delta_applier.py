@@ -483,6 +483,7 @@ class DeltaApplier:
         Raises:
             Exception: some elements might have been restored.
         """
+        self._synchronize()  # the engine's last step
         try:
             restore(log, self.threads)
         finally:

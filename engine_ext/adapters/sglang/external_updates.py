@@ -51,12 +51,17 @@ def watch_external_updates(receiver: Receiver) -> None:
             receiver.weights_released()
         elif name in _UPDATES and getattr(request, "load_format", None) != LOAD_FORMAT:
             receiver.weights_replaced(f"SGLang's {name}")
+            if getattr(request, "recapture_cuda_graph", False):
+                # A capture fails if another thread allocates memory of the device meanwhile.
+                receiver.weights_released()
 
     def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def reported(updater: Any, request: Any) -> Any:
             report(name, request)
             answer = original(updater, request)
+            if getattr(request, "recapture_cuda_graph", False):
+                record_released(receiver, updater)
             if (name == _RESUME and _of_weights(request)) or _resets(name, request):
                 receiver.weights_returned()
             return answer
@@ -70,6 +75,11 @@ def watch_external_updates(receiver: Receiver) -> None:
 
 def _resets(name: str, request: Any) -> bool:
     return name == _CHECK and request.action == "reset_tensors"
+
+
+def record_released(receiver: Receiver, updater: Any) -> None:
+    """Record which memory SGLang's updater has released."""
+    receiver.set_asleep(_WEIGHTS in updater.offload_tags, other=bool(updater.offload_tags))
 
 
 def _of_weights(request: Any) -> bool:

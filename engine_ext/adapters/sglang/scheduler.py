@@ -28,7 +28,7 @@ from engine_ext.adapters.sglang.checkpoint import (
     observer_of,
     reload,
 )
-from engine_ext.adapters.sglang.external_updates import watch_external_updates
+from engine_ext.adapters.sglang.external_updates import record_released, watch_external_updates
 from engine_ext.adapters.sglang.pipeline import hold_operations
 from engine_ext.adapters.sglang.postload import probe, processing_context, recomputations
 from engine_ext.adapters.sglang.rpc import Call, HowToStop, Publish
@@ -199,7 +199,7 @@ def _reply(updater: Any, call: Call, refusal: dict[str, Any] | None) -> Reply:
     receiver: Receiver | None = getattr(updater.tp_worker.model_runner, "delta_receiver", None)
     if receiver is None:
         raise DeltaError("this rank was started without --enable-delta-updates")
-    receiver.set_asleep("weights" in updater.offload_tags, other=bool(updater.offload_tags))
+    record_released(receiver, updater)
     if isinstance(request, BeginPart):
         # A replica decides alone, and the others forget the part if it refuses: a replica that
         # hangs must not keep them from generating.

@@ -56,7 +56,7 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
     original_load = worker.load_model
     sleep_now, wake_up_now, discard_now = worker.sleep, worker.wake_up, worker.discard
     released: set[str] = set()  # by vLLM's names
-    discarded: list[int] = []
+    discarded: list[str] = []  # by what the weights were lost
 
     def load_model(*args: Any, **kwargs: Any) -> None:
         if chosen.keep_plain:
@@ -83,7 +83,7 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
         if level > 1:
             # Level 2 discards the weights; what wakes up is of no version.
             worker.delta_receiver.weights_discarded("vLLM's sleep at level 2")
-            discarded.append(level)
+            discarded.append("sleep")
         released.update((_WEIGHTS, _KV_CACHE))
         try:
             sleep_now(level)
@@ -95,6 +95,10 @@ def attach_receiver(worker: Any, chosen: settings.Settings) -> None:
             raise
 
     def discard(tags: Sequence[str]) -> None:
+        if _WEIGHTS in tags:
+            worker.delta_receiver.weights_released()
+            worker.delta_receiver.weights_discarded("vLLM's discard of its weights")
+            discarded.append("discard")
         released.update(tags)
         note_released()
         discard_now(tags)

@@ -44,7 +44,7 @@ def _curve(bits, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=["size", "block", "lead"], do_not_specialize_on_alignment=["values"])
 def sum_terms(
     values,
-    size,
+    size: tl.int64,  # Triton would compile it again for 2**31 elements or more
     block,
     lead,
     seeds,

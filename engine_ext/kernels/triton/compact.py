@@ -72,10 +72,12 @@ def write_differing(
         start, before, after = _load_pair(pairs, numbers + program, program, was, BLOCK, ALIGNED)
         differs = (before != after).to(tl.int32)
         to = first - listed + tl.cumsum(differs, 0) - 1
+        # A tensor that has changed since it was counted must not write into others.
+        kept = (differs != 0) & (to < tl.load(ends + program) - listed)
         place = start + tl.arange(0, BLOCK)
-        tl.store(places + to, place, mask=differs != 0)
-        tl.store(was + to, before, mask=differs != 0)
-        tl.store(now + to, after, mask=differs != 0)
+        tl.store(places + to, place, mask=kept)
+        tl.store(was + to, before, mask=kept)
+        tl.store(now + to, after, mask=kept)
 
 
 class Pairs:

@@ -157,7 +157,7 @@ def _exchanges(live: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> b
     )
     factors, _ = _numbers()
     factors_there = torch.from_numpy(factors.view(np.int64).reshape(-1)).to(device)
-    table, old = torch.from_numpy(rows).to(device), torch.empty_like(sent)
+    table, old = torch.from_numpy(rows).to(device), _host_room(len(sent), sent.dtype, device)
 
     def visit(**modes: Any) -> list[int]:
         sums = torch.zeros(2, dtype=torch.int64, device=device)
@@ -179,6 +179,15 @@ def _exchanges(live: torch.Tensor, new: torch.Tensor, places: torch.Tensor) -> b
     visit(old=old, stored=True, write=True)
     exchanged = all(map(torch.equal, (after, found, live.cpu()), (new, before[at], before)))
     return digested and exchanged
+
+
+def _room(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _host_room(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory of the host that kernels of the device read and write, as a sync's undo is."""
+    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def _digests(values: torch.Tensor, start: int) -> bool:
@@ -238,14 +247,14 @@ def _stages(live: torch.Tensor, dtype: torch.dtype) -> bool:
     before = live.cpu()[offsets]
     for adds in (False, True):
         after = before + own if adds else own
-        results = [
-            torch.empty(count, dtype=kind, device=device) for kind in (dtype, *2 * [live.dtype])
-        ]
+        make = _host_room if adds else _room
+        kinds = (make, dtype), (make, live.dtype), (_room, live.dtype)
+        results = [made(count, kind, device) for made, kind in kinds]
         sums = gap_expand.stage(
             *(located, sent.to(device), torch.from_numpy(factors.view(np.int64)).to(device)),
             *results,
             adds=adds,
-        )
+        ).cpu()
         expected = torch.from_numpy(offsets).to(dtype), after, before
         if not all(map(torch.equal, (one.cpu() for one in results), expected)):
             return False

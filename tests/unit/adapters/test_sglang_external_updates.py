@@ -42,6 +42,7 @@ def updater(
 
     class Updater:
         kept = backup
+        offload_tags: frozenset[str] = frozenset()
 
         def release_memory_occupation(self, asked: Any) -> None:
             if not backup and "weights" in (asked.tags or ["weights"]):
@@ -83,6 +84,23 @@ def test_released_weights_come_back_with_what_no_sync_writes(
     updater.resume_memory_occupation(asked)
     assert constant.tolist() == [0, 1, 2]
     assert changed_by(serving) == (None if updater.kept else "SGLang's release of its weights")
+
+
+def test_graphs_are_captured_while_no_thread_uses_the_device(
+    updater: Any, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [receiver] = serving.engine.receivers
+    seen = []
+
+    def update(self: Any, asked: Any) -> None:
+        seen.append(receiver.execute(GetStatus(details=False)).state.asleep)
+
+    monkeypatch.setattr(type(updater), "update_weights_from_disk", update)
+    watch_external_updates(receiver)
+    for recapture in (True, False):
+        updater.update_weights_from_disk(SimpleNamespace(recapture_cuda_graph=recapture))
+        assert not receiver.execute(GetStatus(details=False)).state.asleep
+    assert seen == [True, False]
 
 
 def test_reset_weights_keep_what_no_sync_writes(updater: Any, serving: Serving) -> None:

@@ -67,7 +67,7 @@ def constant(tmp_path: Path, worker: SimpleNamespace, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(adapter, "weight_changes", lambda own_transfer: (RESET_WEIGHTS.name,))
     worker.sleep, worker.reset_weights = lose, lose
-    worker.wake_up, worker.discard = lambda tags: None, lambda tags: None
+    worker.wake_up, worker.discard = lambda tags: None, lambda tags: lose(2)
     worker.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
     adapter.attach_receiver(worker, settings.Settings())
     [worker.delta_receiver] = serving.engine.receivers
@@ -89,6 +89,12 @@ def test_what_no_sync_writes_is_there_after_discarded_weights(
     assert constant.tolist() == [1, 2, 3]
     worker.reset_weights()
     assert constant.tolist() == [1, 2, 3]
+    worker.discard(("weights",))
+    assert (released(worker), constant.tolist()) == ((True, True), [0, 0, 0])
+    worker.wake_up(["weights"])
+    assert (released(worker), constant.tolist()) == ((False, False), [1, 2, 3])
+    state = worker.delta_receiver.execute(GetStatus(details=False)).state
+    assert state.foreign == "vLLM's discard of its weights"
 
 
 def test_a_sleep_that_fails_leaves_the_worker_awake(

@@ -290,6 +290,29 @@ def test_places_beyond_int32() -> None:
     assert Digest(*lanes) == next(digests) - next(digests)
 
 
+def test_a_tensor_that_changes_late_writes_into_no_other() -> None:
+    old = torch.zeros(2 * compact.BLOCK, dtype=torch.int16, device=DEVICE)
+    new = old.clone()
+    new[[5, compact.BLOCK]] = 1
+
+    def send(arrays: Any) -> Any:
+        return [torch.from_numpy(array).to(DEVICE) for array in arrays]
+
+    pairs = compact.Pairs([old, old], [new, old.clone()], [0, 0], send)
+    new[:] = 1
+    rooms = []
+
+    def room(size: int, **kind: Any) -> torch.Tensor:
+        rooms.append(torch.full((size + 2 * compact.BLOCK,), 7, **kind))
+        return rooms[-1][:size]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", room)
+        pairs.write(range(2), 0, 2)
+    assert len(rooms) == 3
+    assert all(bool((one[2:] == 7).all()) for one in rooms)
+
+
 # --- elements ---
 
 

@@ -40,7 +40,7 @@ from engine_ext.format import (
     encode_part,
 )
 from engine_ext.kernels import gather_scatter, upload_box
-from tests.support.fake_engine import Engine, error, model_of, sends, train
+from tests.support.fake_engine import Engine, error, model_of, sender_of, sends, train
 from tests.support.served_models import changed, random_tensor
 
 Tensors = dict[str, torch.Tensor]
@@ -78,6 +78,25 @@ def in_host_memory(old: Tensors, new: Tensors, encoding: str = "deltas") -> dict
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sender_snapshot, "is_on_device", lambda tensor: False)
         return found(Snapshot(old.items(), encoding), new, packed=encoding in PACKED_ENCODINGS)
+
+
+@pytest.mark.parametrize("snapshot_on", ["device", "host"])
+@pytest.mark.parametrize("made", [True, False])
+@pytest.mark.parametrize(
+    "context", [lambda: torch.device("meta"), torch.inference_mode], ids=["device", "inference"]
+)
+def test_a_callers_default_device_and_mode_change_nothing(
+    context: Callable[[], Any], made: bool, snapshot_on: str
+) -> None:
+    model = model_of(torch.bfloat16, torch.float32, torch.int8)
+    engine, none = Engine.of(model), contextlib.nullcontext
+    with context() if made else none():
+        sender = sender_of(engine, model, snapshot_on=snapshot_on)
+    for step in range(4):
+        train(model, step, 0.2)
+        with none() if made else context():
+            (sender.sync_full if step == 2 else sender.sync)(model.items())
+        assert engine.holds(model)
 
 
 def model(size: int, seed: int, *, transposed: bool = False) -> Tensors:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engine_ext.adapters.vllm import transfer_group
 from engine_ext.adapters.vllm.transfer_group import JoinGroup, Transfer
 from engine_ext.conformance.toy_models import PlainCopy
 from engine_ext.format import PartId
+from engine_ext.kernels import same_device
 from engine_ext.model import ModelStateGuard, hash_memory, state_guard
 from engine_ext.ranks.operations import BeginPart, encode_request
 from engine_ext.sync.background_staging import BackgroundStaging
@@ -40,6 +42,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: found[threading.get_ident()])
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Mock())
     return found
 
 
@@ -126,3 +129,12 @@ def test_a_thread_uses_its_ranks_device(
     seen = Seen(chosen)
     use(seen, tmp_path)
     assert set(seen.by_thread.values()) == {OWN}
+
+
+def test_a_thread_begins_after_what_its_maker_has_queued(
+    chosen: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = {OWN: Mock()}
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
+    same_device()
+    streams[OWN].synchronize.assert_called_once_with()

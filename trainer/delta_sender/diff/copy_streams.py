@@ -53,7 +53,7 @@ class CopyStreams:
         if not self._has_streams:
             return lambda: data
         ready = self._cuda.current_stream(self._device).record_event()
-        host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+        host = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=True)
         with self._cuda.stream(self._down):
             self._down.wait_event(ready)
             host.copy_(data, non_blocking=True)

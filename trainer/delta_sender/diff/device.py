@@ -111,7 +111,8 @@ class DeviceSide:
             self._most[device] = most
         if self._taken[device] + needed <= self._most[device]:
             try:
-                self._keep(key, make())
+                with torch.inference_mode(False):  # one of its tensors could not follow outside
+                    self._keep(key, make())
                 return self._mirrors[key]
             except torch.OutOfMemoryError:
                 if self._snapshot_on == "device":
@@ -210,4 +211,4 @@ def pinned(bits: Bits, device: torch.device) -> Bits:
 
 def _pinned_memory(bits: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return host memory for bits, pinned for a GPU."""
-    return torch.empty(bits.shape, dtype=bits.dtype, pin_memory=device.type == "cuda")
+    return torch.empty(bits.shape, dtype=bits.dtype, device="cpu", pin_memory=device.type == "cuda")

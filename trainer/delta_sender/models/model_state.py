@@ -200,6 +200,6 @@ def _kept(model: nn.Module, names: list[str]) -> str:
         return names[0]
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    one = torch.empty(1)
+    one = torch.empty(1, device="cpu")
     kept: str = next(iter(remove_tied_weights_from_state_dict(dict.fromkeys(names, one), model)))
     return kept

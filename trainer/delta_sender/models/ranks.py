@@ -94,7 +94,7 @@ def world_failure(*, failed: bool) -> int | None:
     group = job_group()
     if group is None:
         return None
-    value = torch.tensor([dist.get_rank() + 1 if failed else 0])
+    value = torch.tensor([dist.get_rank() + 1 if failed else 0], device="cpu")
     try:
         group.allreduce(value, dist.ReduceOp.MAX).wait()
     except RuntimeError as error:

@@ -94,7 +94,7 @@ def _converted(plan: Plan, group: Group) -> Source:
         raise refusal
     scales = [1, *(size // _SMALL for size in rest)]
     small = [experts, *[_SMALL] * len(rest)]
-    numbered = torch.arange(torch.Size(small).numel()).view(small)
+    numbered = torch.arange(torch.Size(small).numel(), device="cpu").view(small)
     made = plan.convert({key: numbered})
     if made.keys() != group.outputs.keys():
         raise refusal
@@ -121,5 +121,5 @@ def _box_of(numbers: torch.Tensor, shape: list[int]) -> Box | None:
     offsets = tuple(int(one.min()) for one in where)
     sizes = tuple(int(one.max()) - o + 1 for one, o in zip(where, offsets, strict=True))
     box = Box(tuple(shape), offsets, sizes)
-    wanted = torch.arange(torch.Size(shape).numel()).view(shape)[box.slices]
+    wanted = torch.arange(torch.Size(shape).numel(), device="cpu").view(shape)[box.slices]
     return box if torch.equal(wanted.reshape(-1), numbers.reshape(-1)) else None

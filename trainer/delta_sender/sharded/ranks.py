@@ -82,10 +82,10 @@ class Ranks:
         with self._collective():
             if self.size == 1:
                 return [msgspec.json.decode(raw.tobytes())]
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            self._group.allgather([sizes], [torch.tensor([raw.size])]).wait()
+            sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+            self._group.allgather([sizes], [torch.tensor([raw.size], device="cpu")]).wait()
             most = max(int(size) for size in sizes)
-            own = torch.zeros(most, dtype=torch.uint8)
+            own = torch.zeros(most, dtype=torch.uint8, device="cpu")
             own[: raw.size] = torch.from_numpy(raw.copy())
             found = [torch.empty_like(own) for _ in sizes]
             self._group.allgather([found], [own]).wait()
@@ -152,9 +152,13 @@ class Ranks:
         raw = torch.from_numpy(np.frombuffer(msgspec.json.encode(message), np.uint8).copy())
         with self._collective():
             if self.size > 1:
-                size = torch.tensor([raw.numel()])
+                size = torch.tensor([raw.numel()], device="cpu")
                 self._group.broadcast(size, _LEADER).wait()
-                raw = raw if self.is_leader else torch.empty(int(size), dtype=torch.uint8)
+                raw = (
+                    raw
+                    if self.is_leader
+                    else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+                )
                 self._group.broadcast(raw, _LEADER).wait()
         return msgspec.json.decode(raw.numpy().tobytes())
 
