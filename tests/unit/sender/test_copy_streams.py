@@ -89,8 +89,8 @@ def cuda() -> Cuda:
 
 
 def pinned(cuda: Cuda) -> AbstractContextManager[Any]:
-    def empty(shape: torch.Size, *, dtype: torch.dtype, pin_memory: bool) -> Memory:
-        assert pin_memory
+    def empty(shape: torch.Size, *, dtype: torch.dtype, device: str, pin_memory: bool) -> Memory:
+        assert (device, pin_memory) == ("cpu", True)  # whatever the default device is
         return Memory("pinned", cuda)
 
     return mock.patch.object(torch, "empty", empty)
