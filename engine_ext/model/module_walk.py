@@ -20,8 +20,12 @@ import torch
 
 # Levels of attributes and items below a module's own attributes.
 DEPTH: Final = 6
-# Modules whose objects hold no tensors of the model: libraries' own objects and configurations.
-_OPAQUE: Final = ("torch.", "transformers.", "numpy.", "threading", "logging", "_thread")
+# Modules whose objects hold no tensors of the model: own objects of libraries, configurations, and
+# groups of ranks: some of their buffers are other ranks' memory.
+_OPAQUE: Final = (
+    *("torch.", "transformers.", "numpy.", "threading", "logging", "_thread"),
+    *("vllm.distributed.", "sglang.srt.distributed."),
+)
 # Types without parts, which most values have.
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 # Types that a module has many empty ones of: its hooks.

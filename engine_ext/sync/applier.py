@@ -87,6 +87,9 @@ class Applier(Protocol):
         An engine can make some when it first generates. Return whether it could be searched.
         """
 
+    def has_grown(self) -> bool:
+        """Return whether modules have attributes that they lacked at the last search."""
+
     def moved(self) -> list[str]:
         """Return the tensors that are not where they were when they were placed, sorted.
 

@@ -284,6 +284,10 @@ class DeltaApplier:
         self._refused |= found
         return True
 
+    def has_grown(self) -> bool:
+        """Return whether modules have attributes that they lacked at the last search."""
+        return self._later is not None and self._later.has_grown()
+
     def check_rollback(self, logs: Sequence[UndoLog]) -> None:
         """Check that committed syncs can be undone; search for copies again.
 

@@ -135,6 +135,10 @@ class InitialSyncApplier(ExpandsParts):
         """Return True: the model is searched when the sync has loaded it."""
         return True
 
+    def has_grown(self) -> bool:
+        """Return False, see `search_again`."""
+        return False
+
     def moved(self) -> list[str]:
         """Return nothing: the reload does not depend on where the weights are."""
         return []

@@ -357,9 +357,9 @@ class SyncOperations:
 
         A search for copies takes 50 µs for each module: over a second for 25,000, hundredths where
         a layer's experts are two tensors. So it comes before every sync whose number is a power of
-        two: before the first, after the first commit, and in case the engine generates later. A
-        walk over the modules' own attributes alone would be short, and miss tensors in objects and
-        dictionaries.
+        two: before the first, after the first commit, and in case the engine generates later; and
+        before a sync that finds new attributes on modules, which are counted each time. Tensors in
+        objects and dictionaries that were there before wait for the next power of two.
 
         Returns:
             The milliseconds that the search took; None if there was none.
@@ -369,7 +369,8 @@ class SyncOperations:
             if part.full:
                 self._follow_moves()
             self._syncs += 1
-            self._search_due |= self._syncs & (self._syncs - 1) == 0
+            power_of_two = self._syncs & (self._syncs - 1) == 0
+            self._search_due |= power_of_two or self._applier.has_grown()
             if self._search_due:
                 start = time.perf_counter()
                 self._search_due = not self._applier.search_again()

@@ -123,6 +123,9 @@ class Shard(ExpandsParts):
     def search_again(self) -> bool:
         return True
 
+    def has_grown(self) -> bool:
+        return False
+
     def moved(self) -> list[str]:
         return []
 

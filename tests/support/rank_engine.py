@@ -73,6 +73,9 @@ class RecordingApplier(ExpandsParts):
     def search_again(self) -> bool:
         return True
 
+    def has_grown(self) -> bool:
+        return False
+
     def moved(self) -> list[str]:
         return []
 

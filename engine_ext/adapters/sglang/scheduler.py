@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -50,6 +50,13 @@ from engine_ext.ranks.operations import (
 from engine_ext.remote_parts import locator
 from engine_ext.startup import LoadedModel, LoadingTrace, Reprocessing, UnprocessedModules
 from engine_ext.sync import Receiver, make_receiver
+
+# Attributes with copies of weights of a module's siblings (Kimi K3, Muse Spark). The search for
+# copies takes them for copies of the module's own.
+_COPIES_OF_OTHERS: Final = (
+    *("_k3_fused_decode_args", "_attn_res_cw_cache"),
+    *("_post_expert_norm_weight", "_finalize_norm_cache"),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -278,8 +285,17 @@ def _refuse_here(updater: Any) -> None:
 
 
 def in_place_refusal(runner: Any) -> str | None:
-    """Return why SGLang refuses new weights in its own updates, or None if it takes them."""
+    """Return why new weights would not reach all that SGLang computes from them, or None.
+
+    SGLang refuses its own updates of some models; of others it does not know.
+    """
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
     found: str | None = weight_updater._unsupported_derived_weight_cache_error(runner.model)
-    return found
+    if found is not None:
+        return found
+    for path, module in runner.model.named_modules():
+        for name in _COPIES_OF_OTHERS:
+            if vars(module).get(name, module._buffers.get(name)) is not None:
+                return f"SGLang keeps {path}.{name}, a copy of another module's weights"
+    return None

@@ -199,6 +199,8 @@ def _set_up(args: Any) -> Any:
         headless_alone=getattr(args, "headless", False) and (args.nnodes or 1) == 1,
         replicas_elsewhere=local not in (None, args.data_parallel_size),
         one_replica_answers=(args.data_parallel_size or 1) > 1 and not replicas_answer_together(),
+        encoder_learns_scales=getattr(args, "mm_encoder_attn_dtype", None) == "fp8"
+        and args.mm_encoder_fp8_scale_path is None,
         freezes_weights=freezes_weights(getattr(args, "compilation_config", None)),
         rust_frontend=getattr(envs, "VLLM_USE_RUST_FRONTEND", False),
         on_ray=_is_on_ray(args),

@@ -112,18 +112,57 @@ def probe(module: torch.nn.Module) -> torch.Tensor | None:
 
 
 def copied_on_first_use(model: torch.nn.Module) -> dict[str, str]:
-    """Return, by name, why tensors cannot be updated that vLLM copies when it first generates.
+    """Return, by name, why tensors cannot be updated that vLLM copies, where no search sees it.
 
-    These are router gates that are fused with the gate of a shared expert.
+    These are router gates that are fused with the gate of a shared expert; the coefficients of a
+    learned rotary table, whose buffer is there before; and what FlashInfer keeps on attention
+    layers that are processed anew if the scales of their KV cache change: sinks, and on Blackwell
+    the scale of the output projection's inputs.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        names[id(parameter)]: "vLLM keeps a copy of it from its first forward pass on"
-        for module in model.modules()
-        if getattr(module, "_fse_fuse_gate", False)
-        for gate in (module.gate, module.shared_expert_gate)
-        for parameter in gate.parameters()  # type: ignore[union-attr]
-    }
+    copied, scales = list[Any](), list[str]()
+    for path, module in model.named_modules():
+        layer: Any = module
+        if getattr(layer, "_fse_fuse_gate", False):
+            copied += [*layer.gate.parameters(), *layer.shared_expert_gate.parameters()]
+        if type(layer).__name__ == "FourierRotaryEmbedding":
+            copied += [layer.cos_coef, layer.sin_coef]
+        impl: Any = getattr(layer, "impl", None)
+        sinks = getattr(impl, "_sinks_source", None)
+        if sinks is not None and impl.sinks is not sinks and _has_method(layer):
+            copied.append(sinks)
+        if hasattr(layer, "_o_scale_float") and _fuses_quantisation(impl):
+            scales += _input_scales(model, path.rpartition(".")[0])
+    why = "vLLM keeps a copy of it from its first forward pass on"
+    found = [*(names[id(one)] for one in copied if id(one) in names), *scales]
+    return dict.fromkeys(found, why)
+
+
+def _fuses_quantisation(impl: Any) -> bool:
+    """Return whether FlashInfer's attention can quantise its outputs, by a number on its layer."""
+    if type(impl).__name__ != "FlashInferImpl":
+        return False
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        kFp8StaticTensorSym,
+        kNvfp4Dynamic,
+    )
+
+    return any(map(impl.fused_output_quant_supported, (kFp8StaticTensorSym, kNvfp4Dynamic)))
+
+
+def _input_scales(model: torch.nn.Module, block: str) -> list[str]:
+    """Return the names of the input scales of an attention block's output projections.
+
+    Processing can have replaced them; a sync is refused by their names before that.
+    """
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    return [
+        f"{block}.{path}.{name}".lstrip(".")
+        for path, linear in model.get_submodule(block).named_modules()
+        if isinstance(linear, RowParallelLinear)
+        for name in ("input_scale", "input_global_scale")
+    ]
 
 
 def processing_context(config: Any, device: torch.device) -> contextlib.ExitStack:

@@ -112,6 +112,11 @@ ARGUMENTS: Final = (
         "engines that get its embeddings keep those of old weights",
         (enabled("mm_encoder_only"),),
     ),
+    Refusal(
+        "--mm-encoder-attn-dtype fp8 without --mm-encoder-fp8-scale-path",
+        "the encoder's scales follow from images that it has seen with old weights",
+        (enabled("encoder_learns_scales"),),
+    ),
     FREEZING,
     Refusal("the Rust front end", _NO_ENDPOINTS, (enabled("rust_frontend"),)),
     Refusal("--grpc", _NO_ENDPOINTS, (enabled("grpc"),)),

@@ -60,6 +60,7 @@ class LaterCopies:
         }
         self._found: set[str] = set()
         self._rebuilt: Mapping[str, frozenset[str]] = NOTHING
+        self._attributes: list[int] = []  # of each module, at the last search
 
     def known(self, path: str, tensor: torch.Tensor) -> bool:
         """Return what `known` does, and remember where such a tensor is."""
@@ -87,6 +88,7 @@ class LaterCopies:
         Returns:
             Why tensors are refused that were not before, by name.
         """
+        self._attributes = _attributes(self._model)
         before = uncertified(placement)
         tables = {one.spec.dtype for one in placement.values() if len(one.spec.shape) > 1}
         inputs = _INPUTS - tables
@@ -102,6 +104,13 @@ class LaterCopies:
         self._found |= {one.path for one in new}
         refuse_derived(placement, new, since=" since it has generated")
         return {n: why for n, why in uncertified(placement).items() if n not in before}
+
+    def has_grown(self) -> bool:
+        """Return whether modules have attributes that they lacked when they were searched.
+
+        Takes 2 µs for each module, and misses what is new in an attribute that is an object.
+        """
+        return self._attributes != _attributes(self._model)
 
     def _is_known(self, path: str, tensor: torch.Tensor) -> bool:
         if self._before.get(path) == location(tensor) or self._known(path, tensor):
@@ -155,6 +164,11 @@ def _is_element(value: float, module: torch.nn.Module) -> bool:
     tensors = (*module.parameters(), *module.buffers())
     small = (t for t in tensors if t.is_floating_point() and not t.is_meta and t.numel() <= _SMALL)
     return any(bool((tensor.detach().float() == value).any()) for tensor in small)
+
+
+def _attributes(model: torch.nn.Module) -> list[int]:
+    """Return how many attributes of each module are not None."""
+    return [sum(one is not None for one in vars(module).values()) for module in model.modules()]
 
 
 def _same(one: float | None, other: float) -> bool:

@@ -299,3 +299,23 @@ def test_version_is_set_before_generation_resumes(
     reply = replica.call(operation, **arguments)
     assert ["error" in answer for answer in reply.answers] == [True, False]
     assert replica.updaters[0].scheduler.asked[len(asked) :] == [("version", "8")]
+
+
+@pytest.mark.parametrize("name", ["_k3_fused_decode_args", "_attn_res_cw_cache", "buffer", "none"])
+def test_copies_of_another_modules_weights_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = SimpleNamespace(_unsupported_derived_weight_cache_error=lambda model: None)
+    package = "sglang.srt.model_executor.model_runner_components"
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(weight_updater=own))
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    model[0].register_buffer("_post_expert_norm_weight", None)
+    assert scheduler.in_place_refusal(SimpleNamespace(model=model)) is None
+    if name == "buffer":
+        name = "_post_expert_norm_weight"
+        model[0].register_buffer(name, torch.ones(1))
+    else:
+        setattr(model[0], name, (torch.ones(1),))
+    found = scheduler.in_place_refusal(SimpleNamespace(model=model))
+    expected = f"SGLang keeps 0.{name}, a copy of another module's weights"
+    assert found == (None if name == "none" else expected)

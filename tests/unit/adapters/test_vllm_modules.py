@@ -128,6 +128,64 @@ def test_gates_that_vllm_copies_at_first_use_are_refused() -> None:
     assert [*copied_on_first_use(model)] == ["fused.gate.weight", "fused.shared_expert_gate.weight"]
 
 
+class FourierRotaryEmbedding(nn.Module):
+    """vLLM's in small: its table is computed at the first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cos_coef, self.sin_coef = (nn.Parameter(torch.ones(2)) for _ in range(2))
+
+
+def test_coefficients_of_a_learned_rotary_table_are_refused() -> None:
+    model = nn.ModuleDict({"rotary_emb": FourierRotaryEmbedding(), "norm": nn.LayerNorm(2)})
+    assert [*copied_on_first_use(model)] == ["rotary_emb.cos_coef", "rotary_emb.sin_coef"]
+
+
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("processed", [True, False])
+def test_sinks_that_flashinfer_copies_are_refused(processed: bool, copies: bool) -> None:
+    """Where the layer is not processed anew, its own function recomputes them."""
+    block: Any = nn.Module()
+    block.sinks = nn.Parameter(torch.ones(2).bfloat16())
+    block.attn = nn.Module()
+    kept = block.sinks.float() if copies else block.sinks
+    block.attn.impl = SimpleNamespace(_sinks_source=block.sinks, sinks=kept)
+    block.attn.quant_method = Method() if processed else None
+    found = copied_on_first_use(nn.ModuleDict({"self_attn": block}))
+    assert [*found] == (["self_attn.sinks"] if processed and copies else [])
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_output_scales_that_attention_takes_are_refused(
+    fuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those of the output projection, where FlashInfer quantises for it."""
+
+    class RowParallelLinear(nn.Module):
+        """Its scale was replaced when it was processed."""
+
+    class Scaled(nn.Module):
+        _o_scale_float = None
+
+    class FlashInferImpl:
+        _sinks_source = None
+
+        def fused_output_quant_supported(self, key: str) -> bool:
+            return fuses and key == "fp8"
+
+    keys = SimpleNamespace(kFp8StaticTensorSym="fp8", kNvfp4Dynamic="fp4")
+    layers = SimpleNamespace(RowParallelLinear=RowParallelLinear)
+    package = "vllm.model_executor.layers"
+    monkeypatch.setitem(sys.modules, f"{package}.quantization.utils.quant_utils", keys)
+    monkeypatch.setitem(sys.modules, f"{package}.linear", layers)
+    block: Any = nn.Module()
+    block.attn, block.o_proj, block.qkv = Scaled(), RowParallelLinear(), nn.Linear(2, 2)
+    block.attn.impl = FlashInferImpl()
+    found = copied_on_first_use(nn.ModuleDict({"self_attn": block}))
+    scales = ["self_attn.o_proj.input_scale", "self_attn.o_proj.input_global_scale"]
+    assert [*found] == (scales if fuses else [])
+
+
 def test_attention_packing_its_projection_is_processed_whole() -> None:
     """First the projection, then the layer; the projection has no processing of its own."""
     projection, linear = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -145,3 +145,15 @@ def test_a_configuration_that_all_modules_share_is_walked_once(
     calls = Calls(monkeypatch)
     assert list(reachable_tensors(model)) == []
     assert calls.number < 500  # 20 whole walks take more than 2,000
+
+
+@pytest.mark.parametrize("package", ["vllm.distributed", "sglang.srt.distributed"])
+def test_buffers_of_a_group_of_ranks_are_not_the_models(package: str) -> None:
+    """Collectives change them, and some are other ranks' memory."""
+    group = type("GroupCoordinator", (), {"__module__": f"{package}.parallel_state"})()
+    group.buffer = torch.zeros(3)
+    module = torch.nn.Linear(2, 2)
+    module.group = group
+    module.scratch = SimpleNamespace(buffer=torch.zeros(3))  # type: ignore[assignment]
+    found = [attribute for _, _, attribute, _ in reachable_tensors(module)]
+    assert sorted(found) == ["bias", "scratch.buffer", "weight"]

@@ -180,6 +180,21 @@ def test_dummy_engine_is_searched_after_its_first_sync(tmp_path: Path) -> None:
     assert "first.largest since it has generated" in message
 
 
+@pytest.mark.parametrize("make", [single, merged])
+def test_new_attribute_is_found_before_any_sync(
+    tmp_path: Path, make: Callable[[Any], None]
+) -> None:
+    """Other copies are searched for before syncs 1, 2, 4, 8."""
+    serving = Serving(Generating, tmp_path)
+    for seed in range(2):
+        errors_of(serving.sync(target_of(serving, seed=seed)), none=True)
+    make(serving.models[0].first)
+    before = serving.served()
+    message = refusal(serving.sync(target_of(serving, "first.weight")))
+    assert "since it has generated" in message
+    assert serving.served() == before
+
+
 def test_staged_sync_is_refused_once_the_engine_keeps_a_copy(tmp_path: Path) -> None:
     serving = Serving(Generating, tmp_path, ranks=2)
     body = serving.body(target_of(serving, "first.weight"))
