@@ -137,7 +137,7 @@ class DeviceMemory:
                 memory, lease = found
                 return Kept(memory.view(dtype), lease)
             if runs_kernels(device):
-                return Kept(_pinned(size, dtype), None)
+                return Kept(host_room(size, dtype, device), None)
         # PyTorch's operators read nothing else.
         return Kept(torch.empty(size, dtype=dtype, device=device), None)
 
@@ -157,11 +157,6 @@ def _copy(bits: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
 def host_room(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return uninitialised bits in host memory, [size], which kernels of a device read and write.
 
-    For old values: only an undo reads them on the device, and then needs no memory there.
+    For what finds no room on the device, and for old values: only an undo reads these there.
     """
     return torch.empty(size, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-
-
-def _pinned(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return pinned host memory, [size], which has the same address on a device."""
-    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)

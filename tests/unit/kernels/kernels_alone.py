@@ -718,11 +718,13 @@ def test_applied_from_reserved_memory(reserved: int, monkeypatch: pytest.MonkeyP
     """Also if some or all of it is in pinned memory; and after the next sync nothing is held."""
     pinned: list[torch.Tensor] = []
 
-    def pin(size: int, dtype: torch.dtype) -> torch.Tensor:
-        pinned.append(torch.empty(size, dtype=dtype, pin_memory=DEVICE.type != "cpu"))
+    make = device_memory.host_room
+
+    def pin(*given: Any) -> torch.Tensor:
+        pinned.append(make(*given))
         return pinned[-1]
 
-    monkeypatch.setattr(device_memory, "_pinned", pin)
+    monkeypatch.setattr(device_memory, "host_room", pin)
     base = base_checkpoint(FusedQkv)
     served = serve(FusedQkv, base, apply="scatter")
     replan(served, on_a_device(served.applier.plan))

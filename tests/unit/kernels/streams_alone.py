@@ -496,12 +496,13 @@ def test_a_weight_that_changed_after_staging_is_seen() -> None:
 def test_staged_in_reserved_memory(reserved: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if some or all of it is in pinned memory; and all of it comes back."""
     pinned: list[int] = []
+    make = device_memory.host_room
 
-    def pin(size: int, dtype: torch.dtype) -> torch.Tensor:
+    def pin(size: int, *given: Any) -> torch.Tensor:
         pinned.append(size)
-        return torch.empty(size, dtype=dtype, pin_memory=torch.cuda.is_available())
+        return make(size, *given)
 
-    monkeypatch.setattr(device_memory, "_pinned", pin)
+    monkeypatch.setattr(device_memory, "host_room", pin)
     base = base_checkpoint(FusedQkv)
     target = {name: changed(tensor, 7, 0.6) for name, tensor in base.items()}
     served = on_device(serve(FusedQkv, base, apply="scatter"))
