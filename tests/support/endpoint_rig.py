@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -52,7 +53,7 @@ class Rig:
                 **settings,
             }
         )
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._running = asyncio.new_event_loop(), threading.Lock()
         self.engine = self.make_engine()
         self.service = DeltaService(self.engine, self.settings)
         self.app = app_of(self.service)
@@ -71,8 +72,9 @@ class Rig:
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a coroutine, which must not hang."""
-        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=30))
+        """The result of a coroutine, which must not hang; threads of a sender take turns."""
+        with self._running:
+            return self._loop.run_until_complete(asyncio.wait_for(work, timeout=30))
 
     async def request(
         self,

@@ -51,7 +51,9 @@ def count_differing(pairs, numbers, like, counts, BLOCK: tl.constexpr, ALIGNED: 
 
 @triton.jit(
     do_not_specialize=["base", "listed"],
-    do_not_specialize_on_alignment=["pairs", "numbers", "ends", "places", "was", "now"],
+    do_not_specialize_on_alignment=[
+        *("pairs", "numbers", "ends", "places", "was", "now", "changed")
+    ],
 )
 def write_differing(
     pairs,
@@ -62,18 +64,24 @@ def write_differing(
     places,
     was,
     now,
+    changed,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Write what the programs from `base` on have found, `listed` elements after the first ones."""
+    """Write what the programs from `base` on have found, `listed` elements after the first ones.
+
+    `changed` is set if that is more or less than was counted.
+    """
     program = tl.program_id(0) + base
     first = tl.load(ends + program - 1, mask=program > 0, other=0)
-    if tl.load(ends + program) > first:
+    end = tl.load(ends + program)
+    if end > first:
         start, before, after = _load_pair(pairs, numbers + program, program, was, BLOCK, ALIGNED)
         differs = (before != after).to(tl.int32)
         to = first - listed + tl.cumsum(differs, 0) - 1
+        tl.store(changed, 1, mask=tl.sum(differs, 0) != end - first)
         # A tensor that has changed since it was counted must not write into others.
-        kept = (differs != 0) & (to < tl.load(ends + program) - listed)
+        kept = (differs != 0) & (to < end - listed)
         place = start + tl.arange(0, BLOCK)
         tl.store(places + to, place, mask=kept)
         tl.store(was + to, before, mask=kept)
@@ -93,6 +101,7 @@ class Pairs:
 
     Attributes:
         ends: How many elements differ up to the end of each pair, int32 [pairs], on the device.
+        changed: Whether `write` has found others, as they have changed since; int32 [1], likewise.
     """
 
     def __init__(
@@ -122,6 +131,7 @@ class Pairs:
             )
         self._ends = counts.cumsum(0, dtype=torch.int32)
         self.ends = self._ends[last]
+        self.changed = torch.zeros(1, dtype=torch.int32, device=self._like.device)
 
     def write(
         self, these: range, before: int, nnz: int
@@ -142,7 +152,17 @@ class Pairs:
         base = int(self._programs[these.start - 1]) if these.start else 0
         with current(device):
             write_differing[(int(self._programs[these.stop - 1]) - base,)](
-                *(self._pairs, self._numbers, self._ends, base, before, places, was, now),
+                *(
+                    self._pairs,
+                    self._numbers,
+                    self._ends,
+                    base,
+                    before,
+                    places,
+                    was,
+                    now,
+                    self.changed,
+                ),
                 BLOCK=BLOCK,
                 ALIGNED=self._aligned,
                 num_warps=_WARPS,

@@ -78,10 +78,11 @@ def count_symbols(
 
 
 @triton.jit(
+    do_not_specialize=["most"],
     do_not_specialize_on_alignment=[
         *("table", "places", "was", "now", "ends", "symbols", "nibbles", "escaped"),
         *("seeds", "factors", "sums"),
-    ]
+    ],
 )
 def write_symbols(
     table,
@@ -95,6 +96,7 @@ def write_symbols(
     seeds,
     factors,
     sums,
+    most,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     SKIP: tl.constexpr,
@@ -111,7 +113,9 @@ def write_symbols(
     skips = gap // SKIP
     done = tl.load(ends + 2 * program - 2, mask=program > 0, other=0)
     to = done + tl.cumsum(inside.to(tl.int32) + skips, 0) - 1
-    tl.store(symbols + to, (gap - skips * SKIP).to(tl.uint8), mask=inside)
+    # Places of a tensor that has changed since it was counted can be any numbers.
+    is_room = inside & (to >= 0) & (to < most)
+    tl.store(symbols + to, (gap - skips * SKIP).to(tl.uint8), mask=is_room)
 
     at = first + tl.arange(0, BLOCK)
     after = tl.load(now + at, mask=inside, other=0)
@@ -129,7 +133,7 @@ def write_symbols(
 
     curve = tl.where(inside, _curve(after, WIDTH) - _curve(before, WIDTH), 0)
     seed = seeds + 2 * tl.load(row + 3)
-    block, within = (here // DIGEST_BLOCK).to(tl.uint64), here % DIGEST_BLOCK
+    block, within = (here // DIGEST_BLOCK).to(tl.uint64), here & (DIGEST_BLOCK - 1)
     for lane in tl.static_range(2):
         factor = tl.load(factors + lane * DIGEST_BLOCK + within).to(tl.uint64)
         number = _mix(tl.load(seed + lane).to(tl.uint64) + block) | 1
@@ -203,6 +207,7 @@ def write(
         ends = counts.cumsum(0, dtype=torch.int32)
         write_symbols[(programs,)](
             *(table, places, was, now, ends, symbols, nibbles, escaped, seeds, factors, sums),
+            most,
             **sizes,
             DIGEST_BLOCK=_DIGEST_BLOCK,
         )

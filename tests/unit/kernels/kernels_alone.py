@@ -279,6 +279,7 @@ def test_places_beyond_int32() -> None:
     pairs = compact.Pairs([old], [new], [start], send)
     assert pairs.ends.tolist() == [3]
     places, was, now = pairs.write(range(1), 0, 3)
+    assert pairs.changed.tolist() == [0]
     assert places.tolist() == [start, start + 19, start + 599]
     counts = np.array([3])
     elements = ChangedElements(places, was, now, counts, [start], ["w"], [0], 600)
@@ -290,7 +291,8 @@ def test_places_beyond_int32() -> None:
     assert Digest(*lanes) == next(digests) - next(digests)
 
 
-def test_a_tensor_that_changes_late_writes_into_no_other() -> None:
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_tensor_that_changes_late_writes_into_no_other(late: int) -> None:
     old = torch.zeros(2 * compact.BLOCK, dtype=torch.int16, device=DEVICE)
     new = old.clone()
     new[[5, compact.BLOCK]] = 1
@@ -299,7 +301,7 @@ def test_a_tensor_that_changes_late_writes_into_no_other() -> None:
         return [torch.from_numpy(array).to(DEVICE) for array in arrays]
 
     pairs = compact.Pairs([old, old], [new, old.clone()], [0, 0], send)
-    new[:] = 1
+    new[:] = late
     rooms = []
 
     def room(size: int, **kind: Any) -> torch.Tensor:
@@ -309,6 +311,7 @@ def test_a_tensor_that_changes_late_writes_into_no_other() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", room)
         pairs.write(range(2), 0, 2)
+    assert pairs.changed.tolist() == [1]
     assert len(rooms) == 3
     assert all(bool((one[2:] == 7).all()) for one in rooms)
 

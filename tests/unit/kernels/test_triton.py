@@ -103,7 +103,7 @@ def variants() -> list[Any]:
             (own if places == "*i32" else rest).extend(cases)
         pairs = {"pairs": "*i64", "numbers": "*i64", "like": bits, "counts": "*i32"}
         listed = {"pairs": "*i64", "numbers": "*i64", "ends": "*i32", "base": "i32"}
-        listed |= {"listed": "i32", "places": "*i64", "was": bits, "now": bits}
+        listed |= {"listed": "i32", "places": "*i64", "was": bits, "now": bits, "changed": "*i32"}
         for aligned in (True, False):
             shape = {"ALIGNED": aligned, **whole}
             cases = [
@@ -113,7 +113,7 @@ def variants() -> list[Any]:
             (own if aligned else rest).extend(cases)
         streams = dict.fromkeys(("table", "places", "seeds", "factors", "sums"), "*i64")
         streams |= {"was": bits, "now": bits, "ends": "*i32", "symbols": "*u8"}
-        streams |= {"nibbles": "*u8", "escaped": bits}
+        streams |= {"nibbles": "*u8", "escaped": bits, "most": "i32"}
         width = {"WIDTH": 1 << BITS.index(bits), "SKIP": 255, "ESCAPE": 15, **block}
         counted = {"table": "*i64", "places": "*i64", "was": bits, "now": bits, "counts": "*i32"}
         own.append((encode_changes.count_symbols, counted, width))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ from delta_sender.diff.device import SNAPSHOT_ON, DeviceSide
 from delta_sender.diff.device_batch import DeviceComparisons
 from delta_sender.diff.listed import Listed, Lists
 from delta_sender.diff.observations import count_nonfinite
+from delta_sender.diff.refills import StableGenerator
 from delta_sender.diff.snapshot import Snapshot
 from delta_sender.encode import part_builder
 from engine_ext.format import (
@@ -618,3 +620,61 @@ def test_a_snapshot_advances_once_by_what_was_encoded() -> None:
     with pytest.raises(RuntimeError, match="has moved on"):
         changes["w"].decoded()
     assert [change for _, change in snapshot.read(new.items())] == [None]
+
+
+def test_a_tensor_that_changes_late_is_refused() -> None:
+    """Between the pass that counts what differs and the one that lists it."""
+    old = {name: torch.zeros(128).bfloat16() for name in "abc"}
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    for tensor in new.values():
+        tensor[:3] = 1
+
+    def yielded() -> Generator[tuple[str, torch.Tensor]]:
+        yield "a", new["a"]
+        yield "b", new["b"]
+        new["b"][:2] = 0
+        yield "c", new["c"]
+
+    with pytest.raises(ValueError, match="have changed while they were compared"):
+        deque(Snapshot(old.items(), "deltas", "device").read(StableGenerator(yielded())), 0)
+
+
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_a_copy_with_other_bits_is_noticed(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever has written to the device's memory: no full sync sends what follows from it."""
+    model = model_of(torch.bfloat16)
+    engine = Engine.of(model)
+    sender = sender_of(engine, model, snapshot_on="device")
+    train(model, 1, density)
+    held, old = engine.version, DeviceSide.old
+
+    def other(*given: Any) -> Callable[[], torch.Tensor]:
+        use = old(*given)
+        return lambda: use() ^ 4
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceSide, "old", other)
+        with pytest.raises(RuntimeError, match="had other bits than the snapshot"):
+            sender.sync_full(model.items())
+    assert engine.version == held
+    sender.sync(model.items())
+    assert engine.holds(model)
+
+
+def test_closing_frees_the_copies() -> None:
+    side = DeviceSide("device")
+    side.copied("w", torch.zeros(4, dtype=torch.int16))
+    assert side.is_mirrored("w")
+    side.drop_copies()
+    assert not side.is_mirrored("w")
+    model = model_of(torch.bfloat16)
+    with mock.patch.object(DeviceSide, "drop_copies") as dropped:
+        sender_of(Engine.of(model), model).close()
+    dropped.assert_called_once_with()
+
+
+def test_freed_memory_is_refused() -> None:
+    tensor = torch.zeros(8)[4:]
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="w: the tensor's memory has been freed"):
+        Snapshot([("w", tensor)], "deltas")

@@ -162,6 +162,12 @@ class DeviceSide:
         most = LISTED_SHARE * self._taken[places.device]
         return self._lists.keep(places, new, wide=wide, most=most)
 
+    def drop_copies(self) -> None:
+        """Free the copies; those that are needed again are uploaded."""
+        for key in [*self._mirrors]:
+            self._drop(key)
+        self.let_go()
+
     def let_go(self) -> None:
         """Free what was kept of the changes that were found last."""
         self._lists.let_go()

@@ -28,6 +28,7 @@ from delta_sender.diff.copy_streams import CopyStreams
 from delta_sender.diff.device import DeviceSide
 from delta_sender.diff.listed import Listed, ListedShare
 from delta_sender.diff.observations import exponent_of
+from engine_ext.answers import some_of
 from engine_ext.format import (
     ChangedElements,
     Digest,
@@ -228,7 +229,14 @@ class DeviceComparisons:
             own.listed = self._side.keep(places, now, wide=wide)
             del places, was, now, elements
             wait_for_totals = streams.download(encoded.totals)
+            wait_for_changed = streams.download(listing.changed)
             yield
+            if wait_for_changed().item():
+                raise ValueError(
+                    "tensors have changed while they were compared, among "
+                    f"{some_of({pieces[number].name or '' for number in chosen})}: they must keep "
+                    "their values until the sync ends"
+                )
             own.totals = wait_for_totals().numpy().copy()
             own.totals[:, :5] = np.diff(own.totals[:, :5], axis=0, prepend=np.int64(0))
             symbols, escaped = own.totals[:, 0].sum(), own.totals[:, 3].sum()
@@ -244,6 +252,7 @@ class _Listing(Protocol):
     """Lists the elements of pairs that differ; see `engine_ext.kernels.triton.compact.Pairs`."""
 
     ends: torch.Tensor
+    changed: torch.Tensor
 
     def write(
         self, these: range, before: int, nnz: int
@@ -258,6 +267,7 @@ class _ByOperators:
     ) -> None:
         self._pairs = [*zip(old, new, starts, strict=True)]
         self.ends = torch.stack([(one != other).sum() for one, other, _ in self._pairs]).cumsum(0)
+        self.changed = torch.zeros(1, dtype=torch.int32, device=self.ends.device)
 
     def write(
         self, these: range, before: int, nnz: int
@@ -269,6 +279,8 @@ class _ByOperators:
             for at, (old, new, start) in zip(places, pairs, strict=True)
         ]
         indices, was, now = (torch.cat(parts) for parts in zip(*found, strict=True))
+        if indices.numel() != nnz:  # the counts of each pair are not looked at
+            raise ValueError("tensors have changed while they were compared")
         return indices, was, now
 
 

@@ -26,7 +26,7 @@ from delta_sender.diff.refills import Stable, Unchanged, Yielded
 from delta_sender.diff.spill import Keep, Spill
 from engine_ext.answers import prefix_hint, some_of
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype, torch_bits_dtype
-from engine_ext.format import PACKED_ENCODINGS, Digest, ParamDelta, tensor_digest
+from engine_ext.format import PACKED_ENCODINGS, Digest, ParamDelta, change_digest, tensor_digest
 from engine_ext.kernels import gather_scatter, same_device
 from engine_ext.kernels.triton import runs_change_kernels
 from engine_ext.resources import usable_cores
@@ -62,6 +62,7 @@ class Snapshot:
     """
 
     def __init__(self, base: NamedTensors, encoding: str, snapshot_on: str = "auto") -> None:
+        finish_device_work()
         self._encoding, self._streams = encoding, encoding in PACKED_ENCODINGS
         self._devices = DeviceSide(snapshot_on)
         self._dense: dict[str, ParamDelta] = {}
@@ -150,6 +151,7 @@ class Snapshot:
                 `tensors` is a collection; tied tensors differ; one wraps others, as a sharded
                 tensor does; or one has changed while it was compared.
         """
+        finish_device_work()
         self.let_go()
         self._in_memory = self.nbytes // 4 if changes_in_memory is None else changes_in_memory
         keep = Spill(self._in_memory).keep
@@ -201,7 +203,7 @@ class Snapshot:
             nonlocal ahead
             key, nbytes, wait, is_unchanged = begun.popleft()
             ahead -= nbytes
-            change = self._change(self._dense[key], wait())
+            change = self._change(key, wait())
             if is_unchanged is not None and not is_unchanged():
                 raise ValueError(
                     f"{key}: has changed since it was yielded. It must keep its values until the "
@@ -228,7 +230,8 @@ class Snapshot:
                 unchanged, at_once = None, False
                 self._prepare_on_device(key, tensor.device)
                 flat = _flat_bits(kept)
-                wait = on_devices.begin(key, self._dense[key], flat, digested)
+                # Always digested: see `check_decoded`.
+                wait = on_devices.begin(key, self._dense[key], flat, key)
                 if held and flat.data_ptr() == tensor.data_ptr():
                     nbytes //= _FASTER
             else:
@@ -287,9 +290,25 @@ class Snapshot:
             return old
         if (elements := change.decoded()).indices is None:
             return replace(old, values=elements.new)
+        self.check_decoded(key, change, elements)
         values = old.values.copy()
         gather_scatter.write(values, elements.indices, elements.new)
         return replace(old, values=values)
+
+    def check_decoded(self, key: str, change: Change, elements: Elements) -> None:
+        """Check that a device has compared with the snapshot's bits: by the digest that it made.
+
+        Raises:
+            RuntimeError: Its copy of the snapshot had others. The copies are dropped.
+        """
+        if not isinstance(change.elements, EncodedElements) or change.digest is None:
+            return
+        if change_digest(key, elements.indices, elements.old, elements.new) != change.digest:
+            self._devices.drop_copies()
+            raise RuntimeError(
+                f"{key}: the copy of the snapshot on its device had other bits than the snapshot, "
+                "so the change is not known; the next sync uploads the snapshot again"
+            )
 
     def change_between(
         self, key: str, before: Change | None, after: Change | None
@@ -298,7 +317,7 @@ class Snapshot:
         if before is None:
             return after
         old, new = self.image(key, before), self.image(key, after)
-        return self._change(old, compare(old.values, new.values, key, streams=self._streams))
+        return self._change(key, compare(old.values, new.values, key, streams=self._streams))
 
     def sparse(self, change: Change) -> Change:
         """Return the change with indices, even if it is kept dense."""
@@ -346,6 +365,11 @@ class Snapshot:
         self._without_old = None
         self._devices.let_go()
 
+    def close(self) -> None:
+        """Free the memory of devices."""
+        self._without_old = None
+        self._devices.drop_copies()
+
     def _apply(self, changes: Sequence[tuple[str, Change]]) -> None:
         """Apply one dense change, or several sparse ones of one element size."""
         encoded, rest = list[EncodedElements](), list[tuple[str, Elements]]()
@@ -376,8 +400,9 @@ class Snapshot:
     def _set(self, key: str, dense: ParamDelta) -> None:
         self._dense[key], self._memory[key] = dense, gather_scatter.signed(dense.values)
 
-    def _change(self, old: ParamDelta, found: Difference | Change) -> Change | None:
+    def _change(self, key: str, found: Difference | Change) -> Change | None:
         """Return a difference as a change, dense if it is large; None if nothing differs."""
+        old = self._dense[key]
         if isinstance(found, Difference):
             counted = found.indices.size, found.change
             found = Change(old.dtype, old.shape, found.elements, *counted)
@@ -389,6 +414,7 @@ class Snapshot:
             return found
         new = old.values.copy()
         if isinstance(elements, EncodedElements):
+            self.check_decoded(key, found, found.decoded())
             add([replace(elements, held=new)])
         elif elements.indices is not None:
             gather_scatter.write(new, elements.indices, elements.new)
@@ -448,6 +474,8 @@ def _refuse_valueless(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise ValueError(f"{name}: on the meta device, so it has no values")
     is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    if not is_wrapper and tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise ValueError(f"{name}: the tensor's memory has been freed")
     if is_wrapper:
         raise ValueError(
             f"{name}: a {type(tensor).__name__}, which holds its values in other tensors; give "
@@ -481,6 +509,7 @@ def host_bits(name: str, tensor: torch.Tensor) -> Bits:
     dtype = _dtype_name(name, tensor)
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
+    finish_copy(tensor)
     bits: Bits = _flat_bits(tensor).numpy().view(bits_dtype(dtype))
     return bits
 
@@ -492,8 +521,21 @@ def _in_host_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     memory is put into `tensor`. A tensor with the negative bit has other bits than its memory.
     """
     if type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+        finish_copy(tensor)
         return tensor.data  # `detach` would give up the interpreter lock
     return gather_scatter.signed(host_bits(name, tensor))
+
+
+def finish_device_work() -> None:
+    """Wait for all streams of the current CUDA device: any can still write the tensors."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
+def finish_copy(tensor: torch.Tensor) -> None:
+    """Wait for a copy to pinned memory that the caller has begun on the current stream."""
+    if torch.cuda.is_initialized() and tensor.is_pinned():  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().synchronize()
 
 
 def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,14 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def gather(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole tensor; of a DTensor on every rank, by a collective."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    if not is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor
+    kind = sharded.device_mesh.device_type
+    if sharded.to_local().device.type != kind:  # offloaded; NCCL gathers nothing there
+        sharded = sharded.to(kind)
+    whole: torch.Tensor = sharded.full_tensor()
+    return whole
 
 
 def wraps_others(tensor: Any) -> bool:
@@ -64,16 +71,19 @@ class Agreement:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._meshes: list[Any] = []
+        self._meshes: dict[Any, Any] = {}  # with the device of this rank
         for tensor in tensors:
-            if is_sharded(tensor) and tensor.device_mesh not in self._meshes:  # type: ignore[attr-defined]
-                self._meshes.append(tensor.device_mesh)  # type: ignore[attr-defined]
+            if is_sharded(tensor):
+                one: Any = tensor
+                device, kind = one.to_local().device, one.device_mesh.device_type
+                # That of a shard: a thread's current device can be another rank's.
+                self._meshes.setdefault(one.device_mesh, device if device.type == kind else kind)
 
     def failed_rank(self, *, failed: bool) -> int | None:
         """Return a rank that failed; None if none did. A collective, if there are several ranks."""
         flag = dist.get_rank() + 1 if failed and self._meshes else 0
-        for mesh in self._meshes:
-            value = torch.tensor([flag], device=mesh.device_type)
+        for mesh, device in self._meshes.items():
+            value = torch.tensor([flag], device=device)
             for group in mesh.get_all_groups():
                 dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
             flag = int(value.item())

@@ -241,6 +241,7 @@ class Publisher:
                 closing.callback(self.notifier.close)
             self._end_lagging(wait=False)
             self._write_state([])
+            self.snapshot.close()
 
     def release(self) -> None:
         """Stop sending, drop what is staged, and let other runs claim the destinations.

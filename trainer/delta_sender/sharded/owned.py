@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from delta_sender.diff.observations import count as count_rounded
-from delta_sender.diff.snapshot import NamedTensors, Snapshot
+from delta_sender.diff.snapshot import NamedTensors, Snapshot, finish_device_work
 from delta_sender.encode.acked_state import AckedState
 from delta_sender.sharded.box import Box, box_digest
 from delta_sender.sharded.copies import Copies
@@ -38,6 +38,7 @@ class OwnedShards:
     """
 
     def __init__(self, ranks: Ranks, shards: Shards) -> None:
+        finish_device_work()
         self._held: dict[str, Held] = {}
         failure: Exception | None = None
         try:

@@ -239,6 +239,7 @@ class OwnedChanges:
             return ParamDelta(*of_tensor, None, new), change_digest(name, None, old, new)
         one = self._snapshot.sparse(change).decoded()
         assert one.indices is not None
+        self._snapshot.check_decoded(self._snapshot.key(name), change, one)
         where = param.box.to_global(one.indices)
         digest = change_digest(name, where, one.old, one.new)
         differences = encoding == DIFFERENCES

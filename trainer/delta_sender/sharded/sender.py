@@ -219,6 +219,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         for session in self._sessions.values():
             session.destination.close()
         self._leave("the sender is closed")
+        self._snapshot.close()
 
     def release(self) -> None:
         """Stop sending, drop what is staged in the engine, and let other runs claim it.
