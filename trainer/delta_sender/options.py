@@ -73,7 +73,8 @@ class SenderOptions:
         client: HTTP client to use; it is not closed with the sender.
         snapshot_on: Where CUDA tensors are compared. ``device``: with a copy of the snapshot on
             their device, which takes the model's size there, and an eighth more during a sync.
-            ``host``: with the snapshot in pinned host memory, uploaded in chunks. ``auto``: on the
+            ``host``: with the snapshot in pinned host memory, uploaded in chunks; PyTorch rounds
+            each tensor's memory up to a power of two there. ``auto``: on the
             device if that takes at most half of the memory that is free there. It is copied when
             the sender is made if the base is on the device, else in the first sync; an optimiser
             that takes its memory later finds less.
