@@ -155,12 +155,13 @@ def _input_scales(model: torch.nn.Module, block: str) -> list[str]:
 
     Processing can have replaced them; a sync is refused by their names before that.
     """
-    from vllm.model_executor.layers.linear import RowParallelLinear
+    from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
     return [
         f"{block}.{path}.{name}".lstrip(".")
         for path, linear in model.get_submodule(block).named_modules()
         if isinstance(linear, RowParallelLinear)
+        and not isinstance(linear.quant_method, UnquantizedLinearMethod)
         for name in ("input_scale", "input_global_scale")
     ]
 

@@ -60,7 +60,7 @@ class LaterCopies:
         }
         self._found: set[str] = set()
         self._rebuilt: Mapping[str, frozenset[str]] = NOTHING
-        self._attributes: list[int] = []  # of each module, at the last search
+        self._attributes: list[int] = []  # hashes of the names on each module, at the last search
 
     def known(self, path: str, tensor: torch.Tensor) -> bool:
         """Return what `known` does, and remember where such a tensor is."""
@@ -167,8 +167,14 @@ def _is_element(value: float, module: torch.nn.Module) -> bool:
 
 
 def _attributes(model: torch.nn.Module) -> list[int]:
-    """Return how many attributes of each module are not None."""
-    return [sum(one is not None for one in vars(module).values()) for module in model.modules()]
+    """Return a hash of the names on each module that are not None.
+
+    A new parameter or buffer is not among them: it counts as one that has moved.
+    """
+    return [
+        hash(tuple(name for name, one in vars(module).items() if one is not None))
+        for module in model.modules()
+    ]
 
 
 def _same(one: float | None, other: float) -> bool:

@@ -38,6 +38,10 @@ class Method:
         layer.processed = getattr(layer, "processed", 0) + 1
 
 
+class Unquantized:
+    """The quant method of a layer that is not quantised."""
+
+
 class PackingAttention(Attention):
     """One that packs the weight of its projection, and drops it."""
 
@@ -155,14 +159,18 @@ def test_sinks_that_flashinfer_copies_are_refused(processed: bool, copies: bool)
     assert [*found] == (["self_attn.sinks"] if processed and copies else [])
 
 
-@pytest.mark.parametrize("fuses", [True, False])
+@pytest.mark.parametrize(("fuses", "quantised"), [(True, True), (False, True), (True, False)])
 def test_output_scales_that_attention_takes_are_refused(
-    fuses: bool, monkeypatch: pytest.MonkeyPatch
+    fuses: bool, quantised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only those of the output projection, where FlashInfer quantises for it."""
 
     class RowParallelLinear(nn.Module):
         """Its scale was replaced when it was processed."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.quant_method = Method() if quantised else Unquantized()
 
     class Scaled(nn.Module):
         _o_scale_float = None
@@ -174,7 +182,9 @@ def test_output_scales_that_attention_takes_are_refused(
             return fuses and key == "fp8"
 
     keys = SimpleNamespace(kFp8StaticTensorSym="fp8", kNvfp4Dynamic="fp4")
-    layers = SimpleNamespace(RowParallelLinear=RowParallelLinear)
+    layers = SimpleNamespace(
+        RowParallelLinear=RowParallelLinear, UnquantizedLinearMethod=Unquantized
+    )
     package = "vllm.model_executor.layers"
     monkeypatch.setitem(sys.modules, f"{package}.quantization.utils.quant_utils", keys)
     monkeypatch.setitem(sys.modules, f"{package}.linear", layers)
@@ -183,7 +193,7 @@ def test_output_scales_that_attention_takes_are_refused(
     block.attn.impl = FlashInferImpl()
     found = copied_on_first_use(nn.ModuleDict({"self_attn": block}))
     scales = ["self_attn.o_proj.input_scale", "self_attn.o_proj.input_global_scale"]
-    assert [*found] == (scales if fuses else [])
+    assert [*found] == (scales if fuses and quantised else [])
 
 
 def test_attention_packing_its_projection_is_processed_whole() -> None:

@@ -278,7 +278,7 @@ def test_a_row_that_hangs_is_killed_with_its_engines(
     monkeypatch.setattr(program, "_GRACE_S", 1)
     monkeypatch.setattr(program, "_LEAST_S", {"cuda": 0})
     given = ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
-    run = program.Run(program.make_parser().parse_args(given), time.monotonic() + 4.0)
+    run = program.Run(program.make_parser().parse_args(given), time.monotonic() + 10.0)
     run.prove("awq")
     [row] = run.facts["rows"]
     assert row["error"].startswith("no result")

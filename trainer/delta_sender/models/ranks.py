@@ -33,9 +33,9 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor
-    kind = sharded.device_mesh.device_type
-    if sharded.to_local().device.type != kind:  # offloaded; NCCL gathers nothing there
-        sharded = sharded.to(kind)
+    device = _gathering_device(tensor)
+    if sharded.to_local().device != device:
+        sharded = sharded.to(device)
     whole: torch.Tensor = sharded.full_tensor()
     return whole
 
@@ -63,6 +63,22 @@ def plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
         ) from error
 
 
+def _gathering_device(sharded: Any) -> torch.device:
+    """Return where the ranks of a DTensor's mesh can gather it: at its shard, if they can there.
+
+    NCCL alone gathers nothing of shards that are offloaded to host memory: those go to the thread's
+    current device. It is not asked for other shards, as a thread of its own begins with device 0.
+    """
+    device: torch.device = sharded.to_local().device
+    try:
+        for group in sharded.device_mesh.get_all_groups():
+            group._get_backend(device)
+    except RuntimeError:
+        kind = sharded.device_mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return device
+
+
 class Agreement:
     """Finds out on every rank that holds a part of the tensors whether one of them failed.
 
@@ -74,10 +90,9 @@ class Agreement:
         self._meshes: dict[Any, Any] = {}  # with the device of this rank
         for tensor in tensors:
             if is_sharded(tensor):
-                one: Any = tensor
-                device, kind = one.to_local().device, one.device_mesh.device_type
-                # That of a shard: a thread's current device can be another rank's.
-                self._meshes.setdefault(one.device_mesh, device if device.type == kind else kind)
+                mesh = tensor.device_mesh  # type: ignore[attr-defined]
+                if mesh not in self._meshes:
+                    self._meshes[mesh] = _gathering_device(tensor)
 
     def failed_rank(self, *, failed: bool) -> int | None:
         """Return a rank that failed; None if none did. A collective, if there are several ranks."""
