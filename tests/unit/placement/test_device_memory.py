@@ -67,12 +67,13 @@ def test_reserved_memory_is_not_counted_again() -> None:
 def test_what_does_not_fit_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned, where kernels can read it; on the device where only operators run."""
     pinned: list[int] = []
+    make = device_memory.host_room
 
-    def pin(size: int, dtype: torch.dtype) -> torch.Tensor:
+    def pin(size: int, *given: Any) -> torch.Tensor:
         pinned.append(size)
-        return torch.empty(size, dtype=dtype)
+        return make(size, *given)
 
-    monkeypatch.setattr(device_memory, "_pinned", pin)
+    monkeypatch.setattr(device_memory, "host_room", pin)
     for kernels in (True, False):
         monkeypatch.setattr(device_memory, "runs_kernels", lambda device, found=kernels: found)
         memory = DeviceMemory(1024, [HERE])
