@@ -152,17 +152,8 @@ class Pairs:
         base = int(self._programs[these.start - 1]) if these.start else 0
         with current(device):
             write_differing[(int(self._programs[these.stop - 1]) - base,)](
-                *(
-                    self._pairs,
-                    self._numbers,
-                    self._ends,
-                    base,
-                    before,
-                    places,
-                    was,
-                    now,
-                    self.changed,
-                ),
+                *(self._pairs, self._numbers, self._ends, base, before),
+                *(places, was, now, self.changed),
                 BLOCK=BLOCK,
                 ALIGNED=self._aligned,
                 num_warps=_WARPS,

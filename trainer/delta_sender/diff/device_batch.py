@@ -56,7 +56,7 @@ class _Piece(NamedTuple):
     old: Callable[[], torch.Tensor]
     new: torch.Tensor
     start: int
-    name: str | None
+    name: str
     exponent: int  # of the tensor's dtype, see `ChangedElements`
     is_wide: bool  # whether an index of the tensor can be 2**31 or more
 
@@ -115,19 +115,17 @@ class DeviceComparisons:
         self._filling: dict[tuple[Any, ...], _Batch] = {}
         self._running: list[Iterator[None]] = []  # steps of at most two batches
 
-    def begin(
-        self, key: str, held: ParamDelta, new: torch.Tensor, digested: str | None
-    ) -> Callable[[], Change]:
+    def begin(self, key: str, held: ParamDelta, new: torch.Tensor) -> Callable[[], Change]:
         """Begin to compare a tensor with the snapshot, or soon.
 
         Return a function that waits for the change, which can have no elements; to be called in the
         same thread.
 
         Args:
-            key, held: Its name and itself in the snapshot, which the `DeviceSide` has made ready.
+            key, held: Its name, under which the change is digested, and itself in the snapshot,
+                which the `DeviceSide` has made ready.
             new: Integers of the same width, contiguous [n], on the device. It must not change until
                 the result has been asked for.
-            digested: The name to digest the change under; None: it is not digested.
 
         Raises:
             ValueError: The tensors differ in size or in the width of an element.
@@ -152,9 +150,9 @@ class DeviceComparisons:
                 batch = self._filling[kind] = _Batch()
             places.append((batch, len(batch.pieces)))
             old = self._side.old(key, bits, device, these)
-            batch.pieces.append(_Piece(old, own, start, digested, exponent, is_wide))
+            batch.pieces.append(_Piece(old, own, start, key, exponent, is_wide))
             batch.nbytes += own.nbytes
-        return partial(self._wait, places, held, self._side.moment, digested is not None)
+        return partial(self._wait, places, held, self._side.moment)
 
     def _launch(self, kind: tuple[Any, ...]) -> None:
         """Begin a batch; the one before takes its next step, and those before that are ended."""
@@ -168,7 +166,7 @@ class DeviceComparisons:
         self._running = [*self._running[-1:], batch.steps]
 
     def _wait(
-        self, places: Sequence[tuple[_Batch, int]], held: ParamDelta, moment: Moment, digested: bool
+        self, places: Sequence[tuple[_Batch, int]], held: ParamDelta, moment: Moment
     ) -> Change:
         found = []
         for batch, number in places:
@@ -190,7 +188,7 @@ class DeviceComparisons:
             held.shape,
             elements,
             differences.size,
-            Digest.total(one.digest for one in found) if digested else None,
+            Digest.total(one.digest for one in found),
             sum(one.nonfinite for one in found),
             listed if len(listed) == len(found) else [],
         )
@@ -218,7 +216,7 @@ class DeviceComparisons:
                 np.array([counts[number] for number in chosen], np.int64),
                 [pieces[number].start for number in chosen],
             )
-            names = [pieces[number].name or "" for number in chosen]
+            names = [pieces[number].name for number in chosen]
             exponents = [pieces[number].exponent for number in chosen]
             numel = sum(new[number].numel() for number in chosen)
             elements = ChangedElements(
@@ -234,7 +232,7 @@ class DeviceComparisons:
             if wait_for_changed().item():
                 raise ValueError(
                     "tensors have changed while they were compared, among "
-                    f"{some_of({pieces[number].name or '' for number in chosen})}: they must keep "
+                    f"{some_of(set(names))}: they must keep "
                     "their values until the sync ends"
                 )
             own.totals = wait_for_totals().numpy().copy()

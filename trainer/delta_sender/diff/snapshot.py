@@ -140,6 +140,7 @@ class Snapshot:
             tensors: Iterated in the caller's thread. Those of a collection and of a `Stable`
                 iterator must not change until the end; what comes from any other can be refilled
                 when the next is taken, see `refills`.
+            digests: Whether changes found on the host are digested; those of a device are.
             changes_in_memory: Most bytes of changes that stay in memory, see `Spill`; None: a
                 quarter of the snapshot.
 
@@ -221,7 +222,6 @@ class Snapshot:
                     raise ValueError(f"{name}: differs from {key}, which it is tied to or repeats")
                 continue
             seen.add(key)
-            digested = key if digests else None
             nbytes = tensor.nbytes
             if is_on_device(tensor):
                 # A larger one is compared before the next is taken. Copying is cheap on a device.
@@ -230,15 +230,14 @@ class Snapshot:
                 unchanged, at_once = None, False
                 self._prepare_on_device(key, tensor.device)
                 flat = _flat_bits(kept)
-                # Always digested: see `check_decoded`.
-                wait = on_devices.begin(key, self._dense[key], flat, key)
+                wait = on_devices.begin(key, self._dense[key], flat)
                 if held and flat.data_ptr() == tensor.data_ptr():
                     nbytes //= _FASTER
             else:
                 bits, unchanged, at_once = _in_host_memory(name, tensor), None, False
                 if yielded is not None:
                     bits, unchanged, at_once = yielded.take(bits)
-                wait = comparisons.begin(self._memory[key], bits, digested)
+                wait = comparisons.begin(self._memory[key], bits, key if digests else None)
             begun.append((key, nbytes, wait, unchanged))
             ahead += nbytes
             while ahead > _AHEAD or (at_once and begun):
