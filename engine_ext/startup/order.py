@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from engine_ext.errors import NotUpdatable
-from engine_ext.model import ModelStateGuard, StorageIndex
+from engine_ext.model import ModelStateGuard, StorageIndex, is_default
 from engine_ext.placement import (
     Certified,
     Placement,
@@ -45,7 +45,7 @@ from engine_ext.startup.derived import (
     refuse_derived,
 )
 from engine_ext.startup.loaded_model import CheckpointReader, LoadedModel, Reprocessing, Traced
-from engine_ext.startup.permuted import compose
+from engine_ext.startup.permuted import compose, loaded_tensors
 from engine_ext.startup.recomputed import (
     ModuleRebuild,
     Rebuild,
@@ -144,8 +144,9 @@ def trace_model(
             o: frozenset([one.segment().live.name]) for one in by_loading for o in one.computed
         }
         rebuilds += by_loading
-    derived = find_derived(loaded.model, placement, later.known, rebuilt=outputs)
-    later.remember(derived, outputs)
+    compared = _compared(outputs, rebuilds, placement)
+    derived = find_derived(loaded.model, placement, later.known, rebuilt=compared)
+    later.remember(derived, outputs, compared)
     recomputed, failed = prove(loaded.model, placement, derived, loaded.recomputations)
     if model is not loaded.model:
         # In a rebuild, too, the values that the loader has computed are the old ones.
@@ -155,6 +156,27 @@ def trace_model(
     refuse_derived(placement, derived, {path for one in recomputed for path in one.paths}, failed)
     add_recomputed(placement, recomputed)
     return Traced(dry_run, placement, others, live, recomputed, rebuilds, tied=tied)
+
+
+def _compared(
+    outputs: Mapping[str, frozenset[str]], rebuilds: Iterable[Rebuild], placement: Placement
+) -> dict[str, frozenset[str]]:
+    """Return the modules and tensors in which the search for computed tensors finds nothing new.
+
+    They are all that is rebuilt, but for modules whose unprocessed weights are all defaults, as
+    those of an attention layer are if the checkpoint has no scales of its KV cache. No sync changes
+    what processing makes of these, its parameters and buffers. All else on them is searched.
+    """
+    written = {s.live.name for placed in placement.values() for s in placed.segments}
+    found = dict(outputs)
+    for one in rebuilds:
+        if not isinstance(one, ModuleRebuild) or not written.isdisjoint(one.names):
+            continue
+        if all(is_default(tensor) for _, tensor in one.weights()):
+            del found[one.path]
+            tensors = (name for name, _ in loaded_tensors(one.module))
+            found |= {f"{one.path}.{name}".lstrip("."): frozenset() for name in tensors}
+    return found
 
 
 def _unprocessed(

@@ -66,8 +66,8 @@ def find_derived(
         model: in serving state; it is only read.
         known: returns whether a tensor is known not to be computed from weights.
         rebuilt: modules or tensors that are compared as a whole (see
-            `engine_ext.startup.recomputed`), with the names of their unprocessed weights; what they
-            hold is left out.
+            `engine_ext.startup.recomputed`), with the names of their unprocessed weights, none if
+            no sync changes these; what they hold is left out.
 
     Returns:
         Parameters and buffers that no segment covers, and every other tensor that is reachable
@@ -221,9 +221,10 @@ def _weights(
     """
     while True:
         entries = [index.find(p) for p in [*module.parameters(), *module.buffers()]]
-        names = {e.name for e in entries if e is not None and (e.start, e.end) in covered}
-        tops = {top for name in names if (top := _top(name, rebuilt)) is not None}
-        tops |= {top for top in rebuilt if _top(top, [path]) is not None}
+        found = {e.name for e in entries if e is not None and (e.start, e.end) in covered}
+        in_tops = {name: top for name in found if (top := _top(name, rebuilt)) is not None}
+        tops = {*in_tops.values()} | {top for top in rebuilt if _top(top, [path]) is not None}
+        names = {name for name in found if name not in in_tops or rebuilt[in_tops[name]]}
         names = names.union(*(rebuilt[top] for top in tops))
         if names or not path:
             return frozenset(names)

@@ -59,7 +59,7 @@ class LaterCopies:
             for name in module._non_persistent_buffers_set
         }
         self._found: set[str] = set()
-        self._rebuilt: Mapping[str, frozenset[str]] = NOTHING
+        self._rebuilt = self._compared = NOTHING
         self._attributes: list[int] = []  # hashes of the names on each module, at the last search
 
     def known(self, path: str, tensor: torch.Tensor) -> bool:
@@ -73,11 +73,20 @@ class LaterCopies:
         return True
 
     def remember(
-        self, derived: Iterable[Derived], rebuilt: Mapping[str, frozenset[str]] = NOTHING
+        self,
+        derived: Iterable[Derived],
+        rebuilt: Mapping[str, frozenset[str]],
+        compared: Mapping[str, frozenset[str]],
     ) -> None:
-        """Leave out what the search at start-up has found, and what was `rebuilt` there."""
+        """Leave out what the search at start-up has found or left out.
+
+        Args:
+            derived: what it has found.
+            rebuilt: what the engine's processing computes; numbers in it are left out.
+            compared: the parts of it in which tensors are left out.
+        """
         self._found |= {one.path for one in derived}
-        self._rebuilt = rebuilt
+        self._rebuilt, self._compared = rebuilt, compared
 
     def refuse(self, placement: Placement) -> dict[str, str]:
         """Search again, and mark the weights that something new might be computed from.
@@ -96,7 +105,7 @@ class LaterCopies:
         def known(path: str, tensor: torch.Tensor) -> bool:
             return tensor.dtype in inputs or self._is_known(path, tensor)
 
-        found = find_derived(self._model, placement, known, rebuilt=self._rebuilt)
+        found = find_derived(self._model, placement, known, rebuilt=self._compared)
         found += self._new_numbers(placement)
         new = [one for one in found if one.path not in self._found]
         if not new:
