@@ -115,8 +115,8 @@ _digest_sums, _write_gaps, _SKIP = loops.digest_sums, loops.write_gaps, loops.BY
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor, str | None]  # old, new, name
 
 
-class _BatchScratch(threading.local):
-    """Memory of a thread for a batch's results; it is touched only as far as needed."""
+class _Scratch(threading.local):
+    """Memory of a thread for what a loop finds; it is touched only as far as needed."""
 
     def __init__(self) -> None:
         self.size = -1
@@ -131,7 +131,7 @@ class _BatchScratch(threading.local):
             self.symbols = np.empty(2 * most, np.uint8)  # at most one skip for each element
 
 
-_batch_scratch: Final = _BatchScratch()
+_scratch: Final = _Scratch()
 
 
 def compare_batch(pairs: Sequence[Pair], *, streams: bool) -> list[Difference] | None:
@@ -158,12 +158,12 @@ def compare_batch(pairs: Sequence[Pair], *, streams: bool) -> list[Difference] |
     seeds = np.array(
         [(0, 0) if name is None else loops.digest_seeds(name) for *_, name in pairs], np.uint64
     )
-    _batch_scratch.fit(int(sizes.sum()))
+    _scratch.fit(int(sizes.sum()))
     counts, ends = np.empty((2, sizes.size), np.int64)
     lanes = np.empty((sizes.size, 2), np.uint64)
-    places = _batch_scratch.indices
-    old, new = _batch_scratch.old.view(bits), _batch_scratch.new.view(bits)
-    symbols = _batch_scratch.symbols if streams else _batch_scratch.symbols[:0]
+    places = _scratch.indices
+    old, new = _scratch.old.view(bits), _scratch.new.view(bits)
+    symbols = _scratch.symbols if streams else _scratch.symbols[:0]
     found, written = loop(
         *(addresses, sizes, seeds, loops.DIGEST_FACTORS, np.empty(0, bits)),
         *(places, old, new, symbols, counts, ends, lanes),
@@ -410,18 +410,6 @@ def _joined(found: Sequence[Difference], dtype: np.dtype[Any], name: str | None)
     )
 
 
-class _ChunkScratch(threading.local):
-    """Memory of a thread that fits a chunk's results; it is touched only as far as needed."""
-
-    def __init__(self) -> None:
-        most = _CHUNK + 2  # the loop writes two elements ahead
-        self.indices = np.empty(most, np.int64)
-        self.old, self.new = np.empty(most, np.uint64), np.empty(most, np.uint64)
-
-
-_chunk_scratch: Final = _ChunkScratch()
-
-
 def _compare_chunk(old: Bits, new: Bits, start: int, name: str | None, streams: bool) -> Difference:
     """Return what differs in a chunk; the stream lacks the first index."""
     before, after = old[start : start + _CHUNK], new[start : start + _CHUNK]
@@ -432,9 +420,10 @@ def _compare_chunk(old: Bits, new: Bits, start: int, name: str | None, streams: 
         indices += start
     else:
         before, after = np.ascontiguousarray(before), np.ascontiguousarray(after)
-        out = _chunk_scratch.old.view(old.dtype), _chunk_scratch.new.view(new.dtype)
-        count = loop(before, after, start, _chunk_scratch.indices, *out)
-        indices = _chunk_scratch.indices[:count]
+        _scratch.fit(_CHUNK)
+        out = _scratch.old.view(old.dtype), _scratch.new.view(new.dtype)
+        count = loop(before, after, start, _scratch.indices, *out)
+        indices = _scratch.indices[:count]
         was, now = out[0][:count].copy(), out[1][:count].copy()
     change = None if name is None else change_digest(name, indices, was, now)
     following = int(indices[0]) + 1 if indices.size else 0

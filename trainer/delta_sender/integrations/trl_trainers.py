@@ -18,8 +18,7 @@ from torch import nn
 
 from delta_sender import rollouts
 from delta_sender.locations import log_location
-from delta_sender.models import empty_model
-from delta_sender.models.model_sync import sync_stream
+from delta_sender.models import checkpoint_names, empty_model
 from delta_sender.publish.sender import DeltaSender
 from delta_sender.results import SyncReport
 
@@ -85,15 +84,19 @@ class DeltaWeightTransfer:
         """
         if self._sender is None or self._names is None:
             raise RuntimeError("init_weight_transfer was not called")
-        self.report = sync_stream(
-            self._sender,
-            iterator,
-            self._names,
-            self._base,
-            frozen=self._frozen,
-            live=self.model,
-            quantize=self._options.get("quantize"),
-        )
+        try:
+            names = checkpoint_names(
+                *(iterator, self._names, self._base),
+                frozen=self._frozen,
+                live=self.model,
+                quantize=self._options.get("quantize"),
+            )
+            with contextlib.closing(names) as given:
+                self.report = self._sender.sync(given)
+        finally:
+            # Other ranks might be gathering what is left.
+            for _ in iterator:
+                pass
 
     def resume(self) -> None:
         """Do nothing: the engine has resumed."""

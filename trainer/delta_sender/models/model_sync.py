@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable
 from typing import TypeVar, overload
 
 import torch
 from torch import nn
 
-from delta_sender.diff.snapshot import NamedTensors
-from delta_sender.models import Checkpoint, checkpoint_names, named_tensors
+from delta_sender.models import Checkpoint, named_tensors
 from delta_sender.models.ranks import job_group, world_failure
 from delta_sender.publish.multi_sender import MultiSender
 from delta_sender.publish.sender import DeltaSender
@@ -95,34 +93,6 @@ def sync_model(
             tensors.close()
 
     return on_all_ranks(run, lambda: not tensors.is_broken)
-
-
-def sync_stream(
-    sender: DeltaSender,
-    tensors: NamedTensors,
-    model: nn.Module,
-    base: Checkpoint,
-    *,
-    frozen: bool | Iterable[str],
-    live: nn.Module | None,
-    quantize: str | None,
-) -> SyncReport:
-    """Send tensors that a framework gathers itself; see `checkpoint_names`.
-
-    However it ends, all of `tensors` is read: other ranks might be gathering them.
-
-    Raises:
-        SyncError: See `DeltaSender.sync`.
-        ValueError: Names or shapes are not the model's or the base's.
-    """
-    source = iter(tensors)
-    try:
-        names = checkpoint_names(source, model, base, frozen=frozen, live=live, quantize=quantize)
-        with closing(names) as given:
-            return sender.sync(given)
-    finally:
-        for _ in source:
-            pass
 
 
 def on_all_ranks(

@@ -97,10 +97,6 @@ class LogSender(SingleSender):
         options = SenderOptions.among(locals())
         self._publisher = log_publisher(log_of(log), base, options, notify)
 
-    def close(self) -> None:
-        """Let another sender write into the log; answers of engines are not waited for."""
-        super().close()
-
     def sync(self, tensors: Tensors) -> SyncReport:
         """Publish what changed since the last version; if nothing did, an empty version.
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import httpx
 
 from delta_sender.arguments import Base, Tensors, check_urls
-from delta_sender.diff.snapshot import Snapshot
 from delta_sender.locations import engine_root, names_log
 from delta_sender.options import Flush, SenderOptions
 from delta_sender.publish.http_client import EngineClient
@@ -74,7 +73,6 @@ class MultiSender(Sender):
         urls: The engines' roots, ``http://host:port``, each once.
         base: What every engine holds now, as (name, tensor), or the folder of a checkpoint; copied.
         connect: Makes the destination of a url, given the options.
-        snapshot_type: Makes the snapshot.
         continues: `run` and `epoch` of an earlier sender, which must be closed, to open its run
             again; not with `state`, which has them.
 
@@ -92,7 +90,6 @@ class MultiSender(Sender):
         base: Base,
         *,
         connect: Connect = EngineClient,
-        snapshot_type: type[Snapshot] = Snapshot,
         continues: tuple[str, int] | None = None,
         base_version: int = 0,
         encoding: str = "deltas_zstd",
@@ -132,14 +129,7 @@ class MultiSender(Sender):
                         "a delta log is no engine; LogSender(log, base) publishes in it"
                     )
                 engine_root(url)
-        self._publisher = Publisher(
-            urls,
-            base,
-            options,
-            connect=connect,
-            snapshot_type=snapshot_type,
-            continues=continues,
-        )
+        self._publisher = Publisher(urls, base, options, connect=connect, continues=continues)
 
     @property
     def versions(self) -> dict[str, int]:
@@ -168,14 +158,6 @@ class MultiSender(Sender):
         it how.
         """
         return self._publisher.outcomes
-
-    def close(self) -> None:
-        """Release the engines, and close own HTTP clients, the log and the state file.
-
-        Engines that lag are waited for, `lag_limit` seconds each at most. The engines drop
-        what they have staged of this sender, and other runs can claim them.
-        """
-        super().close()
 
     def sync(self, tensors: Tensors) -> dict[str, SyncReport]:
         """Send what changed since the last sync to every engine.

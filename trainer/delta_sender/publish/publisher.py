@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Condition
 from typing import Final
@@ -28,7 +28,7 @@ from delta_sender.publish.destination import Destination
 from delta_sender.publish.fleet import ABORTED, FleetRound, check_outcomes
 from delta_sender.publish.lagging import Lagging
 from delta_sender.publish.log_destination import LogDestination
-from delta_sender.publish.notify import Notifier, Told
+from delta_sender.publish.notify import Notifier
 from delta_sender.publish.session import Committed, Session
 from delta_sender.publish.session_thread import (
     SessionThread,
@@ -135,7 +135,10 @@ class Publisher:
                 engines = [session.destination for session in self.sessions]
                 self._log_destination = LogDestination(log, engines, options.hmac_key, settles=True)
                 opened.callback(self._log_destination.close)
-                self._log = self._log_session()
+                self._log_destination.take_turn()
+                self._log = self._session(self._log_destination, None, is_log=True)
+                run = self._run.name if self._tracker.knows_base else None
+                self._log_destination.note_base(self._log.state, run)
             opened.pop_all()
         self._unfinished: tuple[SyncRound, list[SessionThread]] | None = None
         # Set while the snapshot and the sessions advance; still set if that was interrupted.
@@ -145,14 +148,6 @@ class Publisher:
         self._ended = Condition()
         self._lagging = Lagging(self._ended)
         release_at_exit(self)
-
-    def _log_session(self) -> Session:
-        """Take the turn to write the delta log, and return its session."""
-        self._log_destination.take_turn()
-        session = self._session(self._log_destination, None, is_log=True)
-        run = self._run.name if self._tracker.knows_base else None
-        self._log_destination.note_base(session.state, run)
-        return session
 
     def _session(
         self,
@@ -195,20 +190,6 @@ class Publisher:
     def versions(self) -> dict[str, int]:
         """The version that each destination acknowledged last, by url."""
         return {self._url_of(session): session.state.version for session in self.sessions}
-
-    @property
-    def version(self) -> int:
-        """The version that the only destination acknowledged last."""
-        return self.sessions[0].state.version
-
-    @property
-    def told(self) -> Mapping[str, Told]:
-        """By url of an engine that is asked to look at the log, what it answered last."""
-        return {} if self.notifier is None else self.notifier.told
-
-    def wait(self, timeout: float | None) -> Mapping[str, Told]:
-        """Wait until every engine has answered that was asked, or some seconds; return `told`."""
-        return {} if self.notifier is None else self.notifier.wait(timeout)
 
     @property
     def lagging(self) -> list[str]:

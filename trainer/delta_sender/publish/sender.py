@@ -148,15 +148,6 @@ class DeltaSender(SingleSender):
             [str(url)], base, options, connect=EngineClient, continues=continues
         )
 
-    def close(self) -> None:
-        """Release the engine, and close the own HTTP clients, the log and the state file.
-
-        The engine drops what it has staged of this sender, and other runs can claim it. Leaving a
-        `with` block does this, by Ctrl-C or an exception, too; and so does the interpreter when it
-        ends. A sender that is killed cannot: its run owns the engine until another takes it over.
-        """
-        super().close()
-
     def sync(self, tensors: Tensors) -> SyncReport:
         """Send what changed since the last sync; if nothing did, one empty part.
 

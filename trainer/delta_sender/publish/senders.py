@@ -34,7 +34,16 @@ class Sender:
         return self._publisher.epoch
 
     def close(self) -> None:
-        """Close what the sender has opened; nothing can be sent afterwards."""
+        """Release the engines or the log, and close own HTTP clients and the state file.
+
+        Engines that lag are waited for, `lag_limit` seconds each at most; answers of those that
+        follow a log are not. Engines drop what they have staged of this sender. Then other runs can
+        claim them, and another sender can write into the log.
+
+        Leaving a `with` block does this, by Ctrl-C or an exception, too; and so does the
+        interpreter when it ends. A sender that is killed cannot: its run owns the engines until
+        another takes them over.
+        """
         self._publisher.close()
 
 
@@ -44,7 +53,7 @@ class SingleSender(Sender):
     @property
     def version(self) -> int:
         """The version that the engine acknowledged last, or the log's newest one."""
-        return self._publisher.version
+        return self._publisher.sessions[0].state.version
 
     @property
     def told(self) -> Mapping[str, Told]:
@@ -52,8 +61,10 @@ class SingleSender(Sender):
 
         Engines that have not answered yet are left out.
         """
-        return self._publisher.told
+        notifier = self._publisher.notifier
+        return {} if notifier is None else notifier.told
 
     def wait(self, timeout: float | None = None) -> Mapping[str, Told]:
         """Wait until every engine of `notify` has answered, or some seconds; return `told`."""
-        return self._publisher.wait(timeout)
+        notifier = self._publisher.notifier
+        return {} if notifier is None else notifier.wait(timeout)

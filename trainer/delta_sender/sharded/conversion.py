@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -18,18 +18,6 @@ from delta_sender.models.plan import Group, Plan
 from delta_sender.sharded.box import Box
 
 _SMALL: Final = 4  # two halves of two elements: an interleaved order would show
-
-
-class Piece(NamedTuple):
-    """Elements that a checkpoint tensor and a shard of its source share.
-
-    Attributes:
-        of_source: Where they are in the source.
-        box: Where they are in the checkpoint's tensor.
-    """
-
-    of_source: Box
-    box: Box
 
 
 @dataclass(frozen=True)
@@ -44,12 +32,16 @@ class Source:
     key: str
     outputs: Mapping[str, tuple[torch.Size, Box]]
 
-    def pieces(self, held: Box) -> Iterator[tuple[str, tuple[int, ...], Piece]]:
-        """Yield name and shape of every checkpoint tensor that a shard of the source is part of."""
+    def pieces(self, held: Box) -> Iterator[tuple[str, tuple[int, ...], Box, Box]]:
+        """Yield every checkpoint tensor that a shard of the source has elements of.
+
+        Yields:
+            Its name and shape, where these elements are in the source, and where in the tensor.
+        """
         for name, (shape, box) in self.outputs.items():
             common = box if not box.numel else box.common(held)
             if common is not None:
-                yield name, tuple(shape), Piece(common, _within(common, box, shape))
+                yield name, tuple(shape), common, _within(common, box, shape)
 
 
 def sources_of(plan: Plan) -> Iterator[Source]:

@@ -16,8 +16,8 @@ from delta_sender.encode.sync_round import SyncRound
 from delta_sender.options import SenderOptions
 from delta_sender.publish.fleet import ABORTED, FleetRound, check_outcomes
 from delta_sender.publish.session import Committed
-from delta_sender.publish.session_thread import SessionThread
-from delta_sender.results import FleetOutcome, RankError, ShardedReport, SyncError, SyncReport
+from delta_sender.publish.session_thread import SessionThread, acknowledge_all
+from delta_sender.results import FleetOutcome, RankError, ShardedReport, SyncError
 from delta_sender.sharded.ranks import Ranks, described, error_of
 from delta_sender.sharded.session import ShardedSession
 
@@ -184,15 +184,7 @@ class ShardedFleet:
         for url, thread in threads.items():
             if not thread.has_committed:
                 self._sessions[url].state.agree_on_missed(self._ranks)
-        reports, failures = dict[str, SyncReport](), dict[str, SyncError]()
-        for url, thread in threads.items():
-            try:
-                if isinstance(thread.outcome, Committed):
-                    reports[url] = thread.session.acknowledge(thread.outcome)
-                elif isinstance(thread.outcome, SyncError):
-                    failures[url] = thread.outcome
-            except SyncError as error:
-                failures[url] = error
+        reports, failures, _ = acknowledge_all(threads)
         is_committed = self._share_outcomes(fleet)
         if failure is not None:
             raise failure

@@ -79,10 +79,10 @@ def model_shards(
         local, held = _local(source.key, live)
         if held is None:
             continue
-        for name, shape, part in source.pieces(held):
+        for name, shape, of_source, box in source.pieces(held):
             wanted = _dtype(name, live, tensors, dtype)
-            view = local[part.of_source.relative_to(held)].reshape(part.box.sizes)
-            shards.append(Shard(name, view, shape, part.box.slices, wanted))
+            view = local[of_source.relative_to(held)].reshape(box.sizes)
+            shards.append(Shard(name, view, shape, box.slices, wanted))
     for name, tensor in plan.unchanged.items():
         whole = Box.whole(tensor.shape)
         shards.append(Shard(name, tensor, whole.shape, whole.slices))

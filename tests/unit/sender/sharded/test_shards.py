@@ -60,11 +60,11 @@ def test_parts_of_fused_experts_make_up_the_checkpoints(dim: int) -> None:
             slices = [slice(None)] * live.ndim
             slices[cut] = slice(start, stop)
             held = Box.of(live.shape, slices)
-            for name, shape, part in source.pieces(held):
+            for name, shape, of_source, box in source.pieces(held):
                 assert shape == tuple(wanted[name].shape)
-                local = live[held.slices][part.of_source.relative_to(held)]
-                found[name][part.box.slices] = local.reshape(part.box.sizes)
-                times[name][part.box.slices] += 1
+                local = live[held.slices][of_source.relative_to(held)]
+                found[name][box.slices] = local.reshape(box.sizes)
+                times[name][box.slices] += 1
     assert_same(found.items(), wanted)
     assert all(bool((count == 1).all()) for count in times.values())
 
