@@ -4,7 +4,8 @@ Prints a line per row as it ends, then a table, and writes all facts as JSON. Th
 (or SGLang, with ``--engine sglang``) for CUDA, or a bundle (``make gpu-bundle``) brings vLLM: on a
 host without network
 
-    python3 -m scripts.gpu --bundle build/gpu-vllm --minutes 9 --timing 4b --base OLD_TREE
+    python3 -m scripts.gpu --bundle build/gpu-vllm --minutes 6
+    python3 -m scripts.gpu --bundle build/gpu-vllm --minutes 7 none --timing 4b
 
 Rows that have not been exact in any recorded run (``scripts/gpu/results``) come first.
 """
@@ -29,12 +30,13 @@ from typing import Any, Final
 
 # Whatever needs more than the standard library is imported once the bundle is unpacked.
 from scripts.gpu import trees
-from scripts.gpu.results import by_worth, is_exact, is_sound, recorded
+from scripts.gpu.results import as_text, by_worth, is_exact, is_sound, recorded
 
 _OF_BASE: Final = Path("engine_ext/conformance/random_weights.py")  # that scripts use
-_LEAST_S: Final = {"cuda": 100, "cpu": 40}  # a row is not begun with less time left
+_LEAST_S: Final = {"cuda": 120, "cpu": 40}  # a row is not begun with less time left
 _GRACE_S: Final = 25  # in which a row that is interrupted stops its engines
-_TIMING_S: Final = 400  # for the timing, at most, if rows follow
+_ROWS_S: Final = 150  # that the timing leaves, if rows follow
+_ROOM: Final = 25 << 30  # bytes, of the bundle, two checkpoints, and an engine's spool
 
 
 def main() -> int:
@@ -47,6 +49,9 @@ def main() -> int:
         return _one(chosen)
     started = time.monotonic() - float(os.environ.pop(trees.SPENT, "0"))
     end = started + 60 * chosen.minutes
+    if chosen.folder is None:
+        chosen.folder = trees.work_folder(_ROOM)
+        print(f"working in {chosen.folder}", flush=True)
     if chosen.bundle is not None:
         trees.restart_in_bundle(chosen.bundle, chosen.folder / "site", started)
     from scripts.gpu.rows import rows_of
@@ -65,7 +70,7 @@ def main() -> int:
         names = by_worth(rows, recorded(), chosen.engine)
     run = Run(chosen, end)
     if chosen.timing is not None:
-        run.time(_TIMING_S if names else float("inf"))
+        run.time(_ROWS_S if names else 0)
     with ThreadPoolExecutor(chosen.at_once) as pool:
         [*pool.map(run.prove, names)]
     print(f"\n{run.table()}", flush=True)
@@ -86,7 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--timing", choices=("4b", "8b", "tiny"), help="first time a model of this size")
     add("--base", type=Path, metavar="TREE", help="a checkout of the product to time it against")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal")
-    add("--folder", type=Path, default=Path("/dev/shm/gpu-rows"), help="of work (%(default)s)")
+    add("--folder", type=Path, help="of work (default: gpu-rows in /dev/shm, or in /tmp)")
     add("--json", type=Path, default=Path("build/gpu-rows.json"), help="(%(default)s)")
     add("--one", metavar="ROW", help=argparse.SUPPRESS)
     add("--stock", action="store_true", help=argparse.SUPPRESS)
@@ -132,9 +137,9 @@ class Run:
             self.facts["rows"].append(found)
             self._write()
 
-    def time(self, limit_s: float) -> None:
-        """Time the trees, with nothing else on the machine."""
-        left = min(self._end - time.monotonic(), limit_s)
+    def time(self, rest_s: float) -> None:
+        """Time the trees, with nothing else on the machine, and leave some seconds."""
+        left = self._end - time.monotonic() - rest_s
         from scripts.gpu.timing import is_up
 
         folder, old = self._chosen.folder, self._chosen.base
@@ -204,7 +209,7 @@ class Run:
         path = self._chosen.json
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.with_name(f"{path.name}.tmp")
-        whole.write_text(json.dumps(self.facts, indent=1) + "\n", encoding="utf-8")
+        whole.write_text(as_text(self.facts), encoding="utf-8")
         whole.replace(path)  # whatever ends this process, the file is whole
 
 

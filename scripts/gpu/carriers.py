@@ -81,8 +81,8 @@ def carriers(folder: Path, trainer: torch.device) -> Iterator[tuple[str, Connect
         yield name, connect
 
 
-def measure(options: argparse.Namespace, scratch: Path, console: Console) -> list[Row]:
-    """Time every carrier; return one row for each, and each kind of sync, and print it.
+def measure(options: argparse.Namespace, scratch: Path, console: Console, rows: list[Row]) -> None:
+    """Time every carrier; add one row for each, and each kind of sync, and print it.
 
     Raises:
         EngineError: The engine did not start, or holds other weights than were sent.
@@ -97,13 +97,11 @@ def measure(options: argparse.Namespace, scratch: Path, console: Console) -> lis
     console.print("starting vLLM")
     more: Row = {"kv_bytes": 1 << 30, "log_path": scratch / "engine.log"}
     with GpuVllm(base, flags, delta=True, **more) as engine:
-        rows: list[Row] = []
         found = track([*carriers(parts, trainer)], "syncing", console=console, transient=True)
         for name, connect in found:
             for row in _syncs(engine, name, connect, weights, options):
                 console.print(f"{name}, {row['sync']}: {row['ms']:.0f} ms")
                 rows.append(row)
-    return rows
 
 
 def _syncs(
@@ -189,12 +187,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def program() -> int:
         console = Console(width=120, markup=False, highlight=False)
-        with tempfile.TemporaryDirectory(prefix="delta-bench-", dir=_SHARED_MEMORY) as scratch:
-            os.environ.update(environment(None, Path(scratch)))  # the engine finds the plug-in
-            rows = measure(options, Path(scratch), console)
-        show(rows, console)
-        if options.json:
-            print(json.dumps(rows))
+        rows: list[Row] = []
+        try:
+            with tempfile.TemporaryDirectory(prefix="delta-bench-", dir=_SHARED_MEMORY) as scratch:
+                os.environ.update(environment(None, Path(scratch)))  # the engine finds the plug-in
+                measure(options, Path(scratch), console, rows)
+        finally:  # a carrier that fails leaves those before it
+            show(rows, console)
+            if options.json:
+                print(json.dumps(rows), flush=True)
         return 0
 
     failures = (EngineError, SyncError, httpx.HTTPError)

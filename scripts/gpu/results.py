@@ -16,6 +16,17 @@ def recorded(folder: Path = FOLDER) -> list[dict[str, Any]]:
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
+def as_text(facts: dict[str, Any]) -> str:
+    """Return the text of a run's file: a line for each row, and for each tree that was timed."""
+    parts = []
+    for key, value in facts.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        parts.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def is_exact(row: dict[str, Any]) -> bool:
     """Return whether a row's weights, texts and log probabilities were those of a fresh engine.
 

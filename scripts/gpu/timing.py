@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from delta_sender import DeltaSender
 from scripts.gpu import own_ways
-from scripts.gpu.engine import GpuVllm, gpu_mib, on_cpu, running
+from scripts.gpu.engine import GpuVllm, gpu_mib, on_cpu, running, tail
 from scripts.gpu.stream import Stream
 from scripts.live_engine import tiny_models
 
@@ -44,6 +44,7 @@ _GRAPHS: Final = (
 )
 _POLL_S: Final = 0.1
 _TURN_S: Final = 0.5  # in which the other tree can take its turn
+_UP_S: Final = 120  # for which a tree waits for the other's engines
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ def run(size: str, folder: Path, name: str, *, stock: bool, trees: Collection[st
         _time(SIZES[size], folder, own, facts, stock=stock, trees=trees)
     except (Exception, KeyboardInterrupt) as error:
         facts["error"] = f"{type(error).__name__}: {error}"[-1500:]
+    if not facts.keys().isdisjoint(("error", "stock_error")):
+        facts["logs"] = {log.stem: tail(log) for log in sorted(own.glob("*.log"))}
     facts["seconds"] = round(time.monotonic() - started, 1)
     return facts
 
@@ -159,19 +162,29 @@ def _time(
         def up(name: str) -> tuple[GpuVllm, float]:
             return stack.enter_context(_started(name, base, own, flags))
 
-        other, facts["stock_start_s"] = up("stock") if stock else (None, None)
-        facts["stock_loading"] = _lines(other, "oading took", "init engine") if other else []
         live, facts["start_s"] = up("live")
         facts["loading"] = _lines(
             live, "delta updates:", "Triton kernels", "oading took", "init engine"
         )
+        other, facts["stock_start_s"] = None, None
+        if stock:
+            try:
+                other, facts["stock_start_s"] = up("stock")
+                facts["stock_loading"] = _lines(other, "oading took", "init engine")
+            except Exception as error:  # the figures of the live engine stay
+                facts["stock_error"] = f"{type(error).__name__}: {error}"[-1500:]
         facts["gpu_mib"] = {"before": gpu_mib(live)}
         facts["syncs"] = []
         is_up(folder, facts["tree"]).touch()
+        deadline = time.monotonic() + _UP_S
         while not all(is_up(folder, tree).exists() for tree in trees):
+            if time.monotonic() > deadline:
+                facts["alone"] = True  # the other tree's engines can still be starting
+                break
             time.sleep(_POLL_S)
         with _turn(folder / "measure.lock"):
             facts["read_both_ms"] = _read_both(weights)
+            facts["kernels_tried_s"] = _try_kernels(torch.device(device))
         for number, encoding in enumerate(ENCODINGS):
             with _turn(folder / "measure.lock"):
                 _sync(live, weights, encoding, 100 * number, facts)
@@ -248,6 +261,17 @@ def _read_both(weights: Weights) -> float:
         _synchronize()
         found.append(1e3 * (time.perf_counter() - began))
     return round(min(found), 2)
+
+
+def _try_kernels(device: torch.device) -> float | None:
+    """Compile and try the sender's kernels; return the seconds, or None if the tree has none."""
+    try:
+        from engine_ext.kernels.triton import runs_change_kernels
+    except ImportError:
+        return None
+    began = time.monotonic()
+    runs_change_kernels(device)
+    return round(time.monotonic() - began, 2)
 
 
 def _sync(live: GpuVllm, weights: Weights, encoding: str, seed: int, facts: Facts) -> None:

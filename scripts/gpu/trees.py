@@ -5,9 +5,11 @@ Only the standard library: nothing else is there before the bundle is unpacked.
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Final
@@ -26,6 +28,16 @@ delta_updates = engine_ext.adapters.sglang.plugin:register
 """
 
 
+def work_folder(room: int) -> Path:
+    """Return a folder for what a run needs: in memory if that has the room and runs programs."""
+    memory = Path("/dev/shm")
+    with contextlib.suppress(OSError):
+        facts = os.statvfs(memory)
+        if facts.f_bavail * facts.f_frsize >= room and not facts.f_flag & os.ST_NOEXEC:
+            return memory / "gpu-rows"
+    return Path(tempfile.gettempdir()) / "gpu-rows"
+
+
 def restart_in_bundle(bundle: Path, site: Path, started: float) -> None:
     """Unpack a bundle and run this command anew with what is in it; does not return.
 
@@ -34,10 +46,13 @@ def restart_in_bundle(bundle: Path, site: Path, started: float) -> None:
         started: of the monotonic clock.
     """
     count = pieces.unpack(bundle, site / "packages")
+    # All engines would compile the same files at once, or each anew if Python writes none.
+    compileall.compile_dir(site / "packages", quiet=2, workers=0)
     print(f"unpacked {count} archives in {time.monotonic() - started:.1f} s", flush=True)
     given, at = sys.argv[1:], [n for n, one in enumerate(sys.argv[1:]) if one == "--bundle"]
     rest = [one for n, one in enumerate(given) if n not in {*at, *(n + 1 for n in at)}]
     rest = [one for one in rest if not one.startswith("--bundle=")]
+    rest += ["--folder", str(site.parent)]
     os.environ.update(
         PYTHONPATH=os.pathsep.join([str(site / "packages"), os.environ.get("PYTHONPATH", "")]),
         NUMBA_CACHE_DIR=str(site / "numba"),

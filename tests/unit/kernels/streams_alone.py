@@ -243,8 +243,12 @@ class Experts(ToyModel):
     }
 
     def build(self) -> None:
-        self.stacked = torch.nn.Parameter(torch.zeros(8, 3, 4).bfloat16(), False)
-        self.turned = torch.nn.Parameter(torch.zeros(6, 5).bfloat16(), False)
+        self.stacked = torch.nn.Parameter(
+            torch.zeros(8, 3, 4, dtype=torch.bfloat16, device=DEVICE), False
+        )
+        self.turned = torch.nn.Parameter(
+            torch.zeros(6, 5, dtype=torch.bfloat16, device=DEVICE), False
+        )
 
     def load_one(self, name: str, weight: torch.Tensor) -> None:
         if name == "turned":
@@ -339,7 +343,11 @@ def holder(own: str) -> type[ToyModel]:
         shapes: ClassVar = {"a": (4, 6), "b": (4, 6)}
 
         def build(self) -> None:
-            setattr(self, own, torch.nn.Parameter(torch.zeros(4, 6).bfloat16(), False))
+            setattr(
+                self,
+                own,
+                torch.nn.Parameter(torch.zeros(4, 6, dtype=torch.bfloat16, device=DEVICE), False),
+            )
 
         def load_one(self, name: str, weight: torch.Tensor) -> None:
             if name == own:

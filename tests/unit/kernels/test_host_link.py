@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine_ext.conformance.toy_models.base import DEVICE
 from engine_ext.kernels import HostLink, download_box, upload_box
+from tests.support.served_models import PROPERTY
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +31,7 @@ def boxes(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     return box, whole
 
 
+@PROPERTY
 @given(boxes(), st.integers(8, 64))
 def test_upload_writes_the_box_and_nothing_else(
     given_box: tuple[torch.Tensor, torch.Tensor], nbytes: int
@@ -42,6 +44,7 @@ def test_upload_writes_the_box_and_nothing_else(
     assert torch.equal(whole.cpu(), expected.cpu())
 
 
+@PROPERTY
 @given(boxes(), st.integers(8, 64))
 def test_download_reads_the_box(given_box: tuple[torch.Tensor, torch.Tensor], nbytes: int) -> None:
     box, _ = given_box

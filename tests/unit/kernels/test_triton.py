@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine_ext.conformance.toy_models.base import DEVICE
 from engine_ext.kernels import triton
 from engine_ext.kernels.triton import (
     block_sums,
@@ -32,7 +33,9 @@ from engine_ext.kernels.triton import (
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
-PLACES = ["interpreter", *(["cuda"] if torch.cuda.is_available() else [])]
+# The tests of a GPU leave out what those of the CPU have run.
+INTERPRETED = () if DEVICE.type == "cuda" else ("interpreter",)
+PLACES = [*INTERPRETED, *(["cuda"] if torch.cuda.is_available() else [])]
 SANITIZER = shutil.which("compute-sanitizer")
 # The conformance suite reads models in host memory.
 RUNS = [
@@ -41,7 +44,7 @@ RUNS = [
         for place in PLACES
         for cases in ("kernels_alone", "streams_alone")
     ),
-    ("interpreter", "conformance_alone", "not full"),
+    *((place, "conformance_alone", "not full") for place in INTERPRETED),
     *(
         pytest.param("sanitizer", cases, "not full", marks=pytest.mark.full)
         for cases in ("kernels_alone", "streams_alone")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 
 from scripts.doc_tables import gpu as doc_table
 from scripts.gpu import __main__ as program
-from scripts.gpu import results, timing
+from scripts.gpu import results, timing, trees
 from scripts.gpu import rows as rows_module
 from scripts.gpu.rows import ROWS, Row
 from scripts.live_engine import tiny_models
@@ -251,9 +253,23 @@ def test_a_tree_does_not_wait_for_one_that_ended(
     given = ["--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
     chosen = program.make_parser().parse_args([*given, "--timing", "tiny", "--base", str(tmp_path)])
     run = program.Run(chosen, time.monotonic() + 20.0)
-    run.time(60)
+    run.time(0)
     of_new, of_base = {"verdict": "exact"}, {"error": "no result: "}
     assert run.facts["timing"] == [{"tree": "new", **of_new}, {"tree": "base", **of_base}]
+
+
+def test_a_runs_file_has_a_line_for_each_row() -> None:
+    facts = {"device": "H200", "rows": [{"row": "a", "x": [1, {}]}, {"row": "b"}], "timing": []}
+    text = results.as_text(facts)
+    assert json.loads(text) == facts
+    assert '  {"row": "a", "x": [1, {}]},\n  {"row": "b"}\n ],\n "timing": []\n}' in text
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_work_is_in_memory_if_it_has_the_room(fits: bool) -> None:
+    free = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize
+    folder = trees.work_folder(0 if fits else 2 * free + 1)
+    assert folder == Path("/dev/shm" if fits else tempfile.gettempdir()) / "gpu-rows"
 
 
 def test_no_row_begins_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,11 +168,10 @@ def test_a_plain_checkout_runs_the_programs(program: tuple[str, ...], shown: str
 def test_the_engine_of_the_carriers_finds_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[importlib.metadata.EntryPoint] = []
 
-    def measure(*arguments: Any) -> list[Any]:
+    def measure(*arguments: Any) -> None:
         for folder in os.environ["PYTHONPATH"].split(os.pathsep):
             for one in importlib.metadata.distributions(path=[folder]):
                 found.extend(one.entry_points.select(name="delta_updates"))
-        return []
 
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(carriers, "measure", measure)

@@ -85,11 +85,12 @@ class Sender:
     """Writes to the only engine with delta updates; `loses` every value of one tensor."""
 
     loses = ""
+    engines = 3  # that are up: two of the new tree, one of the base
 
     def __init__(self, url: str, weights: Any, *, base_version: int, encoding: str) -> None:
         [self._engine] = [one for one in Engine.made if one.url == url]
         assert self._engine.delta
-        assert sum(one.is_up for one in Engine.made) == 3  # two of the new tree, one of the base
+        assert sum(one.is_up for one in Engine.made) == self.engines
         assert base_version == self._engine.version
 
     def __enter__(self) -> Sender:
@@ -163,6 +164,26 @@ def test_a_timing_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     facts = timing.run("tiny", tmp_path, "new", stock=True, trees=["new"])
     assert facts["error"] == "RuntimeError: it exited"
     assert facts["weights"] > 1e6
+
+
+@pytest.mark.slow
+def test_a_stock_engine_that_fails_leaves_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sender, "engines", 1)
+    start = Engine.__enter__
+
+    def fail(self: Engine) -> Engine:
+        if not self.delta:
+            raise RuntimeError("it exited")
+        return start(self)
+
+    monkeypatch.setattr(Engine, "__enter__", fail)
+    facts = timing.run("tiny", tmp_path, "new", stock=True, trees=["new"])
+    assert "error" not in facts, facts["error"]
+    assert facts["stock_error"] == "RuntimeError: it exited"
+    assert facts["logs"].keys() == {"live", "stock"}
+    assert len(facts["syncs"]) == 2 * (len(timing.ENCODINGS) + 1)
 
 
 @pytest.mark.slow

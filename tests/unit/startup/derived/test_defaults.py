@@ -22,11 +22,11 @@ class CacheScale(Method):
 
     def create_weights(self, layer: Any) -> None:
         layer.k_scale = parameter(torch.tensor(-1.0))
-        layer.register_buffer("_k_scale", torch.tensor(1.0, device=DEVICE))
+        layer.register_buffer("kept_scale", torch.tensor(1.0, device=DEVICE))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         given = layer.k_scale if layer.k_scale > 0 else torch.tensor(1.0)
-        layer._k_scale.copy_(given)
+        layer.kept_scale.copy_(given)
         layer.served_scale = parameter(given.clone())
         del layer.k_scale
 
