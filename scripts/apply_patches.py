@@ -121,7 +121,9 @@ class PatchSet:
     def __init__(self, folder: Path, root: Path, *, by_hash: bool) -> None:
         self.folder, self.version, self.by_hash = folder, folder.name, by_hash
         self.patches: dict[str, dict[str, list[Hunk]]] = {}  # by file name, then by path
-        for number, file in enumerate(sorted(folder.glob("*.patch")), 1):
+        # A version has its own of those whose context differs.
+        self._files = {f.name: f for f in (*folder.parent.glob("*.patch"), *folder.glob("*.patch"))}
+        for number, (_, file) in enumerate(sorted(self._files.items()), 1):
             if not re.fullmatch(rf"{number:04}-[a-z0-9-]+\.patch", file.name):
                 raise Refused(f"{file}: expected a name like {number:04}-what.patch")
             try:
@@ -158,6 +160,7 @@ class PatchSet:
             path: {"before": _sha256(before), "after": _sha256(self.rewritten(path, State.PATCHED))}
             for path, before in self.contents.items()
         }
+        self.folder.mkdir(exist_ok=True)
         self._manifest.write_text(json.dumps({"files": hashes}, indent=2) + "\n")
         return self._manifest
 
@@ -180,7 +183,7 @@ class PatchSet:
             try:
                 content = apply_hunks(content, map(Hunk.reversed, hunks) if revert else hunks)
             except Refused as error:
-                raise Refused(f"{self.folder / name}: {path}: {error}") from None
+                raise Refused(f"{self._files[name]}: {path}: {error}") from None
         if self.by_hash and self._hashes[path].get(_sha256(content)) is not wanted:
             raise Refused(f"{self.folder}: manifest.json has another hash for {path}")
         return content
