@@ -119,10 +119,6 @@ class Held:
 DescribeStaged = Callable[[StagedSync | None], Awaitable[StagedSync | None]]
 
 
-async def _as_it_is(staged: StagedSync | None) -> StagedSync | None:
-    return staged
-
-
 def part_of(staged: StagedSync) -> PartId:
     """Return what names a staged sync."""
     return PartId(
@@ -150,7 +146,7 @@ class Coordinator:
         self._engine, self._committer = engine, committer
         self.reporter, self._staging = reporter, staging
         self.adapter: str | None = None
-        self.describe_staged: DescribeStaged = _as_it_is
+        self.describe_staged: DescribeStaged  # the service sets it
         self._part_locks = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     def for_adapter(self, name: str, engine: Engine, staging: Staging) -> Coordinator:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,26 +71,22 @@ class Intake:
         directory: parent of the spool's folder; None chooses shared memory, or the temporary folder
             if shared memory has no room for a part of the maximum size.
         limits: bounds for a part; `Limits.max_part_bytes` bounds compressed bodies too.
+
+    Attributes:
+        directory: the spool's folder.
+        close: removes the spool and everything in it.
     """
 
     def __init__(self, directory: str | None, limits: Limits) -> None:
         self._limits = limits
         # There are two copies of a signed part for a moment.
-        self._spool = Spool(directory, limits.max_part_bytes * (1 if signing_key() is None else 2))
-        self._files = self._spool.files
-
-    @property
-    def directory(self) -> Path:
-        """The spool's folder."""
-        return self._spool.directory
+        spool = Spool(directory, limits.max_part_bytes * (1 if signing_key() is None else 2))
+        self._files, self.directory = spool.files, spool.path
+        self.close = weakref.finalize(self, spool.remove)
 
     def scratch(self, prefix: str, size: int) -> TemporaryDirectory[str]:
         """Make a folder in the spool's, see `SpoolFiles.scratch`."""
         return self._files.scratch(prefix, size)
-
-    def close(self) -> None:
-        """Remove the spool and everything in it."""
-        self._spool.close()
 
     def warm_up(self) -> None:
         """Compile what decompresses, in a thread, so that the first part does not wait for it."""

@@ -80,7 +80,7 @@ class DeltaService:
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
-        self.settings, self._engine = settings, engine
+        self.settings, self.engine = settings, engine
         self.adapter: str | None = None
         audit = None
         if settings.audit_file is not None:
@@ -149,11 +149,6 @@ class DeltaService:
         self._following: asyncio.Task[None] | None = None
         self._ending_pauses: asyncio.Task[None] | None = None
 
-    @property
-    def engine(self) -> Engine:
-        """The engine, as the syncs of what the service updates see it."""
-        return self._engine
-
     def for_adapter(self, name: str) -> DeltaService:
         """Return the service of an adapter of the same engine; all share everything but the state.
 
@@ -161,14 +156,14 @@ class DeltaService:
         """
         service = copy.copy(self)
         service.adapter, service.log_replay, service.follower = name, None, None
-        service._engine = AdapterEngine(self._engine, name)
+        service.engine = AdapterEngine(self.engine, name)
         service.coordinator = self.coordinator.for_adapter(
-            name, service._engine, self._make_staging(service._engine)
+            name, service.engine, self._make_staging(service.engine)
         )
-        service.fleet = self.fleet.for_adapter(name, service._engine, service.coordinator)
+        service.fleet = self.fleet.for_adapter(name, service.engine, service.coordinator)
         service.coordinator.describe_staged = service.fleet.describe
         service.inlet = dataclasses.replace(
-            self.inlet, engine=service._engine, coordinator=service.coordinator, follows=False
+            self.inlet, engine=service.engine, coordinator=service.coordinator, follows=False
         )
         return service
 
@@ -204,12 +199,12 @@ class DeltaService:
                 server must not start.
         """
         self.intake.warm_up()
-        replies = await rank_statuses(self._engine)
+        replies = await rank_statuses(self.engine)
         versions = [reply.version for reply in replies]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
         digest, folder = total_digest(reply.digest for reply in replies), self.intake.directory
-        await self.committer.served.share(self._engine, folder, versions[0], digest)
+        await self.committer.served.share(self.engine, folder, versions[0], digest)
         self.committer.awaits_full_sync = replies[0].awaits is not msgspec.UNSET
         metrics.VERSION.set(versions[0])
         metrics.show_run(replies[0].run)
@@ -223,7 +218,7 @@ class DeltaService:
         await self.coordinator.describe_staged((await self.coordinator.held()).staged)
         interval = self.settings.scrub_interval
         if interval is not None:
-            self._scrubbing = asyncio.ensure_future(count_findings(self._engine, interval))
+            self._scrubbing = asyncio.ensure_future(count_findings(self.engine, interval))
         if (most := self.settings.max_pause) is not None:
             watch = pauses.end_long_pauses(self.committer.end_long_pause, most)
             self._ending_pauses = asyncio.ensure_future(watch)
@@ -237,7 +232,7 @@ class DeltaService:
             plan: whether every tensor is listed.
             history: whether the last syncs are.
         """
-        replies, replay = await self.committer.status(self._engine), self.log_replay
+        replies, replay = await self.committer.status(self.engine), self.log_replay
         following = None if self.follower is None else await self.follower.describe()
         log = None
         if replay is not None:
@@ -254,7 +249,7 @@ class DeltaService:
         wrong = mismatched(replies)
         version = VersionStatus(
             number=first.version,
-            published=await self._engine.get_weight_version(),
+            published=await self.engine.get_weight_version(),
             run=first.run,
             by_rank=[reply.version for reply in replies],
             digest=total_digest(reply.digest for reply in replies),
@@ -275,10 +270,10 @@ class DeltaService:
             uncertified={k: v for reply in replies for k, v in reply.uncertified.items()},
         )
         return EngineStatus(
-            engine=self._engine.name,
+            engine=self.engine.name,
             adapter=self.adapter,
             ranks=len(replies),
-            server=server_status(self._engine),
+            server=server_status(self.engine),
             apply=first.apply,
             version=version,
             health=health,
@@ -337,7 +332,7 @@ class DeltaService:
             with contextlib.suppress(DeltaError):
                 await self.fleet.settle()
             claimed = await self.coordinator.claim(sender, takeover=request.takeover)
-        [status, *others] = await self.committer.status(self._engine)
+        [status, *others] = await self.committer.status(self.engine)
         return {
             "status": "claimed",
             "owner": msgspec.to_builtins(claimed.owner),
@@ -355,6 +350,6 @@ class DeltaService:
 
         An engine that was started without a checkpoint has no plan before its first ``full`` sync.
         """
-        replies = await call_all_ranks(self._engine, GetPlan())
+        replies = await call_all_ranks(self.engine, GetPlan())
         plans = [reply.tensors for reply in replies if reply.tensors is not None]
         return plans if len(plans) == len(replies) else None

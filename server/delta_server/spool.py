@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import tempfile
-import weakref
 from pathlib import Path
 from threading import Lock
 
@@ -26,31 +25,21 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class Spool:
-    """A private folder for parts.
+    """A private folder for parts, which is locked.
 
     Args:
         directory: parent of the folder; None chooses shared memory, or the temporary folder if
             shared memory has no `room`.
         room: about the bytes that the largest part can need.
+
+    Attributes:
+        path: of the folder.
+        files: in it.
     """
 
     def __init__(self, directory: str | None, room: int) -> None:
         parent = directory or _default_parent(room)
         _remove_dead(parent)
-        folder = _Folder(parent)
-        self.directory = folder.path
-        self.files = SpoolFiles(folder.path, folder.make_again)
-        self._cleaner = weakref.finalize(self, _remove, self.files, folder)
-
-    def close(self) -> None:
-        """Remove the folder and everything in it."""
-        self._cleaner()
-
-
-class _Folder:
-    """A private folder that is locked."""
-
-    def __init__(self, parent: str) -> None:
         self._making = Lock()
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
@@ -59,8 +48,9 @@ class _Folder:
             with contextlib.suppress(FileNotFoundError):
                 self._lock = self._locked()
                 if self._lock.is_in_place():
-                    return
+                    break
                 self._lock.close()
+        self.files = SpoolFiles(self.path, self.make_again)
 
     def _locked(self) -> FileLock:
         return FileLock(self.path, os.O_RDONLY | os.O_DIRECTORY, None)
@@ -80,13 +70,9 @@ class _Folder:
 
     def remove(self) -> None:
         """Remove it and everything in it."""
+        self.files.close()
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
-
-
-def _remove(files: SpoolFiles, folder: _Folder) -> None:
-    files.close()
-    folder.remove()
 
 
 def _remove_dead(parent: str) -> None:

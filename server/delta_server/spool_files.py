@@ -206,12 +206,7 @@ class SpoolFiles:
         self._released_at = 0.0
         self._timer: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
         self._closed = False
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="delta-spool")
-
-    @property
-    def threads(self) -> ThreadPoolExecutor:
-        """Threads to write and check with."""
-        return self._threads
+        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="delta-spool")
 
     def take(self) -> SpoolFile:
         """Return an empty, locked file.
@@ -298,7 +293,7 @@ class SpoolFiles:
         """Run what takes long for a file of this many bytes, in a thread if it does."""
         if size >= _LARGE:
             with contextlib.suppress(RuntimeError):  # closed
-                self._threads.submit(work)
+                self.threads.submit(work)
                 return
         work()
 
@@ -306,7 +301,7 @@ class SpoolFiles:
         """Delete the unused files; keep none from now on."""
         self._closed = True
         self.delete_unused()
-        self._threads.shutdown(wait=False)
+        self.threads.shutdown(wait=False)
 
     def _new_path(self, suffix: str) -> Path:
         return self._folder / f"{next(self._numbers)}{suffix}"

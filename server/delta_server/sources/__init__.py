@@ -78,12 +78,8 @@ class Source(Protocol):
         """
         ...
 
-    async def settled(self, version: int | None, outcome: Outcome) -> None:
-        """Take note of how the delivery has ended; give up what the source still holds.
-
-        Args:
-            version: that the parts lead to; None if that was not known yet.
-        """
+    async def settled(self, outcome: Outcome) -> None:
+        """Take note of how the delivery has ended; give up what the source still holds."""
         ...
 
 
@@ -132,7 +128,7 @@ async def deliver(
                 verified.append(one)
                 record.add(one.manifest, one.identity, one.wire_bytes)
     except BaseException as error:
-        await _settle(source, verified, None, _outcome(error))
+        await _settle(source, verified, _outcome(error))
         raise
     return await asyncio.shield(_submit(source, verified, coordinator, options, record))
 
@@ -157,18 +153,15 @@ async def _submit(
         outcome = _outcome(error)
         raise
     finally:
-        version = record.parts[0].version if record.parts else None
-        await _settle(source, verified, version, outcome)
+        await _settle(source, verified, outcome)
 
 
-async def _settle(
-    source: Source, verified: Sequence[VerifiedPart], version: int | None, outcome: Outcome
-) -> None:
+async def _settle(source: Source, verified: Sequence[VerifiedPart], outcome: Outcome) -> None:
     with contextlib.ExitStack() as removed:
         for one in verified:
             removed.callback(one.remove)
     try:
-        await source.settled(version, outcome)
+        await source.settled(outcome)
     except Exception:  # the answer is what has happened to the weights
         logger.exception("a source could not give up what it holds")
 

@@ -75,21 +75,20 @@ class Files:
         options, found = self._options, self._found
         parts = [part_id(v.manifest, v.identity, options, self._record.origin) for v in verified]
         self._record.parts = parts
-        url, bring = (found.source.url, found.source.bring_index) if found.source else (None, None)
         are_all = all(one.manifest.part is None for one in verified)
         if are_all:
-            parts = located(parts, found.paths, url)
+            parts = located(parts, found.paths, found.url)
         versions = sorted({part.version for part in parts})
         if len(versions) > 1:
             raise MalformedPart(f"the files of one request lead to versions {versions}")
         if len({part.run for part in parts}) > 1:
             raise MalformedPart("the files of one request are of several runs")
         coordinator = self._inlet.coordinator
-        parts = await after_gap(coordinator, parts, found.paths[0], found.roots, bring)
+        parts = await after_gap(coordinator, parts, found.paths[0], found.roots, found.bring_index)
         numbered = list(zip(parts, verified, strict=True))
         return await as_one_sync(coordinator, numbered) if are_all else numbered
 
-    async def settled(self, version: int | None, outcome: Outcome) -> None:
+    async def settled(self, outcome: Outcome) -> None:
         """Delete what was fetched."""
         await self._fetched.aclose()
 

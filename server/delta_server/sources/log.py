@@ -114,13 +114,13 @@ class LogVersion(Files):
         ]
         return self._numbered
 
-    async def settled(self, version: int | None, outcome: Outcome) -> None:
+    async def settled(self, outcome: Outcome) -> None:
         """Drop what stays staged of the version: it would keep out what leads around it."""
         if outcome not in ("committed", "already_applied", *(["staged"] if self._holds else [])):
             for part, _ in self._numbered[:1]:
                 with contextlib.suppress(Exception):
                     await self._inlet.coordinator.drop_staged(part)
-        await super().settled(version, outcome)
+        await super().settled(outcome)
 
 
 class LogReplay:
@@ -219,8 +219,17 @@ class LogReplay:
     @contextlib.asynccontextmanager
     async def idle(self) -> AsyncIterator[None]:
         """Wait for the replay of any process, and keep others from beginning."""
-        async with self._lock, self._lease():
-            yield
+        async with self._lock:
+            try:
+                while not await self._turn.acquire(self._name):
+                    await asyncio.sleep(_POLL_S)
+                yield
+            finally:
+                try:  # also if the answer to the last request for the lease was lost
+                    await self._turn.release(self._name)
+                except Exception:
+                    # This process can acquire it again, and others can if this one is dead.
+                    logger.exception("the lease of the delta log could not be released")
 
     async def at_start(self) -> None:
         """Publish the engine's version and replay the log, before the engine serves.
@@ -575,20 +584,6 @@ class LogReplay:
             raise WeightsAsleep("the engine has released its weights; wake it up first")
         known = not (held.uncertain or held.changed_by or held.mismatched)
         return held.version, known, held.digest
-
-    @contextlib.asynccontextmanager
-    async def _lease(self) -> AsyncIterator[None]:
-        """Hold the lease of the delta log: no other process of this engine replays it."""
-        try:
-            while not await self._turn.acquire(self._name):
-                await asyncio.sleep(_POLL_S)
-            yield
-        finally:
-            try:  # also if the answer to the last request for it was lost
-                await self._turn.release(self._name)
-            except Exception:
-                # This process can acquire it again, and others can if this one is dead.
-                logger.exception("the lease of the delta log could not be released")
 
 
 def shown(why: str) -> str:

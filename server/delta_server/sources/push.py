@@ -51,7 +51,7 @@ class SinglePart:
             return await as_one_sync(self._coordinator, [(part, one)], apart=True)
         return [(part, one)]
 
-    async def settled(self, version: int | None, outcome: Outcome) -> None:
+    async def settled(self, outcome: Outcome) -> None:
         """Nothing is held."""
 
 

@@ -48,30 +48,19 @@ _MAX_FILES: Final = Limits().max_parts
 
 
 @dataclass(frozen=True, slots=True)
-class StoreFolder:
-    """Where files of this host were fetched from.
-
-    Attributes:
-        url: what their folder is a copy of.
-        bring_index: see `StoreFiles.bring_index`; for folders next to that one.
-    """
-
-    url: str
-    bring_index: Callable[[Path], object]
-
-
-@dataclass(frozen=True, slots=True)
 class ResolvedFiles:
     """The files of a request on this host: `delta_server.sources.disk_files.resolve_files`.
 
     Attributes:
         roots: folders below which they are.
-        source: None if they were not fetched.
+        url: what their folder is a copy of, if they were fetched.
+        bring_index: see `StoreFiles.bring_index`; for folders next to that one.
     """
 
     paths: list[Path]
     roots: Sequence[str]
-    source: StoreFolder | None = None
+    url: str | None = None
+    bring_index: Callable[[Path], object] | None = None
 
 
 class StoreFiles:
@@ -114,9 +103,8 @@ class StoreFiles:
             folder, url = await asyncio.to_thread(self._fetch, request, scratch.path)
             local = msgspec.structs.replace(request, model_path=str(folder))
             roots = [str(scratch.path)]
-            source = StoreFolder(url, lambda beside: self._bring_beside(url, beside))
             paths = await asyncio.to_thread(resolve_files, local, roots)
-            yield ResolvedFiles(paths, roots, source)
+            yield ResolvedFiles(paths, roots, url, lambda beside: self._bring_beside(url, beside))
 
     def allowed(self, url: str) -> str:
         """Return a URL that requests can name, without a trailing slash.

@@ -60,7 +60,7 @@ class Delivery:
     record: RequestRecord = field(default_factory=RequestRecord)
     verified: list[VerifiedPart] = field(default_factory=list)
     completed: list[NumberedPart] = field(default_factory=list)
-    settled: list[tuple[int | None, str]] = field(default_factory=list)
+    settled: list[str] = field(default_factory=list)
 
     async def run(self, source: Source) -> dict[str, Any]:
         watched, coordinator = Watched(source, self), self.inlet.coordinator
@@ -83,9 +83,9 @@ class Watched:
         self.delivery.completed = await self.source.complete(verified)
         return self.delivery.completed
 
-    async def settled(self, version: int | None, outcome: Any) -> None:
-        self.delivery.settled.append((version, outcome))
-        await self.source.settled(version, outcome)
+    async def settled(self, outcome: Any) -> None:
+        self.delivery.settled.append(outcome)
+        await self.source.settled(outcome)
 
 
 Make = Callable[[Delivery, Sequence[bytes]], Source]
@@ -189,7 +189,7 @@ def answered(rig: Rig, delivery: Delivery, make: Make, bodies: Sequence[bytes]) 
 def test_a_version_is_committed(disk_rig: Rig, delivery: Delivery, way: Make) -> None:
     answer = answered(disk_rig, delivery, way, [delta_part()])
     assert (answer["status"], answer["version"]) == ("committed", TARGET)
-    assert delivery.settled == [(TARGET, "committed")]
+    assert delivery.settled == ["committed"]
     assert same(disk_rig.engine.weights, NEXT)
     assert disk_rig.spooled() == []
 
@@ -198,7 +198,7 @@ def test_a_repeat_is_already_applied(disk_rig: Rig, delivery: Delivery, way: Mak
     answered(disk_rig, delivery, way, [delta_part()])
     repeat = again(delivery)
     assert answered(disk_rig, repeat, way, [delta_part()])["status"] == "already_applied"
-    assert repeat.settled == [(TARGET, "already_applied")]
+    assert repeat.settled == ["already_applied"]
     assert disk_rig.engine.writes == [1, 1]
     assert disk_rig.spooled() == []
 
@@ -206,7 +206,7 @@ def test_a_repeat_is_already_applied(disk_rig: Rig, delivery: Delivery, way: Mak
 def test_a_version_is_staged_alone(disk_rig: Rig, delivery: Delivery, way: Make) -> None:
     delivery.record.commits = False
     assert answered(disk_rig, delivery, way, [delta_part()])["status"] == "staged"
-    assert delivery.settled == [(TARGET, "staged")]
+    assert delivery.settled == ["staged"]
     assert same(disk_rig.engine.weights, BASE)
     assert disk_rig.spooled() == []
     # A replay commits what it stages: what is left would keep out what leads around it.
@@ -222,7 +222,7 @@ def test_parts_are_verified_and_numbered(disk_rig: Rig, delivery: Delivery, seve
     assert len({part.sync_id for part in ids} - {None}) == 1
     assert all(part.unproven is not None and not part.unproven.apart for part in ids)
     assert same(disk_rig.engine.weights, NEXT)
-    assert delivery.settled == [(TARGET, "committed")]
+    assert delivery.settled == ["committed"]
 
 
 @pytest.mark.parametrize("way", SINGLE.values(), ids=SINGLE)
@@ -264,7 +264,7 @@ def test_a_checkpoint_of_another_trainer(disk_rig: Rig, delivery: Delivery) -> N
 
     assert disk_rig.run(run())["status"] == "committed"
     assert all(part.full and part.unproven is None for part, _ in delivery.completed)
-    assert delivery.settled == [(TARGET, "committed")]
+    assert delivery.settled == ["committed"]
     assert same(disk_rig.engine.weights, RESYNCED)
 
 
@@ -273,7 +273,7 @@ def test_a_checkpoint_of_another_trainer(disk_rig: Rig, delivery: Delivery) -> N
 
 def test_bytes_that_are_no_part_reach_no_rank(disk_rig: Rig, delivery: Delivery, way: Make) -> None:
     refused(disk_rig, delivery, lambda: way(delivery, [delta_part()[:-1] + b"\xff"]))
-    assert delivery.settled == [(None, "refused")]
+    assert delivery.settled == ["refused"]
     assert delivery.completed == []
     disk_rig.assert_untouched()
 
@@ -283,7 +283,7 @@ def test_a_version_for_another_base_is_refused(
 ) -> None:
     delivery.options = Options(weight_version=TARGET + 1)
     refused(disk_rig, delivery, lambda: way(delivery, [delta_part(version=TARGET + 1)]))
-    assert delivery.settled == [(TARGET + 1, "refused")]
+    assert delivery.settled == ["refused"]
     disk_rig.assert_untouched()
 
 
@@ -293,14 +293,14 @@ def test_parts_that_are_not_of_one_version(
     delivery.options = Options()
     bodies = [delta_part(), delta_part(OTHER_STEP, version=TARGET + 1)]
     refused(disk_rig, delivery, lambda: several(delivery, bodies))
-    assert [outcome for _, outcome in delivery.settled] == ["refused"]
+    assert delivery.settled == ["refused"]
     disk_rig.assert_untouched()
 
 
 def test_one_bad_file_refuses_the_others(disk_rig: Rig, delivery: Delivery, several: Make) -> None:
     bodies = [*HALVES, HALVES[0][:-1] + b"\xff"]
     refused(disk_rig, delivery, lambda: several(delivery, bodies))
-    assert delivery.settled == [(None, "refused")]
+    assert delivery.settled == ["refused"]
     disk_rig.assert_untouched()
 
 
@@ -311,7 +311,7 @@ def test_a_commit_fails(
     for shard in disk_rig.engine.shards:
         shard.breaks, shard.undoes = True, undoes
     refused(disk_rig, delivery, lambda: way(delivery, [delta_part()]))
-    assert delivery.settled == [(TARGET, outcome)]
+    assert delivery.settled == [outcome]
     assert disk_rig.spooled() == []
 
 
@@ -329,8 +329,8 @@ class BreaksOff:
     async def complete(self, verified: Sequence[VerifiedPart]) -> list[NumberedPart]:
         raise AssertionError("never reached")
 
-    async def settled(self, version: int | None, outcome: Any) -> None:
-        await self.source.settled(version, outcome)
+    async def settled(self, outcome: Any) -> None:
+        await self.source.settled(outcome)
 
 
 def test_a_source_that_fails_half_way(disk_rig: Rig, delivery: Delivery, several: Make) -> None:
@@ -339,7 +339,7 @@ def test_a_source_that_fails_half_way(disk_rig: Rig, delivery: Delivery, several
 
     with pytest.raises(OSError, match="the folder is gone"):
         disk_rig.run(run())
-    assert delivery.settled == [(None, "failed")]
+    assert delivery.settled == ["failed"]
     disk_rig.assert_untouched()
 
 
@@ -397,7 +397,7 @@ def test_a_delivery_is_cancelled_while_it_arrives(
         await _cancelled(task)
 
     disk_rig.run(run())
-    assert delivery.settled == [(None, "cancelled")]
+    assert delivery.settled == ["cancelled"]
     disk_rig.assert_untouched()
 
 
@@ -412,7 +412,7 @@ def test_a_caller_that_leaves_does_not_stop_a_commit(
         await _until(lambda: bool(delivery.settled))
 
     disk_rig.run(run())
-    assert delivery.settled == [(TARGET, "committed")]
+    assert delivery.settled == ["committed"]
     assert same(disk_rig.engine.weights, NEXT)
     assert disk_rig.spooled() == []
 

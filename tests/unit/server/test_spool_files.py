@@ -68,7 +68,7 @@ async def receive(spool: Intake, body: bytes, size: int = 1 << 16) -> VerifiedPa
 
 async def settle(spool: Intake) -> None:
     """Wait until threads have freed what they had to."""
-    threads = spool._files._threads
+    threads = spool._files.threads
     waiting = [threads.submit(lambda: None) for _ in range(2 * spool_files._THREADS)]
     await asyncio.gather(*map(asyncio.wrap_future, waiting))
 
