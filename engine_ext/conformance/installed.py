@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine_ext.conformance.judge import EXACT, REFUSED, TORN, WRONG
+from engine_ext.conformance.memory import different
 from engine_ext.conformance.sending import Refused, send
 from engine_ext.conformance.syncs import Sync, change, deltas_of, syncs_for
 from engine_ext.errors import DeltaError
@@ -301,11 +302,6 @@ def changed(weights: Weights, sync: Sync, plan: Sequence[Mapping[str, Any]]) -> 
         if other in sync.tensors and name in sync.tensors:
             target[name] = target[other].clone()
     return target
-
-
-def different(one: Hashes, other: Hashes) -> list[str]:
-    """Return the tensors that are not the same in both, or in one of them only."""
-    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
 def _without_unchanged(sync: Sync, base: Weights, target: Weights) -> Sync:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +50,6 @@ def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*layout, whole.numpy().tobytes())
 
 
-def different(one: Memory, other: Memory) -> list[str]:
+def different(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
     """The tensors that are not the same in both, or in one of them only."""
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))

@@ -90,26 +90,21 @@ def packed(numbers: torch.Tensor) -> torch.Tensor:
     return (numbers[:, 0::2] | (numbers[:, 1::2] << 4)).to(torch.uint8)
 
 
-class OnlineFp8PerChannel(Quantised):
-    shapes: ClassVar = {"weight": (N, K), "norm": (K,)}
-
-    @staticmethod
-    def process(layer: Any) -> None:
-        weight = layer.weight.float()
-        scale = scale_of(weight, 1)
-        layer.put("weight", to_fp8(weight, scale).t())
-        layer.put("weight_scale", scale)
-
-
 class OnlineFp8PerTensor(Quantised):
     shapes: ClassVar = {"weight": (N, K), "norm": (K,)}
+    dim: ClassVar[int | None] = None  # of which each index has a scale
 
-    @staticmethod
-    def process(layer: Any) -> None:
+    @classmethod
+    def process(cls, layer: Any) -> None:
         weight = layer.weight.float()
-        scale = scale_of(weight, None)
+        scale = scale_of(weight, cls.dim)
         layer.put("weight", to_fp8(weight, scale).t())
         layer.put("weight_scale", scale)
+
+
+class OnlineFp8PerChannel(OnlineFp8PerTensor):
+    shapes: ClassVar = OnlineFp8PerTensor.shapes
+    dim: ClassVar = 1
 
 
 class OnlineFp8Rows(OnlineFp8PerTensor):

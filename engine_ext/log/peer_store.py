@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, Final, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn
 
 import msgspec
 import xxhash
@@ -128,25 +128,11 @@ class PeerStore:
         self._peers.require(self._cache, content, size)
         return self._cache.get(content, size, _gone)
 
-    def put(self, name: str, data: bytes, *, durable: bool = False) -> NoReturn:
-        """Raise OSError."""
-        raise _read_only()
+    def put(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise OSError; so do all that write."""
+        raise OSError(errno.EROFS, "a peer's log can only be read")
 
-    def draft(self, folder: str) -> NoReturn:
-        """Raise OSError."""
-        raise _read_only()
-
-    def refuse(self, folder: str) -> NoReturn:
-        """Raise OSError."""
-        raise _read_only()
-
-    def delete(self, names: Iterable[str]) -> NoReturn:
-        """Raise OSError."""
-        raise _read_only()
-
-    def turn(self) -> NoReturn:
-        """Raise OSError."""
-        raise _read_only()
+    draft = refuse = delete = turn = put
 
 
 class OfferedFiles:
@@ -233,7 +219,3 @@ def _require_proven(offer: Offer) -> None:
 
 def _gone(file: BinaryIO) -> NoReturn:
     raise PartUnavailable("a part was removed from this host's cache before it was read")
-
-
-def _read_only() -> OSError:
-    return OSError(errno.EROFS, "a peer's log can only be read")

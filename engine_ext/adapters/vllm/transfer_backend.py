@@ -36,33 +36,16 @@ class DeltaTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         is_first = (parallel.data_parallel_index, parallel.rank) == (0, 0)
         self.group = TransferGroup(device, receives=is_first)
 
-    def init_transfer_engine(self, init_info: Any) -> None:
+    def init_transfer_engine(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse; see the class."""
-        _refuse()
+        raise RuntimeError(
+            "the weight-transfer backend delta_updates works through vLLM's HTTP server, started "
+            "with --enable-delta-updates; the weights are unchanged"
+        )
 
-    def start_weight_update(self) -> None:
-        """Refuse; see the class."""
-        _refuse()
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Refuse; see the class."""
-        _refuse()
-
-    def receive_weights(self, update_info: Any) -> None:
-        """Refuse; see the class."""
-        _refuse()
-
-    def finish_weight_update(self) -> None:
-        """Refuse; see the class."""
-        _refuse()
+    start_weight_update = update_weights = init_transfer_engine
+    receive_weights = finish_weight_update = init_transfer_engine
 
     def shutdown(self) -> None:
         """Leave the trainer's group."""
         self.group.close()
-
-
-def _refuse() -> NoReturn:
-    raise RuntimeError(
-        "the weight-transfer backend delta_updates works through vLLM's HTTP server, started with "
-        "--enable-delta-updates; the weights are unchanged"
-    )

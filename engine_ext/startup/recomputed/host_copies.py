@@ -60,20 +60,11 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy of a tensor on a device, with the layout that `HostMemory.copy` gives it."""
-    return _copied(tensor, device)
-
-
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor where it is, with the layout that `HostMemory.copy` gives it.
+def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a tensor on a device, with the layout that `HostMemory.copy` gives it.
 
     `torch.Tensor.clone` would close the gaps of one that is not dense.
     """
-    return _copied(tensor, tensor.device)
-
-
-def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     strides = _writable(tensor).stride()
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
     return copy.copy_(tensor.detach())

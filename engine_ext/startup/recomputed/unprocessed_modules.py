@@ -112,9 +112,9 @@ class UnprocessedModule:
             if name in self.devices:
                 changed = tensor
                 if name in changes:
-                    changed = host_copies.copied(tensor)
+                    changed = host_copies.copied(tensor, tensor.device)
                     _apply(changes[name], changed)
-                there[id(tensor)] = host_copies.on_device(changed, self.devices[name])
+                there[id(tensor)] = host_copies.copied(changed, self.devices[name])
         copy = ModuleCopy(self.before, there)
         for name, tensor in loaded_tensors(copy.root):
             if name not in self.devices:

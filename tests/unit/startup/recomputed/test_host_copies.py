@@ -67,8 +67,8 @@ def uploaded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         found.append(on_device(tensor, device))
         return found[-1]
 
-    on_device = host_copies.on_device
-    monkeypatch.setattr(host_copies, "on_device", upload)
+    on_device = host_copies.copied
+    monkeypatch.setattr(host_copies, "copied", upload)
     monkeypatch.setattr(host_copies, "belongs_elsewhere", lambda tensor: not tensor.is_meta)
     return found
 
