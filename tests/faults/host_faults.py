@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -30,13 +31,14 @@ def clock_jumps(harness: FollowHarness, seconds: float) -> Iterator[None]:
 
 
 def cache_taken(harness: FollowHarness) -> Iterator[None]:
-    """Another engine of the host has just read a part that leaves room for none."""
+    """A rank of another engine of the host holds a part that leaves room for none."""
     others = harness.cache() / ("0" * 32 + ".part")
     with others.open("wb") as file:
         file.truncate(CACHE_BYTES - 100)
-    harness.publish()
-    yield
-    others.unlink()
+        fcntl.flock(file, fcntl.LOCK_SH)
+        harness.publish()
+        yield
+        others.unlink()
 
 
 def disk_full(harness: FollowHarness) -> Iterator[None]:
