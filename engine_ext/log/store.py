@@ -31,23 +31,18 @@ class Files(Protocol):
     @property
     def names(self) -> Collection[str]:
         """The names of the files."""
-        ...
 
     def size(self, name: str) -> int:
         """Return a file's length in bytes."""
-        ...
 
     def written_at(self, name: str) -> float:
         """Return the Unix time at which a file was written, by the store's clock."""
-        ...
 
     def tag(self, name: str) -> str | None:
         """Return what changes with a file's content; None if only reading shows that."""
-        ...
 
     def published_at(self, mark: str) -> float:
         """Return the Unix time at which the version with this mark was published."""
-        ...
 
 
 class StoreDraft(Protocol):
@@ -56,15 +51,12 @@ class StoreDraft(Protocol):
     @property
     def may_be_visible(self) -> bool:
         """Whether readers might see it: it is published, or that was tried without an answer."""
-        ...
 
     def part_name(self, number: int, sync_id: str | None) -> str:
         """Return the name for part `number` of a sync."""
-        ...
 
     def add(self, name: str, data: bytes) -> None:
         """Write a file; OSError if that fails."""
-        ...
 
     def publish(self, mark: str, data: bytes) -> None:
         """Write the file that makes the version visible, after all others are stored.
@@ -73,7 +65,6 @@ class StoreDraft(Protocol):
             BlockingIOError: another sender has published or refused the version.
             OSError: it cannot be written; see `may_be_visible`.
         """
-        ...
 
     def settle(self, mark: str, refused: bytes) -> bool:
         """Find out, after `publish` has failed, whether the version is published.
@@ -89,11 +80,9 @@ class StoreDraft(Protocol):
         Raises:
             OSError: that is still not known.
         """
-        ...
 
     def drop(self) -> None:
         """Delete everything written so far, unless readers might see it."""
-        ...
 
 
 class Turn(Protocol):
@@ -106,11 +95,9 @@ class Turn(Protocol):
             BlockingIOError: another writer has the turn. Nothing is written.
             OSError: the store cannot be written.
         """
-        ...
 
     def close(self) -> None:
         """Let another writer have it; calling this again does nothing."""
-        ...
 
 
 class Store(Protocol):
@@ -129,7 +116,6 @@ class Store(Protocol):
     @property
     def location(self) -> str:
         """The folder's path, or the URL."""
-        ...
 
     @property
     def local(self) -> Path:
@@ -138,7 +124,6 @@ class Store(Protocol):
         Raises:
             OSError: it cannot be made.
         """
-        ...
 
     def list(self, folder: str | None = None) -> Mapping[str, Files]:
         """Return all folders, or the one of this name if it is there, by their names.
@@ -146,7 +131,6 @@ class Store(Protocol):
         Raises:
             OSError: the store cannot be read.
         """
-        ...
 
     def read(self, name: str, most: int) -> bytes:
         """Return the content of a small file.
@@ -156,7 +140,6 @@ class Store(Protocol):
             LogDamaged: it is no file, has over `most` bytes, or cannot be read in a store that can.
             OSError: the store cannot be read.
         """
-        ...
 
     def fetched(self, entry: Entry, files: Files | None) -> AbstractContextManager[None]:
         """Have the files of a version in its `Entry.folder`, with their signatures.
@@ -169,7 +152,6 @@ class Store(Protocol):
             PartUnavailable: they cannot be read now, or not be kept on this host.
             SpoolFull: the host's cache has no room.
         """
-        ...
 
     def part(self, name: str, facts: FileFacts, *, reads: bool) -> Path | None:
         """Return a file of this host that has a part, to be opened at once; None if there is none.
@@ -182,7 +164,6 @@ class Store(Protocol):
             DeltaError: it cannot be read now, or not be kept on this host.
             OSError: likewise.
         """
-        ...
 
     def put(self, name: str, data: bytes, *, durable: bool = False) -> None:
         """Write or replace a small file; readers see the old one or the new one.
@@ -192,11 +173,9 @@ class Store(Protocol):
         Raises:
             OSError: it cannot be written.
         """
-        ...
 
     def draft(self, folder: str) -> StoreDraft:
         """Begin a version that is not there; OSError if it cannot be written."""
-        ...
 
     def refuse(self, folder: str) -> None:
         """Replace the files of a published version by the mark that no engine took it.
@@ -204,7 +183,6 @@ class Store(Protocol):
         Raises:
             OSError: it cannot be written. The version is marked, or as it was.
         """
-        ...
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete folders, each as a whole, and files; without any, the remains of a cut deletion.
@@ -212,7 +190,6 @@ class Store(Protocol):
         Raises:
             OSError: they cannot be deleted. None is visible in part.
         """
-        ...
 
     def turn(self) -> Turn:
         """Take the turn to write; the log is made if it is missing.
@@ -223,4 +200,3 @@ class Store(Protocol):
             BlockingIOError: another writer has the turn.
             OSError: the store cannot be written, or does not keep two writers apart.
         """
-        ...

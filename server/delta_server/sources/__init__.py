@@ -65,7 +65,6 @@ class Source(Protocol):
         Raises:
             DeltaError: one is refused, or cannot be read.
         """
-        ...
 
     async def complete(self, verified: Sequence[VerifiedPart]) -> list[NumberedPart]:
         """Return the parts of one sync with all that must be known of them; some can be left out.
@@ -76,11 +75,9 @@ class Source(Protocol):
         Raises:
             DeltaError: they are not of one sync.
         """
-        ...
 
     async def settled(self, outcome: Outcome) -> None:
         """Take note of how the delivery has ended; give up what the source still holds."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -59,17 +59,14 @@ class Param(Protocol):
     @property
     def choice(self) -> EncodingChoice:
         """How it travels."""
-        ...
 
     @property
     def dtype(self) -> str:
         """Its manifest dtype; a part has params of one."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of positions and values, before compression."""
-        ...
 
 
 _ParamT = TypeVar("_ParamT", bound=Param)
@@ -80,19 +77,15 @@ class ParamSource(Protocol[_ParamT]):
 
     def params(self) -> Iterator[_ParamT]:
         """Yield them, while the weights are being read."""
-        ...
 
     def metadata(self, params: Sequence[_ParamT], encoding: str, last: bool) -> dict[str, Any]:
         """Return what a part of these says of the model; called in the order of the parts."""
-        ...
 
     def shares_bytes_by(self, params: Sequence[_ParamT]) -> Hashable:
         """Return what destinations have in common that are sent the same bytes for these."""
-        ...
 
     def encode(self, params: Sequence[_ParamT], *, encoding: str, **metadata: Any) -> bytes:
         """Return a part's bytes; called in a thread of the round."""
-        ...
 
 
 @dataclass(slots=True)
