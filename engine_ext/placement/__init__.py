@@ -25,8 +25,7 @@ from engine_ext.placement.live_elements import (
 )
 from engine_ext.placement.locator import box_loop
 from engine_ext.placement.ownership import boxes, resolve
-from engine_ext.placement.place_again import place_again
-from engine_ext.placement.plan import Plan, covered, keeps_bits, make_plan
+from engine_ext.placement.plan import Plan, covered, keeps_bits, make_plan, place_again
 from engine_ext.placement.repacked import CHUNK, flat_bits, smallest_block, unmoved
 from engine_ext.placement.segments import Placed, Placement, Repack, Segment, Status, TensorSpec
 from engine_ext.placement.targets import Target, are_whole

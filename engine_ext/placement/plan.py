@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from engine_ext.kernels import Bits, same_device
 from engine_ext.placement.casts import appended_bits, as_host, checkpoint_bits
 from engine_ext.placement.certify import Certified
 from engine_ext.placement.ownership import box_of, boxes, resolve
-from engine_ext.placement.segments import Placed, Placement, Status, TensorSpec
+from engine_ext.placement.segments import Placed, Placement, Segment, Status, TensorSpec
 from engine_ext.placement.targets import Target, make_targets
 from engine_ext.ranks import RankGroup
 
@@ -277,3 +278,51 @@ def keeps_bits(placed: Placed) -> bool:
     """Return whether the copies into live memory keep all of the checkpoint's bits."""
     wider = _WIDENED.get(placed.spec.dtype, ())
     return all(s.live.tensor.dtype in (placed.spec.dtype, *wider) for s in placed.segments)
+
+
+_GIVEN_UP = (Status.UNCERTIFIED, Status.IGNORED, Status.NOT_ON_RANK)
+
+
+def place_again(plan: Plan, traced: Placement, moved: AbstractSet[str]) -> tuple[Plan, list[str]]:
+    """Return the plan of the memory to which something has moved tensors since.
+
+    Where a tensor has the same layout, and the engine's loader writes the same elements to the same
+    places in it, the placement holds there, too. The contents of the new memory are not known, so
+    only a ``full`` sync can be written to it.
+
+    Args:
+        plan: certified; its placement is updated in place, unless some tensor cannot be followed.
+        traced: of the same checkpoint, traced anew; not certified.
+        moved: names of the live tensors.
+
+    Returns:
+        The plan, and the tensors of the checkpoint that the loader would write elsewhere. If there
+        are any, it is the same plan.
+    """
+    affected = {
+        name: placed
+        for name, placed in plan.placement.items()
+        if placed.status not in _GIVEN_UP and any(s.live.name in moved for s in placed.segments)
+    }
+    elsewhere = [name for name, placed in affected.items() if not _is_alike(placed, traced[name])]
+    if elsewhere:
+        return plan, sorted(elsewhere)
+    targets = dict(plan.targets)
+    for name, placed in affected.items():
+        placed.segments[:] = traced[name].segments
+        holders = {box_of(target.segment): target.ranks for target in targets[name]}
+        targets[name] = make_targets(placed.segments, holders)
+    return replace(plan, targets=targets), []
+
+
+def _is_alike(placed: Placed, traced: Placed) -> bool:
+    """Return whether two placements of one tensor differ by the addresses alone."""
+    return list(map(_relative, placed.segments)) == list(map(_relative, traced.segments))
+
+
+def _relative(segment: Segment) -> tuple[Any, ...]:
+    return (
+        *(segment.live.name, segment.offset, segment.strides, segment.sizes),
+        *(segment.source_offset, segment.source_strides),
+        *(segment.python_copy, segment.repack, segment.recast),
+    )

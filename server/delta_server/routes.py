@@ -17,8 +17,7 @@ from delta_server.digests import describe_digests
 from delta_server.engine import rank_states
 from delta_server.generation_guard import READY_PATH, GenerationGuard
 from delta_server.guards import MAX_JSON_BYTES, ApplyFromDisk, error_response
-from delta_server.part_reads import StillReading
-from delta_server.part_server import PartResponse
+from delta_server.part_server import PartResponse, StillReading
 from delta_server.request_options import (
     DiskRequest,
     GroupRequest,

@@ -25,8 +25,7 @@ from delta_server.engine import AdapterEngine, Engine, call_all_ranks, rank_stat
 from delta_server.fleet import FleetCommits
 from delta_server.follow_state import FollowState
 from delta_server.intake import Intake
-from delta_server.part_reads import PartReads
-from delta_server.part_server import PartServer
+from delta_server.part_server import PartReads, PartServer
 from delta_server.readiness import Readiness
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import (

@@ -1,14 +1,17 @@
-"""SGLang's prefix cache when weights change while requests keep their KV.
+"""SGLang's caches when weights change while requests keep their KV.
 
 SGLang finds cached KV by a request's tokens and its `extra_key`. A salt in that key separates the
 requests that compute all of their KV after the change from those in flight: these keep their key,
-and what they add to the cache is never found by the others. Old KV that nobody uses ages out.
+and what they add to the cache is never found by the others. Old KV that nobody uses ages out. Image
+embeddings are dropped, which SGLang's own flush does not do.
 """
 
 from __future__ import annotations
 
 import functools
 from typing import Any
+
+import torch
 
 from engine_ext.errors import SaltUnavailable
 
@@ -102,3 +105,23 @@ def flush_beside_grammars(scheduler_type: Any) -> None:
             manager.grammar_queue = compiled
 
     scheduler_type.flush_cache = flush
+
+
+# Interpolated position embeddings by the size of the image, and how often each was used: in the
+# vision towers of Kimi and PaddleOCR.
+_BY_SIZE = ("_interpolated_pos_emb_cache", "cache_position_embedding", "cache_position_count")
+
+
+def drop_image_embeddings(model: torch.nn.Module) -> None:
+    """Forget all image embeddings of this process; requests in flight compute theirs again.
+
+    They can: a request keeps its processed images until it ends. Call it in the scheduler's thread,
+    where no forward pass runs meanwhile.
+    """
+    from sglang.srt.managers import mm_schedule
+
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()
+    for module in model.modules():
+        for name in _BY_SIZE:
+            getattr(module, name, {}).clear()

@@ -15,7 +15,6 @@ from engine_ext import settings
 from engine_ext.adapters.observer import observations
 from engine_ext.adapters.sglang import (
     draft,
-    image_embeddings,
     prefix_cache,
     refusals,
     token_versions,
@@ -226,7 +225,7 @@ def _checked(updater: Any, request: Operation[ReplyT]) -> Operation[ReplyT]:
     """
     try:
         _refuse_here(updater)
-        image_embeddings.drop(updater.tp_worker.model_runner.model)
+        prefix_cache.drop_image_embeddings(updater.tp_worker.model_runner.model)
     except Exception as error:
         return msgspec.structs.replace(request, refusal=as_delta_error(error).to_wire())
     return request

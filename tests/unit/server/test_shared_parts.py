@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 import xxhash
 
-from delta_server import part_reads
+from delta_server import part_server
 from delta_server.sources import log as replaying
 from engine_ext.format import SIGNATURE_SUFFIX, sign
 from engine_ext.log import (
@@ -115,11 +115,11 @@ def test_slow_read_is_asked_for_again(
         return path(parts, content, reads=reads)
 
     monkeypatch.setattr(SharedParts, "path", slow)
-    monkeypatch.setattr(part_reads, "_LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(part_server, "_LONGEST_WAIT_S", 0.05)
     url = f"{PARTS}/{content}"
     assert [rig.get(url).status_code for _ in range(3)] == [202] * 3
     assert len(began) == 1
-    monkeypatch.setattr(part_reads, "_LONGEST_WAIT_S", 30.0)
+    monkeypatch.setattr(part_server, "_LONGEST_WAIT_S", 30.0)
     end.set()
     assert rig.get(url).content == data
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from delta_server.sync_history import SyncHistory
+from delta_server.reporting import SyncHistory
 from engine_ext.ranks.operations import Operation, SyncRecord
 from tests.support.endpoint_rig import Rig
 
