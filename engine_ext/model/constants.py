@@ -29,12 +29,15 @@ Known = Callable[[str, torch.Tensor], bool]
 _ROTARY: Final = re.compile(
     r"(^|\.)(_?(long_short_)?cos_sin_cache(_cast)?|((original|long|short)_)?inv_freq"
     r"|(cos|sin)_cached(_total)?|_?freqs_(cis|cached))(\[\d+\])*$"
+    # TurboQuant's rotations and levels, of the size of a head.
+    r"|(^|\.)_tq_(PiT?|Pi_half|centroids|midpoints)$"
     # Qwen2.5-VL's, by the image's size.
     r"|(^|\.)_rope_by_thw_cache\W"
 )
 _CACHE: Final = re.compile(
     r"(^|\.)(kv_cache|_?[kv](_scale)?_cache)(\[\d+\])*$"
     r"|(^|\.)hisparse_cache(\.|$)"  # vLLM's, of MLA layers, an object with several
+    r"|(^|\.)_uq_[kv]full_buf$"
 )
 _TABLES: Final = (torch.int64, torch.int32, torch.bool)
 # Parameters with more elements are weights; no constant is that large.

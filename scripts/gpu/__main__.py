@@ -140,6 +140,9 @@ class Run:
     def time(self, rest_s: float) -> None:
         """Time the trees, with nothing else on the machine, and leave some seconds."""
         left = self._end - time.monotonic() - rest_s
+        if left <= 0:
+            self._not_begun.append("the timing")
+            return
         from scripts.gpu.timing import is_up
 
         folder, old = self._chosen.folder, self._chosen.base
@@ -250,7 +253,7 @@ def _line(facts: dict[str, Any]) -> str:
 
 def _timing_lines(facts: dict[str, Any]) -> str:
     heads = ["tree", "model", "start_s", "stock_start_s", "read_both_ms", "scan_s", "gpu_mib"]
-    heads += ["seconds", "verdict", "error"]
+    heads += ["kernels_tried_s", "seconds", "alone", "verdict", "stock_error", "error"]
     lines = [f"timing: { {name: facts.get(name) for name in heads if facts.get(name)} }"]
     lines += [f"    {sync}" for sync in facts.get("syncs", ())]
     lines += [f"    {one}" for one in facts.get("own_ways", ())]

@@ -193,8 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 os.environ.update(environment(None, Path(scratch)))  # the engine finds the plug-in
                 measure(options, Path(scratch), console, rows)
         finally:  # a carrier that fails leaves those before it
-            show(rows, console)
-            if options.json:
+            if rows:
+                show(rows, console)
+            if rows and options.json:
                 print(json.dumps(rows), flush=True)
         return 0
 

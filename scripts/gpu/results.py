@@ -67,7 +67,8 @@ def is_sound(timing: dict[str, Any]) -> bool:
     verdict = timing.get("verdict", "exact")  # without a stock engine there is none
     committed = all(sync["status"] == "committed" for sync in timing.get("syncs", ()))
     digest = timing.get("digest_as_answered") is True and not timing.get("corrupted")
-    return "error" not in timing and says_exact(verdict) and committed and digest
+    failed = not timing.keys().isdisjoint(("error", "stock_error"))
+    return not failed and says_exact(verdict) and committed and digest
 
 
 def by_worth(

@@ -44,7 +44,7 @@ _GRAPHS: Final = (
 )
 _POLL_S: Final = 0.1
 _TURN_S: Final = 0.5  # in which the other tree can take its turn
-_UP_S: Final = 120  # for which a tree waits for the other's engines
+_UP_S: Final = 300  # for which a tree waits for the other's engines
 
 
 @dataclass(frozen=True)

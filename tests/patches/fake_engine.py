@@ -58,7 +58,7 @@ def set_version(source: Path, version: str) -> dict[str, str]:
 
 
 def write_patches(folder: Path, source: Path) -> None:
-    """The numbered patches and their manifest."""
+    """The numbered patches, the last one the version's own, and their manifest."""
     folder.mkdir(parents=True)
     texts = dict(FILES)
     for name, edits in EDITS.items():
@@ -72,7 +72,8 @@ def write_patches(folder: Path, source: Path) -> None:
                 f"b/{path}",
                 n=1,
             )
-        (folder / name).write_bytes("".join(lines).encode())
+        own = folder if name == max(EDITS) else folder.parent
+        (own / name).write_bytes("".join(lines).encode())
     PatchSet(folder, source, by_hash=False).write_manifest()
 
 

@@ -316,9 +316,12 @@ def test_the_patches_call_what_is_there(file: Path) -> None:
         assert callable(getattr(hooks, name))
 
 
+def message_of(file: Path) -> str:
+    return file.read_text().partition("\n--- a/")[0]
+
+
 def messages(folder: Path) -> list[str]:
-    """Return those of an engine's series, or of what a version has of its own."""
-    return [file.read_text().partition("\n--- a/")[0] for file in sorted(folder.glob("*.patch"))]
+    return [message_of(file) for file in sorted(folder.glob("*.patch"))]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -340,10 +343,12 @@ def test_each_patch_has_commit_message(engine: str) -> None:
 def test_versions_have_one_series(engine: str) -> None:
     """The cover letter names each patch, and the files outside of the sets."""
     letter = (apply_patches.PATCHES / engine / "0000-cover-letter.md").read_text()
-    first = messages(apply_patches.PATCHES / engine)
-    own = [messages(folder) for folder in SETS if folder.parent.name == engine]
+    folder = apply_patches.PATCHES / engine
+    first, names = messages(folder), [file.name for file in sorted(folder.glob("*.patch"))]
     assert first
-    assert {message for of_version in own for message in of_version} <= {*first}
+    for own in [version for version in SETS if version.parent == folder]:
+        series = dict(zip(names, first, strict=True))
+        assert series == {**series, **{f.name: message_of(f) for f in own.glob("*.patch")}}
     for message in first:
         assert message.splitlines()[0].partition("] ")[2] in letter
     for file in (apply_patches.PATCHES / engine).rglob("test_*.py"):

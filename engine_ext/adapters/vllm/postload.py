@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine_ext.model import is_default
+from engine_ext.model import Known, is_default
 from engine_ext.startup import (
     BeforeProcessing,
     Processing,
@@ -127,15 +127,29 @@ def copied_on_first_use(model: torch.nn.Module) -> dict[str, str]:
             copied += [*layer.gate.parameters(), *layer.shared_expert_gate.parameters()]
         if type(layer).__name__ == "FourierRotaryEmbedding":
             copied += [layer.cos_coef, layer.sin_coef]
-        impl: Any = getattr(layer, "impl", None)
-        sinks = getattr(impl, "_sinks_source", None)
-        if sinks is not None and impl.sinks is not sinks and _has_method(layer):
-            copied.append(sinks)
-        if hasattr(layer, "_o_scale_float") and _fuses_quantisation(impl):
+        if hasattr(layer, "_o_scale_float") and _fuses_quantisation(getattr(layer, "impl", None)):
             scales += _input_scales(model, path.rpartition(".")[0])
+    copied += _sinks_copies(model).values()
     why = "vLLM keeps a copy of it from its first forward pass on"
     found = [*(names[id(one)] for one in copied if id(one) in names), *scales]
     return dict.fromkeys(found, why)
+
+
+def without_sinks(known: Known, model: torch.nn.Module) -> Known:
+    """Return a function that also knows the copies of sinks that `copied_on_first_use` refuses."""
+    copies = _sinks_copies(model).keys()
+    return lambda path, tensor: path in copies or known(path, tensor)
+
+
+def _sinks_copies(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the sinks that attention layers with a quant method copy, by the copy's path."""
+    found = {}
+    for path, layer in model.named_modules():
+        impl: Any = getattr(layer, "impl", None)
+        sinks = getattr(impl, "_sinks_source", None)
+        if sinks is not None and impl.sinks is not sinks and _has_method(layer):
+            found[f"{path}.impl.sinks"] = sinks
+    return found
 
 
 def _fuses_quantisation(impl: Any) -> bool:

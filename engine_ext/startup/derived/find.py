@@ -90,10 +90,7 @@ def find_derived(
             continue
         weights = _weights(model, path, module, index, covered, rebuilt)
         found.append(Derived(path, attribute, tuple(tensor.shape), tensor.dtype, weights))
-    return [
-        *found,
-        *(d for d in _float_copies(model, index, covered) if _top(d.path, rebuilt) is None),
-    ]
+    return [*found, *_float_copies(model, index, covered, rebuilt)]
 
 
 def _is_made_of(tensor: torch.Tensor, index: StorageIndex, covered: set[tuple[int, int]]) -> bool:
@@ -191,17 +188,28 @@ def _covered(
 
 
 def _float_copies(
-    model: torch.nn.Module, index: StorageIndex, covered: set[tuple[int, int]]
+    model: torch.nn.Module,
+    index: StorageIndex,
+    covered: set[tuple[int, int]],
+    rebuilt: Mapping[str, frozenset[str]],
 ) -> list[Derived]:
-    """List the Python numbers that are named after a covered live tensor of the same module."""
+    """List the Python numbers that are named after a covered live tensor of the same module.
+
+    Those of what is rebuilt are left out.
+    """
     found = []
     for path, module in model.named_modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             entry = None if tensor is None else index.find(tensor)
             if entry is None or (entry.start, entry.end) not in covered:
                 continue
+            top = _top(entry.name, rebuilt)
+            if top is not None and not rebuilt[top]:
+                continue
             for attribute in (f"{name}_float", f"_{name}_float"):
-                if isinstance(vars(module).get(attribute), float):
+                if isinstance(vars(module).get(attribute), float) and (
+                    _top(f"{path}.{attribute}".lstrip("."), rebuilt) is None
+                ):
                     weights = frozenset([entry.name])
                     found.append(Derived(path, attribute, (), torch.float64, weights))
     return found

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine_ext.adapters.vllm.lora import without_lora
-from engine_ext.adapters.vllm.postload import _processings, copied_on_first_use
+from engine_ext.adapters.vllm.postload import _processings, copied_on_first_use, without_sinks
 
 
 class Wrapper(nn.Module):
@@ -155,8 +155,12 @@ def test_sinks_that_flashinfer_copies_are_refused(processed: bool, copies: bool)
     kept = block.sinks.float() if copies else block.sinks
     block.attn.impl = SimpleNamespace(_sinks_source=block.sinks, sinks=kept)
     block.attn.quant_method = Method() if processed else None
-    found = copied_on_first_use(nn.ModuleDict({"self_attn": block}))
+    model = nn.ModuleDict({"self_attn": block})
+    found = copied_on_first_use(model)
     assert [*found] == (["self_attn.sinks"] if processed and copies else [])
+    known = without_sinks(lambda path, tensor: path == "other", model)
+    assert known("self_attn.attn.impl.sinks", kept) == bool(found)
+    assert known("other", kept)
 
 
 @pytest.mark.parametrize(("fuses", "quantised"), [(True, True), (False, True), (True, False)])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine_ext.conformance.toy_models.base import DEVICE, OpenModule
+from engine_ext.startup import Recomputation
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.toy_quantised import Layer, Method, Model, linear_shapes, parameter
@@ -28,6 +29,7 @@ class CacheScale(Method):
         given = layer.k_scale if layer.k_scale > 0 else torch.tensor(1.0)
         layer.kept_scale.copy_(given)
         layer.served_scale = parameter(given.clone())
+        layer.served_scale_float = layer.kept_scale_float = float(given)
         del layer.k_scale
 
 
@@ -45,6 +47,9 @@ class Block(Layer):
         super().__init__(Method())
         self.attention = Attention()
 
+    def absorb(self) -> None:
+        self.absorbed = self.weight.float() * 2
+
 
 class Unscaled(Model):
     shapes: ClassVar = linear_shapes("block", "other")
@@ -57,6 +62,23 @@ class Unscaled(Model):
 class CopiedAtStart(Unscaled):
     def after_processing(self) -> None:
         self.block.attention.wide = self.block.weight.float()
+
+
+class Absorbing(Unscaled):
+    """The engine's own function recomputes a tensor of the block around the attention."""
+
+    def after_processing(self) -> None:
+        self.block.absorb()
+
+
+def test_what_the_block_recomputes_is_proven(tmp_path: Path) -> None:
+    def recomputations(model: Any) -> list[Recomputation]:
+        return [Recomputation(("block",), model.block.absorb)]
+
+    serving = Serving(Absorbing, tmp_path, recomputations=recomputations)
+    assert serving.reasons() == {}
+    errors_of(serving.sync(target_of(serving)), none=True)
+    serving.assert_fresh()
 
 
 def test_attention_without_scales_refuses_nothing(tmp_path: Path) -> None:

@@ -64,10 +64,10 @@ def uploaded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
     def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         assert device == torch.empty(0, device=DEVICE).device
-        found.append(on_device(tensor, device))
+        found.append(copied(tensor, device))
         return found[-1]
 
-    on_device = host_copies.copied
+    copied = host_copies.copied
     monkeypatch.setattr(host_copies, "copied", upload)
     monkeypatch.setattr(host_copies, "belongs_elsewhere", lambda tensor: not tensor.is_meta)
     return found
