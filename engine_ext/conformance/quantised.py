@@ -92,7 +92,7 @@ def packed(numbers: torch.Tensor) -> torch.Tensor:
 
 class OnlineFp8PerTensor(Quantised):
     shapes: ClassVar = {"weight": (N, K), "norm": (K,)}
-    dim: ClassVar[int | None] = None  # of which each index has a scale
+    dim: ClassVar[int | None] = None  # each index of it has a scale
 
     @classmethod
     def process(cls, layer: Any) -> None:
