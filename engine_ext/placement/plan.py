@@ -34,6 +34,7 @@ _SCAN_INDICES = 1 << 15  # if indices are needed, too: their temporaries stay in
 # The loader reads the tensor, but no copy of it was found on the rank.
 _UNSEEN = "unseen"
 _DROPPED = "dropped"
+_GIVEN_UP = (Status.UNCERTIFIED, Status.IGNORED, Status.NOT_ON_RANK)
 # Casts that keep the checkpoint's bits recoverable from live memory, also those of NaNs.
 _WIDENED = {torch.bfloat16: (torch.float32,)}
 
@@ -278,9 +279,6 @@ def keeps_bits(placed: Placed) -> bool:
     """Return whether the copies into live memory keep all of the checkpoint's bits."""
     wider = _WIDENED.get(placed.spec.dtype, ())
     return all(s.live.tensor.dtype in (placed.spec.dtype, *wider) for s in placed.segments)
-
-
-_GIVEN_UP = (Status.UNCERTIFIED, Status.IGNORED, Status.NOT_ON_RANK)
 
 
 def place_again(plan: Plan, traced: Placement, moved: AbstractSet[str]) -> tuple[Plan, list[str]]:

@@ -28,9 +28,8 @@ delta_updates = engine_ext.adapters.sglang.plugin:register
 """
 
 
-def work_folder(room: int) -> Path:
+def work_folder(room: int, memory: Path = Path("/dev/shm")) -> Path:
     """Return a folder for what a run needs: in memory if that has the room and runs programs."""
-    memory = Path("/dev/shm")
     with contextlib.suppress(OSError):
         if (memory / "gpu-rows" / "site").exists():  # it was chosen before
             return memory / "gpu-rows"

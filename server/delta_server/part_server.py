@@ -30,6 +30,7 @@ from engine_ext.log import SharedParts, open_part
 from engine_ext.ranks.operations import PartSource
 
 _READ_BYTES: Final = 1 << 20
+_LONGEST_WAIT_S: Final = 10.0  # who asks gives up an engine that is silent for longer
 
 
 class PartServer:
@@ -121,9 +122,6 @@ class PartResponse(FileResponse):
         """Send them."""
         with self._file:
             await super().__call__(scope, receive, send)
-
-
-_LONGEST_WAIT_S: Final = 10.0  # who asks gives up an engine that is silent for longer
 
 
 class StillReading(Exception):

@@ -30,6 +30,7 @@ from engine_ext.structs import prepare
 logger = logging.getLogger(__name__)
 
 _PROGRESS_EVERY_S = 5.0
+_MOST: Final = 50
 _PLAIN = re.compile(r"[\w.:/+-]+", re.ASCII)
 _LEVELS = {
     "staged": logging.DEBUG,  # the line of its sync includes it
@@ -175,9 +176,6 @@ async def _log_progress(record: RequestRecord) -> None:
     while True:
         await asyncio.sleep(_PROGRESS_EVERY_S)
         logger.info("%s", format_line("sync", record.progress()))
-
-
-_MOST: Final = 50
 
 
 class _Staged(msgspec.Struct, frozen=True):

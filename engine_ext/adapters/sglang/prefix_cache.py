@@ -15,6 +15,10 @@ import torch
 
 from engine_ext.errors import SaltUnavailable
 
+# Interpolated position embeddings by the size of the image, and how often each was used: in the
+# vision towers of Kimi and PaddleOCR.
+_BY_SIZE = ("_interpolated_pos_emb_cache", "cache_position_embedding", "cache_position_count")
+
 
 def check_salt() -> None:
     """Raise `SaltUnavailable` if this engine keeps old KV for requests to come, whatever its key.
@@ -105,11 +109,6 @@ def flush_beside_grammars(scheduler_type: Any) -> None:
             manager.grammar_queue = compiled
 
     scheduler_type.flush_cache = flush
-
-
-# Interpolated position embeddings by the size of the image, and how often each was used: in the
-# vision towers of Kimi and PaddleOCR.
-_BY_SIZE = ("_interpolated_pos_emb_cache", "cache_position_embedding", "cache_position_count")
 
 
 def drop_image_embeddings(model: torch.nn.Module) -> None:

@@ -135,19 +135,22 @@ def copied_on_first_use(model: torch.nn.Module) -> dict[str, str]:
     return dict.fromkeys(found, why)
 
 
-def without_sinks(known: Known, model: torch.nn.Module) -> Known:
-    """Return a function that also knows the copies of sinks that `copied_on_first_use` refuses."""
+def with_sinks_copies(known: Known, model: torch.nn.Module) -> Known:
+    """Return a function that also knows copies of sinks; `copied_on_first_use` refuses these."""
     copies = _sinks_copies(model).keys()
     return lambda path, tensor: path in copies or known(path, tensor)
 
 
 def _sinks_copies(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the sinks that attention layers with a quant method copy, by the copy's path."""
-    found = {}
+    """Return the model's sinks that attention layers with a quant method copy, by the copy's path.
+
+    The search finds a copy of anything that is no parameter of the model, and so has no name.
+    """
+    found, named = {}, {id(parameter) for parameter in model.parameters()}
     for path, layer in model.named_modules():
         impl: Any = getattr(layer, "impl", None)
-        sinks = getattr(impl, "_sinks_source", None)
-        if sinks is not None and impl.sinks is not sinks and _has_method(layer):
+        sinks: Any = getattr(impl, "_sinks_source", None)
+        if id(sinks) in named and impl.sinks is not sinks and _has_method(layer):
             found[f"{path}.impl.sinks"] = sinks
     return found
 

@@ -31,7 +31,7 @@ from engine_ext.adapters.vllm.postload import (
     probe,
     processing_context,
     recomputations,
-    without_sinks,
+    with_sinks_copies,
 )
 from engine_ext.adapters.vllm.prefix_cache import forget_pooled_rows
 from engine_ext.adapters.vllm.transfer_frontend import is_chosen, register_backend
@@ -214,7 +214,7 @@ def build_receiver(
         repacks=seen.repacks,
         refusals={**seen.refusals, **states.refusals(model), **copied_on_first_use(model)},
         learned=seen.learned,
-        constants=without_sinks(with_adapters(seen.constants), model),
+        constants=with_sinks_copies(with_adapters(seen.constants), model),
         recomputations=recomputations(model, config),
         refuse_while=active_wrapper,
         loading=loading,

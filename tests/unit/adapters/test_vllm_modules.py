@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine_ext.adapters.vllm.lora import without_lora
-from engine_ext.adapters.vllm.postload import _processings, copied_on_first_use, without_sinks
+from engine_ext.adapters.vllm.postload import _processings, copied_on_first_use, with_sinks_copies
 
 
 class Wrapper(nn.Module):
@@ -158,9 +158,12 @@ def test_sinks_that_flashinfer_copies_are_refused(processed: bool, copies: bool)
     model = nn.ModuleDict({"self_attn": block})
     found = copied_on_first_use(model)
     assert [*found] == (["self_attn.sinks"] if processed and copies else [])
-    known = without_sinks(lambda path, tensor: path == "other", model)
+    known = with_sinks_copies(lambda path, tensor: path == "other", model)
     assert known("self_attn.attn.impl.sinks", kept) == bool(found)
     assert known("other", kept)
+    block.sinks = nn.Parameter(torch.ones(2))  # what is copied cannot be refused by name then
+    assert copied_on_first_use(model) == {}
+    assert not with_sinks_copies(lambda *_: False, model)("self_attn.attn.impl.sinks", kept)
 
 
 @pytest.mark.parametrize(("fuses", "quantised"), [(True, True), (False, True), (True, False)])

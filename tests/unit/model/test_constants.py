@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.model.constants import Constants, ConstantsWatch, is_default
+from engine_ext.model.constants import Constants, ConstantsWatch, is_constant, is_default
 
 
 class Model(nn.Module):
@@ -52,6 +52,19 @@ def test_the_function_is_put_back_when_loading_fails() -> None:
     with pytest.raises(RuntimeError, match="no memory"), ConstantsWatch(module, "make"):
         module.make()
     assert module.make is fails
+
+
+@pytest.mark.parametrize("name", ["PiT", "Pi", "Pi_half", "centroids", "midpoints"])
+def test_tables_of_turboquant_are_constants(name: str) -> None:
+    table = torch.ones(2, 2)
+    assert is_constant(f"layers.0.attn._tq_{name}", table)
+    assert not is_constant(f"layers.0.attn._tq_{name}_of_weights", table)
+
+
+@pytest.mark.parametrize("name", ["_uq_kfull_buf", "_uq_vfull_buf"])
+def test_unpacked_kv_is_a_cache(name: str) -> None:
+    assert is_constant(f"layers.0.attn.{name}", torch.ones(2, 2))
+    assert not is_constant(f"layers.0.attn.{name}_2", torch.ones(2, 2))
 
 
 def test_constants_are_unknown_for_another_model_factory() -> None:

@@ -58,14 +58,14 @@ class EverythingAndGaps(Everything):
 
 
 @pytest.fixture
-def uploaded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Every tensor belongs on a device; what was uploaded to it."""
-    found: list[torch.Tensor] = []
+def uploaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Every tensor belongs on a device; what was copied, there or with changes, and its copy."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         assert device == torch.empty(0, device=DEVICE).device
-        found.append(copied(tensor, device))
-        return found[-1]
+        found.append((tensor, copied(tensor, device)))
+        return found[-1][1]
 
     copied = host_copies.copied
     monkeypatch.setattr(host_copies, "copied", upload)
@@ -97,7 +97,9 @@ def test_a_copy_has_the_layout_and_the_bits(chunk: int, monkeypatch: pytest.Monk
     assert size <= sum(storages.values()) <= max(chunk, 4 * size)
 
 
-def test_processing_gets_a_module_on_its_device(uploaded: list[torch.Tensor]) -> None:
+def test_processing_gets_a_module_on_its_device(
+    uploaded: list[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
     layer: Any = Layer(Int8())
     states = UnprocessedModules(1 << 20)
     assert states.keep(processing(layer), False) is None
@@ -110,14 +112,14 @@ def test_processing_gets_a_module_on_its_device(uploaded: list[torch.Tensor]) ->
     weight: Any = copy.weight
     assert weight.weight_loader.__func__ is Layer.load
     assert type(weight) is torch.nn.Parameter
-    assert {t.data_ptr() for t in uploaded} == {copy.weight.data_ptr(), copy.bias.data_ptr()}
+    assert {t.data_ptr() for _, t in uploaded} == {copy.weight.data_ptr(), copy.bias.data_ptr()}
     assert torch.equal(copy.weight, weights["weight"])
 
 
 @pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_syncs_are_those_of_weights_on_the_device(
-    ranks: int, tmp_path: Path, uploaded: list[torch.Tensor]
+    ranks: int, tmp_path: Path, uploaded: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
     serving = Serving(EverythingAndGaps, tmp_path, ranks=ranks)
     assert serving.reasons() == {}
@@ -126,7 +128,8 @@ def test_syncs_are_those_of_weights_on_the_device(
         uploaded.clear()
         before = dict(serving.current)
         errors_of(serving.sync(target_of(serving, seed=seed)), none=True)
-        assert uploaded
+        made = {id(copy) for _, copy in uploaded}
+        assert any(id(given) in made for given, _ in uploaded)  # a copy with changes goes there
         serving.assert_fresh()
     errors_of(serving.rollback(before), none=True)
     serving.assert_fresh()
@@ -135,7 +138,9 @@ def test_syncs_are_those_of_weights_on_the_device(
 
 
 @pytest.mark.host_memory
-def test_a_repeated_row_is_refused_by_name(tmp_path: Path, uploaded: list[torch.Tensor]) -> None:
+def test_a_repeated_row_is_refused_by_name(
+    tmp_path: Path, uploaded: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
     serving = Serving(one_layer(Repeated), tmp_path)
     assert serving.reasons().keys() == {"lin.weight", "lin.bias"}
     errors_of(serving.sync(target_of(serving, "norm")), none=True)
@@ -143,7 +148,9 @@ def test_a_repeated_row_is_refused_by_name(tmp_path: Path, uploaded: list[torch.
 
 
 @pytest.mark.host_memory
-def test_an_engine_without_a_checkpoint(tmp_path: Path, uploaded: list[torch.Tensor]) -> None:
+def test_an_engine_without_a_checkpoint(
+    tmp_path: Path, uploaded: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
     serving = Serving(Everything, tmp_path, dummy=True)
     errors_of(serving.sync(target_of(serving), full=True), none=True)
     serving.assert_fresh()
