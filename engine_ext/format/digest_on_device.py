@@ -40,7 +40,7 @@ def device_sums(
     """Return the lanes of the digest of elements of one tensor, int64 [2] on their device.
 
     Args:
-        values: bit patterns, integers as wide as the checkpoint dtype, contiguous [n].
+        values: bit patterns, integers as wide as the checkpoint dtype, [n].
         places: their flat indices, int64 [n] on the same device; None if they are dense, at
             `start`, `start` + 1, ...
         start: flat index of the first of dense values.
@@ -51,7 +51,7 @@ def device_sums(
     if places is None and runs_kernels(device):
         from engine_ext.kernels.triton import block_sums
 
-        return block_sums.dense(values, start, seeds, table)
+        return block_sums.dense(values.contiguous(), start, seeds, table)
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     for first in range(0, values.numel(), _CHUNK):
         chunk = slice(first, min(first + _CHUNK, values.numel()))

@@ -178,6 +178,7 @@ class Serving:
             constants=lambda path, tensor: is_constant(path, tensor) or constants(path, tensor),
             recomputations=self._recomputations(model),
             loading=loading,
+            captures=False,
             reprocessing=Reprocessing(
                 states=states,
                 loader=lambda copy: cast("Model", copy).load_weights,

@@ -42,7 +42,6 @@ _LEFT_OUT: Final = (
     "bin",
     "mistral_common/data/*",
     "tvm_ffi/3rdparty/libbacktrace",
-    "tvm_ffi/lib/libtvm_ffi_testing.so",
     "vllm/kernels/helion/configs",
     "zstandard/_cffi*",
     "cryptography",
@@ -82,7 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def thin(site: Path, arch: int) -> None:
-    """Remove what the rows do not use, and the device code of other GPUs than `arch`."""
+    """Remove what the rows do not use, and the device code of other GPUs than `arch`.
+
+    Raises:
+        SystemExit: a library that stays needs one that is removed.
+    """
+    before = {library.name for library in site.rglob("*.so")}
     for pattern in _LEFT_OUT:
         for path in [*site.glob(pattern)]:
             if path.is_dir():
@@ -92,7 +96,12 @@ def thin(site: Path, arch: int) -> None:
     debugged = [*site.glob("zstandard/*.so")]  # ten times as large as what runs
     if debugged and shutil.which("strip"):
         subprocess.run(["strip", "--strip-unneeded", *map(str, debugged)], check=True)
-    for library in sorted(site.rglob("*.so")):
+    libraries = sorted(site.rglob("*.so"))
+    removed = before.difference(library.name for library in libraries)
+    for library in libraries:
+        named = library.read_bytes()
+        if needed := [name for name in sorted(removed) if name.encode() + b"\0" in named]:
+            raise SystemExit(f"{library.relative_to(site)} needs {needed}, which are left out")
         if blanked := device_code.blank(library, arch):
             print(f"{library.relative_to(site)}: {blanked / 1e6:.0f} MB blanked", flush=True)
 

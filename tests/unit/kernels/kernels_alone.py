@@ -633,18 +633,22 @@ def test_a_commit_only_launches(dense: bool, monkeypatch: pytest.MonkeyPatch) ->
     dtype=st.sampled_from(BITS),
     size=st.sampled_from([0, 1, 1000, 1024, 1025, 3000, 9000]),
     start=st.sampled_from([0, 1, 1023, 1024, (1 << 33) + 1000]),
+    step=st.sampled_from([1, 2]),
     kernels=st.booleans(),
     seed=st.integers(0, 1 << 20),
 )
-@example(dtype=torch.int16, size=40_000, start=7, kernels=True, seed=0)
-@example(dtype=torch.int16, size=40_000, start=7, kernels=False, seed=0)
+@example(dtype=torch.int16, size=40_000, start=7, step=1, kernels=True, seed=0)
+@example(dtype=torch.int16, size=40_000, start=7, step=1, kernels=False, seed=0)
+@example(dtype=torch.int16, size=3, start=0, step=2, kernels=True, seed=0)
 def test_a_device_digests_what_the_host_does(
-    dtype: torch.dtype, size: int, start: int, kernels: bool, seed: int
+    dtype: torch.dtype, size: int, start: int, step: int, kernels: bool, seed: int
 ) -> None:
-    values = random_bits(size + 1, dtype, seed)[1:]
+    """Also elements that are not next to each other, as a column's are."""
+    values = random_bits(step * size + 1, dtype, seed)[1::step]
     with mock.patch.object(digest_on_device, "runs_kernels", return_value=kernels):
         found = device_digest("größe.重み", values, start=start)
-    expected = tensor_digest("größe.重み", host_gather_scatter.host_bits(values.cpu()), start=start)
+    host = host_gather_scatter.host_bits(values.cpu().contiguous())
+    expected = tensor_digest("größe.重み", host, start=start)
     assert found == expected
 
 

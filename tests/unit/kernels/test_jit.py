@@ -26,10 +26,13 @@ def total(values):
 """
 
 
-def test_a_cache_that_mixes_signatures_up_is_not_believed(tmp_path: Path) -> None:
+def test_a_cache_that_mixes_signatures_up_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two processes that write it at once can do that: both take the same name for their code."""
-    from numba import types
+    from numba import config, types
 
+    monkeypatch.setattr(config, "CACHE_DIR", "")  # next to the code
     path = tmp_path / "loops_of_a_test.py"
     path.write_text(SOURCE)
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -126,6 +126,14 @@ def test_a_bundle_leaves_out_what_no_row_uses(tmp_path: Path) -> None:
     assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()} == {*kept}
 
 
+def test_a_library_that_needs_one_left_out_is_named(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "_qutlass_C.abi3.so").touch()
+    (tmp_path / "vllm" / "other.so").write_bytes(library(b"\0_qutlass_C.abi3.so\0", b".dynstr"))
+    with pytest.raises(SystemExit, match=r"vllm/other.so needs \['_qutlass_C.abi3.so'\]"):
+        program.thin(tmp_path, 90)
+
+
 def test_a_bundle_has_one_vllm() -> None:
     wheel = Path("there/oss_harmony-1-cp312-cp312-linux_x86_64.whl")
     found, usual = program.wanted("0.33.0", [wheel]), program.wanted(None, [])

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
+from engine_ext.errors import NotUpdatable
+from engine_ext.model import StorageIndex
+from engine_ext.startup import trace_again
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.toy_quantised import Int8, Layer, Method, Model, linear_shapes
@@ -214,3 +219,17 @@ def test_a_replaced_parameter_is_freed_once_it_is_followed(tmp_path: Path) -> No
     serving.assert_fresh()
     gc.collect()
     assert before() is None
+
+
+@pytest.mark.parametrize(("device", "captures"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_graphs_keep_the_memory_that_a_tensor_had(device: str, captures: bool) -> None:
+    """Writes to its new memory would not reach them."""
+    model = nn.Linear(2, 2)
+    index: Any = StorageIndex(model)
+    index.by_name = {"weight": SimpleNamespace(tensor=SimpleNamespace(device=torch.device(device)))}
+    loaded: Any = SimpleNamespace(captures=captures, repacks={}, refuse_while=None)
+    expected: Any = contextlib.nullcontext()
+    if device != "cpu" and captures:
+        expected = pytest.raises(NotUpdatable, match="read the memory before; restart the engine")
+    with expected:
+        assert trace_again(loaded, model, list, {}, {}, index, ["weight"]) == {}

@@ -207,12 +207,12 @@ def test_a_write_that_fails_half_way_is_undone(
 
 def test_the_rebuilt_differences_count_for_the_undo_log(tmp_path: Path) -> None:
     """One bit of a row's largest weight changes the codes of its whole row."""
-    serving = Serving(one_layer(Int8), tmp_path, undo_bytes=24)
+    serving = Serving(one_layer(Int8), tmp_path, undo_bytes=4)
     before = serving.served()
     target = {"lin.weight": serving.base["lin.weight"].clone()}
     target["lin.weight"][0, 0] = 100.0
     message = refusal(serving.sync(target))
-    assert "--delta-undo-bytes allows 24" in message
+    assert "--delta-undo-bytes allows 4" in message
     assert serving.served() == before
     errors_of(serving.sync(target_of(serving), full=True), none=True)
     serving.assert_fresh()

@@ -212,6 +212,7 @@ class Service:
                 ranks=ThreadRanks(group, rank),
                 constants=known_of(self.kinds[rank]),
                 recomputations=functions(model),
+                captures=False,
             )
             for rank, model in enumerate(self.models)
         ]

@@ -260,15 +260,17 @@ def test_other_values_are_drawn_where_the_weights_are(
     drawn: list[object] = []
     generator = torch.Generator
 
-    def record(device: object = "not said") -> torch.Generator:
-        frame = inspect.currentframe()
-        assert frame is not None
-        assert frame.f_back is not None
-        if frame.f_back.f_globals["__name__"].startswith("engine_ext."):
+    class Recorded(torch.Generator):  # a class: PyTorch has annotations of it
+        def __new__(cls, device: object = "cpu") -> torch.Generator:  # type: ignore[misc]
+            frame = inspect.currentframe()
+            assert frame is not None
+            assert frame.f_back is not None
+            if not frame.f_back.f_globals["__name__"].startswith("engine_ext."):
+                return generator()
             drawn.append(device)
-        return generator(DEVICE)
+            return generator(DEVICE)
 
-    monkeypatch.setattr(torch, "Generator", record)
+    monkeypatch.setattr(torch, "Generator", Recorded)
     if proof == "of functions":
         assert Service(tmp_path).refusals() == {}
     else:

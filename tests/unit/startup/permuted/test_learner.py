@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from engine_ext.conformance.toy_models import Checkpoint
+from engine_ext.conformance.toy_models.base import DEVICE
 from engine_ext.startup.permuted.learner import LearningError, Processing, RepackLearner
 from tests.support import toy_quantised
 from tests.support.quantised_engine import Serving
@@ -326,7 +327,8 @@ class Filled(toy_quantised.Method):
     """A layer with a buffer, which the checkpoint fills with zeros."""
 
     def create_weights(self, layer: Any) -> None:
-        layer.register_buffer("corr", torch.full((OUT,), 7.0, dtype=torch.bfloat16))
+        seven = torch.full((OUT,), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        layer.register_buffer("corr", seven)
 
 
 class FlipsBuffer(Filled):

@@ -86,11 +86,12 @@ def test_a_copy_has_the_layout_and_the_bits(chunk: int, monkeypatch: pytest.Monk
         torch.tensor(7.0, dtype=torch.float64),
         torch.arange(100, dtype=torch.int32),
     ]
-    copies = [memory.copy(tensor.to(DEVICE)) for tensor in tensors]
-    for tensor, copy in zip(tensors, copies, strict=True):
+    sources = [tensor.to(DEVICE) for tensor in tensors]
+    copies = [memory.copy(source) for source in sources]
+    for tensor, source, copy in zip(tensors, sources, copies, strict=True):
         assert torch.equal(copy, tensor)
         assert (copy.stride(), copy.dtype, copy.device.type) == (
-            *(tensor.stride(), tensor.dtype, "cpu"),
+            *(source.stride(), tensor.dtype, "cpu"),
         )
         size += copy.nbytes
     storages = {c.untyped_storage().data_ptr(): c.untyped_storage().nbytes() for c in copies}
@@ -113,7 +114,7 @@ def test_processing_gets_a_module_on_its_device(
     assert weight.weight_loader.__func__ is Layer.load
     assert type(weight) is torch.nn.Parameter
     assert {t.data_ptr() for _, t in uploaded} == {copy.weight.data_ptr(), copy.bias.data_ptr()}
-    assert torch.equal(copy.weight, weights["weight"])
+    assert torch.equal(copy.weight.cpu(), weights["weight"])
 
 
 @pytest.mark.host_memory

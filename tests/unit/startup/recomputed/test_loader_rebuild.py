@@ -143,7 +143,7 @@ class OfOldValues(Model):
 
     @classmethod
     def load(cls, live: Any, weight: torch.Tensor) -> None:
-        live.data.copy_(cls.compute(live.data, weight.float()))
+        live.data.copy_(cls.compute(live.data, weight.float().to(live.device)))
 
     @staticmethod
     def compute(live: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
