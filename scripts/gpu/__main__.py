@@ -264,7 +264,8 @@ def machine(engine: str) -> dict[str, Any]:
     """Return what the rows run on: device, engine and libraries.
 
     Raises:
-        SystemExit: the engine is not installed.
+        SystemExit: the engine is not installed, or its server cannot be imported: each row would
+            take long to find that out.
     """
     import torch
 
@@ -274,14 +275,17 @@ def machine(engine: str) -> dict[str, Any]:
     # The package of vLLM for CPUs has another name.
     ask = (
         "from importlib.metadata import packages_distributions, version; "
+        f"import {kind.program}; "
         f"names = packages_distributions()[{engine!r}][0], 'torch', 'transformers'; "
         "print(*map(version, names))"
     )
     command = [str(kind.interpreter()), "-c", ask]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    paths = filter(None, [*map(str, kind.shims()), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if answer.returncode:
-        raise SystemExit(f"{command[0]} has no {kind.name}")
-    own, of_torch, of_transformers = answer.stdout.split()
+        raise SystemExit(f"{command[0]} cannot run {kind.name}: {answer.stderr[-1500:]}")
+    own, of_torch, of_transformers = answer.stdout.splitlines()[-1].split()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),

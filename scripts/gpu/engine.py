@@ -41,6 +41,9 @@ def on_cpu() -> bool:
 class GpuServer(EngineProcess):
     """One server on the GPU, with a small KV cache.
 
+    Attributes:
+        program: the module that runs it.
+
     Args:
         model: Folder of the model to serve.
         flags: Further arguments of the command line.
@@ -50,6 +53,8 @@ class GpuServer(EngineProcess):
         length: Longest sequence, in tokens.
         environment: Further variables.
     """
+
+    program: ClassVar[str]
 
     def __init__(
         self,
@@ -72,11 +77,11 @@ class GpuServer(EngineProcess):
             log_path=log_path,
             extra_env={"VLLM_CACHE_ROOT": f"{log_path}.cache", **(environment or {})},
             start_timeout_s=start_timeout_s,
-            python_path=self._shims(),
+            python_path=self.shims(),
         )
 
     @classmethod
-    def _shims(cls) -> Sequence[Path]:
+    def shims(cls) -> Sequence[Path]:
         """Return folders with modules that an engine for CPUs lacks."""
         return ()
 
@@ -88,6 +93,8 @@ class GpuServer(EngineProcess):
 class GpuVllm(GpuServer, VllmProcess):
     """One vLLM server; see `GpuServer`."""
 
+    program: ClassVar[str] = "vllm.entrypoints.openai.api_server"
+
     def complete(self, prompt: Any, **options: Any) -> Any:
         """Return the answer of ``/v1/completions``; see `EngineProcess.complete`."""
         return super().complete(prompt, **{"model": MODEL, **options})
@@ -97,7 +104,7 @@ class GpuVllm(GpuServer, VllmProcess):
 
     def _server_arguments(self) -> list[str]:
         arguments = [
-            *("-m", "vllm.entrypoints.openai.api_server"),
+            *("-m", self.program),
             *("--model", str(self.model), "--served-model-name", MODEL),
             *("--host", HOST, "--port", str(self.port)),
             *("--max-model-len", str(self._length), "--max-num-seqs", "8"),
@@ -118,10 +125,11 @@ class GpuVllm(GpuServer, VllmProcess):
 class GpuSglang(GpuServer, SglangProcess):
     """One SGLang server; see `GpuServer`."""
 
+    program: ClassVar[str] = "sglang.launch_server"
     _python_path: ClassVar[Sequence[Path]] = ()
 
     @classmethod
-    def _shims(cls) -> Sequence[Path]:
+    def shims(cls) -> Sequence[Path]:
         return SglangProcess._python_path if on_cpu() else ()
 
     def drop_prefixes(self) -> None:
@@ -131,7 +139,7 @@ class GpuSglang(GpuServer, SglangProcess):
         if on_cpu():
             return super()._server_arguments()
         return [
-            *("-m", "sglang.launch_server"),
+            *("-m", self.program),
             *("--model-path", str(self.model), "--host", HOST, "--port", str(self.port)),
             *("--context-length", str(self._length), "--max-running-requests", "8"),
             *("--max-total-tokens", "8192", "--mem-fraction-static", "0.5"),

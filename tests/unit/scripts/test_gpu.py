@@ -21,6 +21,7 @@ from scripts.doc_tables import gpu as doc_table
 from scripts.gpu import __main__ as program
 from scripts.gpu import results, timing, trees
 from scripts.gpu import rows as rows_module
+from scripts.gpu.engine import GpuVllm
 from scripts.gpu.rows import ROWS, Row
 from scripts.live_engine import tiny_models
 from scripts.live_engine.process import EngineError
@@ -383,3 +384,11 @@ def test_the_table_of_what_syncs_are_compared_with() -> None:
         f"{where} GPU memory beyond stock, MiB | 250 |  |",
     ]
     assert "No recorded run" in doc_table.compared_of([RUN])
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_run_ends_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row would take half a minute to find out that a bundle lacks something."""
+    monkeypatch.setattr(GpuVllm, "program", "vllm.nonesuch")
+    with pytest.raises(SystemExit, match=r"(?s)cannot run vLLM: .*'vllm.nonesuch'"):
+        program.machine("vllm")
