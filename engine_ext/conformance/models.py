@@ -116,8 +116,6 @@ class PackedIntoHandle(ToyModel):
 class LoadedIntoHandle(PackedIntoHandle):
     """The loader itself fills memory that is no parameter."""
 
-    shapes: ClassVar = PackedIntoHandle.shapes
-
     def build(self) -> None:
         super().build()
         del self.layer.linear.weight
@@ -143,8 +141,6 @@ class LoadedIntoHandle(PackedIntoHandle):
 class LoadedIntoList(LoadedIntoHandle):
     """The same, with a list of slices of one tensor."""
 
-    shapes: ClassVar = LoadedIntoHandle.shapes
-
     def made(self) -> Any:
         return list(torch.zeros(8, 6, dtype=torch.bfloat16).chunk(2))
 
@@ -156,16 +152,12 @@ class LoadedIntoList(LoadedIntoHandle):
 class MadeInHandle(LoadedIntoHandle):
     """The loader makes what it keeps: another object in the place of the first."""
 
-    shapes: ClassVar = LoadedIntoHandle.shapes
-
     def fill(self, weight: torch.Tensor) -> None:
         self.layer.linear.handle = SimpleNamespace(weight=weight.clone())
 
 
 class MadeInDict(LoadedIntoHandle):
     """The same, in a dict that was there."""
-
-    shapes: ClassVar = LoadedIntoHandle.shapes
 
     def made(self) -> Any:
         return {}
@@ -258,7 +250,6 @@ class DerivedRecomputed(ToyModel):
 class DerivedInPlace(DerivedRecomputed):
     """The function writes into what it has made at first."""
 
-    shapes: ClassVar = DerivedRecomputed.shapes
     absorbed: nn.Parameter
 
     def recompute(self) -> None:

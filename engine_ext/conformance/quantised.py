@@ -103,14 +103,12 @@ class OnlineFp8PerTensor(Quantised):
 
 
 class OnlineFp8PerChannel(OnlineFp8PerTensor):
-    shapes: ClassVar = OnlineFp8PerTensor.shapes
     dim: ClassVar = 1
 
 
 class OnlineFp8Rows(OnlineFp8PerTensor):
     """The first of 2 ranks, which share the rows and have a scale each."""
 
-    shapes: ClassVar = OnlineFp8PerTensor.shapes
     first: ClassVar = 0
 
     def build(self) -> None:
@@ -123,7 +121,6 @@ class OnlineFp8Rows(OnlineFp8PerTensor):
 
 
 class OnlineFp8RowsLast(OnlineFp8Rows):
-    shapes: ClassVar = OnlineFp8PerTensor.shapes
     first: ClassVar = N // 2
 
 

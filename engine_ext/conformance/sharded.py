@@ -24,7 +24,6 @@ class UnevenRows(ToyModel):
 
 
 class UnevenRowsLast(UnevenRows):
-    shapes: ClassVar = UnevenRows.shapes
     rows: ClassVar = slice(4, 7)
 
 
@@ -44,7 +43,6 @@ class SharedHeads(ToyModel):
 
 
 class SharedHeadsLast(SharedHeads):
-    shapes: ClassVar = SharedHeads.shapes
     rank = 1
 
 
@@ -65,7 +63,6 @@ class ExpertsByRank(ToyModel):
 
 
 class ExpertsByRankLast(ExpertsByRank):
-    shapes: ClassVar = ExpertsByRank.shapes
     rank = 1
 
 
@@ -84,7 +81,6 @@ class LayersByRank(ToyModel):
 
 
 class LayersByRankLast(LayersByRank):
-    shapes: ClassVar = LayersByRank.shapes
     rank = 1
 
 
@@ -104,7 +100,6 @@ class VocabShard(ToyModel):
 
 
 class VocabShardLast(VocabShard):
-    shapes: ClassVar = VocabShard.shapes
     rank = 1
 
 
@@ -122,7 +117,6 @@ class OverlappingRows(ToyModel):
 
 
 class OverlappingRowsLast(OverlappingRows):
-    shapes: ClassVar = OverlappingRows.shapes
     start = 4
 
 
@@ -144,5 +138,4 @@ class FailsOnLastRank(ToyModel):
 
 
 class FailsOnLastRankLast(FailsOnLastRank):
-    shapes: ClassVar = FailsOnLastRank.shapes
     wants_all = True

@@ -99,7 +99,6 @@ class FilledTemporary(ToyModel):
 
 
 class FilledOnItsDevice(FilledTemporary):
-    shapes: ClassVar = FilledTemporary.shapes
     meta = True
 
 
@@ -196,15 +195,11 @@ class Pooled(ToyModel):
 class PooledElsewhere(Pooled):
     """A pool that is there before; its threads stay."""
 
-    shapes: ClassVar = Pooled.shapes
-
     def load_weights(self, weights: Weights) -> None:
         list(POOL.map(lambda pair: self.load_one(*pair), weights))
 
 
 class PooledByMultiprocessing(Pooled):
-    shapes: ClassVar = Pooled.shapes
-
     def load_weights(self, weights: Weights) -> None:
         with ThreadPool(2) as pool:
             pool.starmap(self.load_one, weights)
@@ -214,8 +209,6 @@ class PooledByMultiprocessing(Pooled):
 
 class ThreadOfAThread(Pooled):
     """The loader does not even wait for it."""
-
-    shapes: ClassVar = Pooled.shapes
 
     def load_weights(self, weights: Weights) -> None:
         def outer() -> None:
@@ -267,8 +260,6 @@ class Scaled(ToyModel):
 class ThroughNarrower(Scaled):
     """A cast to fp8 and back; the base's values happen to survive it."""
 
-    shapes: ClassVar = Scaled.shapes
-
     @classmethod
     def adjust(cls, base: dict[str, torch.Tensor]) -> None:
         base["weight"] = base["weight"].to(torch.float8_e4m3fn).to(torch.bfloat16)
@@ -280,8 +271,6 @@ class ThroughNarrower(Scaled):
 class ThroughOtherHalf(Scaled):
     """Neither half-precision dtype holds the other."""
 
-    shapes: ClassVar = Scaled.shapes
-
     def move(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(torch.float16).float()
 
@@ -289,16 +278,12 @@ class ThroughOtherHalf(Scaled):
 class BitsMoved(Scaled):
     """The bits of a temporary, as integers."""
 
-    shapes: ClassVar = Scaled.shapes
-
     def move(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.clone().view(torch.int16).flip(0).view(torch.bfloat16)
 
 
 class SortedRows(Scaled):
     """The order is the values' own; the base is sorted."""
-
-    shapes: ClassVar = Scaled.shapes
 
     @classmethod
     def adjust(cls, base: dict[str, torch.Tensor]) -> None:
@@ -311,15 +296,11 @@ class SortedRows(Scaled):
 class ListIndexed(Scaled):
     """torch makes the index on the tensor's device, where it has no values."""
 
-    shapes: ClassVar = Scaled.shapes
-
     def move(self, weight: torch.Tensor) -> torch.Tensor:
         return weight[[1, 0, 3, 2]]
 
 
 class AddedToTemporary(Scaled):
-    shapes: ClassVar = Scaled.shapes
-
     def move(self, weight: torch.Tensor) -> torch.Tensor:
         temporary = torch.zeros(4, 3, dtype=torch.bfloat16)
         temporary.add_(weight)
@@ -327,8 +308,6 @@ class AddedToTemporary(Scaled):
 
 
 class AccumulatedIntoTemporary(Scaled):
-    shapes: ClassVar = Scaled.shapes
-
     def move(self, weight: torch.Tensor) -> torch.Tensor:
         temporary = torch.zeros(4, 3, dtype=torch.bfloat16)
         temporary.index_put_((torch.tensor([0, 1, 2, 3]),), weight, accumulate=True)
@@ -337,8 +316,6 @@ class AccumulatedIntoTemporary(Scaled):
 
 class ReadBack(Scaled):
     """One parameter is filled from another, which a delta would leave behind."""
-
-    shapes: ClassVar = Scaled.shapes
 
     def build(self) -> None:
         super().build()
@@ -351,8 +328,6 @@ class ReadBack(Scaled):
 
 
 class ReadBackCloned(ReadBack):
-    shapes: ClassVar = Scaled.shapes
-
     def load_one(self, name: str, weight: torch.Tensor) -> None:
         getattr(self, name).copy_(weight)
         if name == "weight":
@@ -361,8 +336,6 @@ class ReadBackCloned(ReadBack):
 
 class WritesOver(Scaled):
     """One element of the tensor over another; in the base they are equal."""
-
-    shapes: ClassVar = Scaled.shapes
 
     @classmethod
     def adjust(cls, base: dict[str, torch.Tensor]) -> None:

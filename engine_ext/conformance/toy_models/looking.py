@@ -62,8 +62,6 @@ class PairsConcatenated(ToyModel):
 class PairsTogether(PairsConcatenated):
     """Copies each of two tensors, but only once both are there."""
 
-    shapes: ClassVar = PairsConcatenated.shapes
-
     def load_pair(self, gate: torch.Tensor, up: torch.Tensor) -> None:
         self.gate_up.data[:2].copy_(gate)
         self.gate_up.data[2:].copy_(up)
@@ -71,8 +69,6 @@ class PairsTogether(PairsConcatenated):
 
 class PairsOrFailure(PairsTogether):
     """Raises without the second of a pair, after it has written the first."""
-
-    shapes: ClassVar = PairsConcatenated.shapes
 
     def load_weights(self, weights: Weights) -> None:
         loaded = dict(weights)

@@ -28,7 +28,6 @@ class RowShard(ToyModel):
 
 
 class RowShardFirst(RowShard):
-    shapes: ClassVar = RowShard.shapes
     rank = 0
 
 
@@ -47,7 +46,6 @@ class ColumnShard(ToyModel):
 
 
 class ColumnShardLast(ColumnShard):
-    shapes: ClassVar = ColumnShard.shapes
     rank = 1
 
 
@@ -88,7 +86,6 @@ class StackedExperts(ToyModel):
 
 
 class StackedExpertsLast(StackedExperts):
-    shapes: ClassVar = StackedExperts.shapes
     rank = 1
 
 

@@ -33,15 +33,11 @@ class ZeroesFirst(ToyModel):
 
 
 class FillsFirst(ZeroesFirst):
-    shapes: ClassVar = ZeroesFirst.shapes
-
     def clear(self) -> None:
         self.qk.data.fill_(0)
 
 
 class ConstantFirst(ZeroesFirst):
-    shapes: ClassVar = ZeroesFirst.shapes
-
     def clear(self) -> None:
         self.qk.data.copy_(torch.ones(6, 4))
 
@@ -118,8 +114,6 @@ class KeepsReference(ToyModel):
 
 class KeepsCopy(KeepsReference):
     """The same with memory of its own, into which a masked apply would copy the NaNs."""
-
-    shapes: ClassVar = KeepsReference.shapes
 
     def build(self) -> None:
         super().build()

@@ -47,7 +47,6 @@ class Rank(ToyModel):
 
 
 class Second(Rank):
-    shapes: ClassVar = Rank.shapes
     dtypes: ClassVar = Rank.dtypes
     rank = 1
 

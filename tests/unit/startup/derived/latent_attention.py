@@ -153,7 +153,6 @@ class Latent(ToyModel):
 
 
 class LatentLast(Latent):
-    shapes: ClassVar = Latent.shapes
     rank: ClassVar = 1
 
 

@@ -154,7 +154,6 @@ class WritesAcross(ToyModel):
 
 
 class WritesDoubleAcross(WritesAcross):
-    shapes: ClassVar = WritesAcross.shapes
     doubles: ClassVar = True
 
 
