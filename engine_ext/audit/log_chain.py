@@ -10,10 +10,10 @@ from engine_ext.log import (
     DeltaLog,
     Done,
     Entry,
+    declared_digests,
     done_of,
     folder_name,
     is_signed,
-    read_digests,
     read_manifests,
     read_publications,
 )
@@ -100,11 +100,11 @@ def _add_unsaid(trail: LogTrail, log: DeltaLog, entry: Entry, key: str | None) -
     if not entry.foreign:
         try:
             with log.fetched(entry):
-                digests = read_digests(entry)
-                first = read_manifests(entry)[0]
+                manifests = read_manifests(entry)
         except LogDamaged as error:
             trail.problems.append(f"gap: {source}: {error.message}")
             return
+        digests, first = declared_digests(manifests), manifests[0]
         before, after = digests.before, digests.after
         run, epoch, owner = first.run, first.run_epoch, first.run_owner
     trail.links.append(

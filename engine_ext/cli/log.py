@@ -409,7 +409,7 @@ def _prune(options: argparse.Namespace) -> int:
     if not options.dry_run:
         if gone:
             delta_log.keep_publications(options.log.store, gone)
-            options.log.discard(*(entry.folder.name for entry in gone))
+            options.log.store.delete([entry.folder.name for entry in gone])
         options.log.tidy(listing)
     size = sum(entry.nbytes for entry in gone)
     verb = "would be deleted" if options.dry_run else "deleted"

@@ -11,12 +11,19 @@ from engine_ext.files.checkpoint_files import (
     read_checkpoint,
     read_entries,
 )
-from engine_ext.files.durable_files import FileLock, is_full, sync_folder, write_file
+from engine_ext.files.durable_files import (
+    FileLock,
+    hash_of_rest,
+    is_full,
+    sync_folder,
+    write_file,
+)
 
 __all__ = [
     "INDEX",
     "FileLock",
     "checkpoint_entries",
+    "hash_of_rest",
     "is_full",
     "read_checkpoint",
     "read_entries",

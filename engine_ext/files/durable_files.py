@@ -8,6 +8,19 @@ import fcntl
 import os
 import weakref
 from pathlib import Path
+from typing import BinaryIO, Final
+
+import xxhash
+
+_READ_BYTES: Final = 1 << 20
+
+
+def hash_of_rest(file: BinaryIO) -> str:
+    """Return the xxh3_128 of what is left to read of a file, in hex."""
+    digest = xxhash.xxh3_128()
+    for chunk in iter(lambda: file.read(_READ_BYTES), b""):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -23,8 +23,9 @@ bytes are the sender's, is checked when they are applied, by the code that also 
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
@@ -32,7 +33,7 @@ from typing import Annotated, Final
 import msgspec
 
 from engine_ext.answers import some_of
-from engine_ext.errors import LogDamaged
+from engine_ext.errors import DeltaError, LogDamaged
 from engine_ext.files import INDEX
 from engine_ext.structs import prepare
 
@@ -123,12 +124,20 @@ class Entry:
         if not self.files and not self.foreign:
             raise self.damaged("it has no parts")
         for name, facts in self.files.items():
-            try:
+            with self.reading(name):
                 size = (self.folder / name).stat().st_size
-            except OSError as error:
-                raise self.damaged(f"{name}: {error.strerror}", file=name) from error
             if facts is not None and size != facts.bytes:
                 raise self.damaged(f"{name} has {size} bytes of {facts.bytes}", file=name)
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Raise what fails inside the block as LogDamaged, which names the file."""
+        try:
+            yield
+        except OSError as error:
+            raise self.damaged(f"{name}: {error.strerror}", file=name) from error
+        except DeltaError as error:
+            raise self.damaged(f"{name}: {error.message}", file=name) from error
 
     def damaged(self, why: str, **operands: object) -> LogDamaged:
         """Return the error for a damage of this version."""

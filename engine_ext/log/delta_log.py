@@ -31,7 +31,7 @@ from engine_ext.log.store import Files, Store
 from engine_ext.store_urls import is_store_url, store_url
 
 if TYPE_CHECKING:
-    from engine_ext.log.writer import Draft, LogWriter
+    from engine_ext.log.writer import LogWriter
     from engine_ext.remote_parts import PartCache, Peers
     from engine_ext.resources import RateLimit
 
@@ -266,21 +266,6 @@ class DeltaLog:
         from engine_ext.log.writer import LogWriter
 
         return LogWriter(self.store)
-
-    def draft(self, name: str) -> Draft:
-        """Begin a folded version, whose folder gets this name.
-
-        Raises:
-            FileExistsError: it is there.
-            BlockingIOError: it is being written.
-        """
-        from engine_ext.log.writer import begin
-
-        return begin(self.store, name)
-
-    def discard(self, *names: str) -> None:
-        """Delete versions by their folders' names; readers see all of each or none."""
-        self.store.delete(names)
 
     def tidy(self, listing: Listing) -> None:
         """Delete what no reader sees, of versions below the newest: refused ones, and remains.

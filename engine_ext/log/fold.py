@@ -9,7 +9,6 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from engine_ext.errors import DeltaError
 from engine_ext.format import (
     DecodedPart,
     FrameReader,
@@ -27,6 +26,7 @@ from engine_ext.log.folder_store import open_regular
 from engine_ext.log.records import Digests, declared_digests, read_header, read_part
 from engine_ext.log.spilled import SpilledDeltas
 from engine_ext.log.values import ModelValues
+from engine_ext.log.writer import begin
 from engine_ext.version_folders import (
     INDEX,
     check_change,
@@ -70,23 +70,18 @@ def verify_version(entry: Entry) -> Digests:
         return declared_digests(manifests)
     limits = Limits()
     names = [path.name for path in entry.folder.iterdir()]
-    file = INDEX
 
     def open_file(name: str) -> BinaryIO:
         return open_regular(entry.folder / name)
 
-    try:
+    with entry.reading(INDEX):
         index = read_version_folder(entry.folder.name, names, open_file, limits).index
-        for file in index.files:
-            with open_file(file) as source:
-                for tensor in read_file(source, index, file, limits):
-                    raw = np.frombuffer(read_tensor(source, tensor), np.uint8)
-                    if index.encoding is not None:
-                        check_change(tensor.name, index.encoding, raw, limits)
-    except OSError as error:
-        raise entry.damaged(f"{file}: {error.strerror}", file=file) from error
-    except DeltaError as error:
-        raise entry.damaged(f"{file}: {error.message}", file=file) from error
+    for file in index.files:
+        with entry.reading(file), open_file(file) as source:
+            for tensor in read_file(source, index, file, limits):
+                raw = np.frombuffer(read_tensor(source, tensor), np.uint8)
+                if index.encoding is not None:
+                    check_change(tensor.name, index.encoding, raw, limits)
     return Digests(None, None)
 
 
@@ -164,7 +159,7 @@ def _write(
     target, full, sync_id = entries[-1].version, entries[0].full, uuid.uuid4().hex
     groups = list(_groups(folded))
     key = signing_key()
-    draft = log.draft(folder_name(target, base_version))
+    draft = begin(log.store, folder_name(target, base_version))
     try:
         for number, group in enumerate(groups):
             # The old values are not known here, so a part has no digest; the digests of the model
@@ -217,12 +212,8 @@ def _read_parts(entry: Entry, decode: Callable[[bytes], _Read]) -> Iterator[_Rea
     """Yield what `decode` makes of each part's bytes, as they were sent, which are verified."""
     entry.require_files()
     for path in entry.paths:
-        try:
+        with entry.reading(path.name):
             part = decode(read_part(entry, path))
-        except OSError as error:
-            raise entry.damaged(f"{path.name}: {error.strerror}", file=path.name) from error
-        except DeltaError as error:
-            raise entry.damaged(f"{path.name}: {error.message}", file=path.name) from error
         yield part
 
 

@@ -26,7 +26,6 @@ from engine_ext.errors import LogDamaged
 from engine_ext.log.catalog import Listing, folder_name, version_of
 from engine_ext.log.delta_log import DeltaLog
 from engine_ext.log.heartbeats import Heartbeat
-from engine_ext.structs import prepare
 
 FOLDER: Final = "groups"
 HOLDER_PREFIX: Final = "log:"
@@ -34,16 +33,6 @@ HOLDER_PREFIX: Final = "log:"
 _SUFFIX: Final = ".json"
 _FILE: Final = re.compile(r"([A-Za-z0-9_-]{1,64})\.((weight_v[0-9]{1,19})-[0-9a-f]{32})\.json")
 _KEPT: Final = 4  # marks of a group
-
-
-class Complete(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a mark."""
-
-    at: float  # Unix time on the clock of the member that wrote it
-    members: list[str]  # that had prepared the version, by the names of their heartbeats
-
-
-prepare(Complete)
 
 
 class GroupMarks:
@@ -85,7 +74,8 @@ class GroupMarks:
         Raises:
             OSError: the log cannot be written. The mark might be there.
         """
-        content = msgspec.json.encode(Complete(at=round(time.time(), 3), members=[*members]))
+        # For people: when, by this host's clock, and which members had prepared it.
+        content = msgspec.json.encode({"at": round(time.time(), 3), "members": [*members]})
         with self._lock:
             self._log.store.put(self._path(key), content, durable=True)
             self.keys |= {key}

@@ -30,10 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Final
 
-import xxhash
-
 from engine_ext.errors import ChecksumMismatch, LogDamaged, PartUnavailable, TooLarge
-from engine_ext.files import INDEX
+from engine_ext.files import INDEX, hash_of_rest
 from engine_ext.format import SIGNATURE_SUFFIX, Limits
 from engine_ext.log.catalog import MARKS, MAX_DONE_BYTES, PART_SUFFIX, REFUSED, Entry, FileFacts
 from engine_ext.log.claims import Claims
@@ -43,7 +41,6 @@ from engine_ext.remote_parts import LocalFolder, PartCache, Peers
 
 _AT_ONCE: Final = 8  # small objects
 _ATTEMPTS: Final = 2  # at a file that is not found, or whose bytes are not those that were written
-_READ_BYTES: Final = 1 << 20
 _SAFE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -324,9 +321,6 @@ def _write(path: Path, get: Callable[[BinaryIO], None], facts: FileFacts | None)
         get(file)
         if facts is None:
             return
-        digest = xxhash.xxh3_128()
         file.seek(0)
-        for chunk in iter(lambda: file.read(_READ_BYTES), b""):
-            digest.update(chunk)
-    if digest.hexdigest() != facts.xxh3_128:
-        raise ChecksumMismatch("its bytes differ from those that were written")
+        if hash_of_rest(file) != facts.xxh3_128:
+            raise ChecksumMismatch("its bytes differ from those that were written")

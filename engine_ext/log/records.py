@@ -9,15 +9,17 @@ With a key, a part's signature is verified before anything of it is parsed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 import xxhash
 
-from engine_ext.errors import ChecksumMismatch, DeltaError
+from engine_ext.errors import ChecksumMismatch
+from engine_ext.files import hash_of_rest
 from engine_ext.format import (
     SIGNATURE_SUFFIX,
     FrameReader,
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 _Read = TypeVar("_Read")
 
 _CHUNK: Final = 1 << 16
-_READ_BYTES: Final = 4 << 20
 _MOST_SIGNATURE: Final = 1 << 12  # bytes
 
 
@@ -69,11 +70,10 @@ def read_record(entry: Entry) -> str:
     entry.require_files()
     found = []
     for name in [*entry.files, *([INDEX] if entry.foreign else [])]:
-        try:
+        with entry.reading(name):
             with open_regular(entry.folder / name) as file:
-                hashed = _hash(file)
-        except OSError as error:
-            raise entry.damaged(f"{name}: {error.strerror}", file=name) from error
+                content = hash_of_rest(file)
+                hashed = FileFacts(file.tell(), content)
         if entry.files.get(name) not in (None, hashed):
             why = "its bytes differ from those that were written"
             raise entry.damaged(f"{name}: {why}", file=name)
@@ -170,30 +170,13 @@ def _signature(path: Path) -> str | None:
 def _read_parts(entry: Entry, read: Callable[[Iterable[Buffer]], _Read]) -> list[_Read]:
     found, is_signed = [], signing_key() is not None
     for path in entry.paths:
-        try:
+        with entry.reading(path.name):
             if is_signed:
                 found.append(read([read_part(entry, path)]))
                 continue
             with open_regular(path) as file:
-                found.append(read(_pieces(file, _CHUNK)))
-        except OSError as error:
-            raise entry.damaged(f"{path.name}: {error.strerror}", file=path.name) from error
-        except DeltaError as error:
-            raise entry.damaged(f"{path.name}: {error.message}", file=path.name) from error
+                found.append(read(iter(functools.partial(file.read, _CHUNK), b"")))
     return found
-
-
-def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
-    while piece := file.read(size):
-        yield piece
-
-
-def _hash(file: BinaryIO) -> FileFacts:
-    digest, nbytes = xxhash.xxh3_128(), 0
-    for chunk in _pieces(file, _READ_BYTES):
-        digest.update(chunk)
-        nbytes += len(chunk)
-    return FileFacts(nbytes, digest.hexdigest())
 
 
 def _record(facts: list[FileFacts]) -> str:

@@ -146,7 +146,12 @@ class Draft:
 
 
 def begin(store: Store, name: str) -> Draft:
-    """Begin a version in a folder of this name; FileExistsError if it is there."""
+    """Begin a version in a folder of this name.
+
+    Raises:
+        FileExistsError: it is there.
+        BlockingIOError: it is being written.
+    """
     _require_unused(store, name)
     return Draft(store, name)
 

@@ -26,10 +26,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
-import xxhash
-
 from engine_ext.errors import ChecksumMismatch, SpoolFull
-from engine_ext.files import FileLock, is_full
+from engine_ext.files import FileLock, hash_of_rest, is_full
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +36,6 @@ _VERIFIED: Final = ".verified"
 _LOCK: Final = ".fetch"
 _ASKING: Final = "-ask"
 _UNFINISHED: Final = ".fetching"
-_READ_BYTES: Final = 1 << 20
 _GRACE_S: Final = 60.0  # from when a rank was given a file until it has mapped it
 _AGAIN_S: Final = 0.5
 
@@ -211,11 +208,8 @@ def _is_whole(path: Path, content: str, size: int) -> bool:
     """Return whether a file has these bytes; FileNotFoundError if there is none."""
     if path.stat().st_size != size:
         return False
-    digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
-        for chunk in iter(lambda: file.read(_READ_BYTES), b""):
-            digest.update(chunk)
-    return digest.hexdigest() == content
+        return hash_of_rest(file) == content
 
 
 def _was_verified(path: Path, delivery: str | None) -> bool:

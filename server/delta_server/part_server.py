@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 import uvicorn
-import xxhash
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from engine_ext.files import hash_of_rest
 from engine_ext.log import SharedParts, open_part
 from engine_ext.ranks.operations import PartSource
 
@@ -67,12 +67,8 @@ class PartServer:
 
     def offer(self, path: Path) -> contextlib.AbstractContextManager[PartSource]:
         """Return what serves a file while it is entered, and yields where; reads the file."""
-        digest = xxhash.xxh3_128()
         with open(path, "rb", buffering=0) as file:
-            for chunk in iter(lambda: file.read(_READ_BYTES), b""):
-                digest.update(chunk)
-            read = os.fstat(file.fileno())
-        content = digest.hexdigest()
+            content, read = hash_of_rest(file), os.fstat(file.fileno())
         # No two deliveries share a url, also those of an engine that was started again.
         name = f"{content}-{secrets.token_hex(8)}"
         source = PartSource(

@@ -248,7 +248,7 @@ def remove_versions(log: str | Path, *versions: int) -> None:
     """Remove some versions of a log, without any all, so that their numbers are free again."""
     opened = open_log(log)
     gone = [one for one in opened.listing().entries if not versions or one.version in versions]
-    opened.discard(*(entry.folder.name for entry in gone))
+    opened.store.delete([entry.folder.name for entry in gone])
     opened.store.delete(opened.store.list("claims"))  # else the next writer settles what they name
 
 

@@ -58,7 +58,7 @@ def test_pruned_versions_keep_their_records(log: DeltaLog) -> None:
         write(log, version)
     gone = log.listing().entries[:2]
     keep_publications(log.store, gone)
-    log.discard(*(entry.folder.name for entry in gone))
+    log.store.delete([entry.folder.name for entry in gone])
     assert [entry.version for entry in log.listing().entries] == [3]
     chain = audited(log)
     assert chain.problems == []
@@ -76,7 +76,7 @@ def test_damaged_record_of_pruned_versions_is_named(place: Place, line: bytes) -
 def test_a_missing_version_is_a_gap(log: DeltaLog) -> None:
     for version in (1, 2, 3):
         write(log, version)
-    log.discard(folder_name(2))
+    log.store.delete([folder_name(2)])
     assert audited(log).problems == ["gap: no record leads to version 2"]
 
 
@@ -223,7 +223,7 @@ def test_a_number_used_again_after_pruning_is_a_fork(log: DeltaLog) -> None:
     first = log.listing().entries[0]
     keep_publications(log.store, [first])
     assert audited(log, 2).problems == []  # it was not deleted after all
-    log.discard(first.folder.name)
+    log.store.delete([first.folder.name])
     write(log, 1, digest_after="e" * 32)
     problem = f"fork: version 1 has the digest {'e' * 32} in weight_v000001, and {digest(1)} in"
     assert any(one.startswith(problem) for one in audited(log, 2).problems)

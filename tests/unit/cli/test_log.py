@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from engine_ext.cli.log import DAMAGED, OK, USAGE, main
 from engine_ext.commands import INTERRUPTED
 from engine_ext.files import INDEX
 from engine_ext.log import (
-    DeltaLog,
+    FolderStore,
     GroupMarks,
     Heartbeat,
     content_key,
@@ -389,10 +390,10 @@ def test_prune_must_be_told_what(log: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_interrupted(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(log: DeltaLog, *names: str) -> None:
+    def interrupted(store: FolderStore, names: Iterable[str]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(DeltaLog, "discard", interrupted)
+    monkeypatch.setattr(FolderStore, "delete", interrupted)
     assert main(["prune", str(log), "--before", "4", "--base-version", "3"]) == INTERRUPTED
     assert len(folders(log)) == 6
 

@@ -157,7 +157,7 @@ def test_folded_version_is_not_refused_once_deleted() -> None:
     writer, log = LogWriter(store_of(memory)), DeltaLog(store_of(memory))
     last = [write_version(writer, "first") for _ in range(3)][-1]
     fold_versions(log, route(log.listing().entries, 0), 0)
-    log.discard(*(folder_name(version) for version in range(1, last + 1)))
+    log.store.delete([folder_name(version) for version in range(1, last + 1)])
     assert LogWriter(store_of(memory)).last_number == last
     listing = log.listing()
     assert [entry.folder.name for entry in listing.entries] == [folder_name(last, 0)]

@@ -17,7 +17,7 @@ from engine_ext.log import Heartbeat, live_heartbeats, open_log, read_digests, w
 from engine_ext.log.catalog import DONE, REFUSED
 from engine_ext.log.heartbeats import FOLDER
 from engine_ext.log.records import Digests
-from engine_ext.log.writer import manifest_of
+from engine_ext.log.writer import begin, manifest_of
 from engine_ext.settings import HMAC_KEY_ENVIRONMENT
 from tests.unit.log.places import folders, part, versions, write
 from tests.unit.log.test_log import heartbeat
@@ -70,7 +70,7 @@ def test_everything_is_on_disk_before_it_has_its_name(
     steps.clear()
     write(log, 4)
     steps.clear()
-    log.discard("weight_v000003", "weight_v000004")
+    log.store.delete(["weight_v000003", "weight_v000004"])
     hidden = [f"-> .weight_v00000{version}.gone" for version in (3, 4)]
     assert steps == [*hidden, tmp_path.name]
 
@@ -94,17 +94,17 @@ def test_writer_locks_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_two_folds_of_one_range_do_not_meet(tmp_path: Path) -> None:
     log, name = open_log(tmp_path), f"{FIRST}_from_v000000"
     write(log, 2)
-    first = log.draft(name)
+    first = begin(log.store, name)
     first.add(part(1, 0))
     with pytest.raises(BlockingIOError, match=name):
-        open_log(tmp_path).draft(name)
-    log.discard("weight_v000002")
+        begin(open_log(tmp_path).store, name)
+    log.store.delete(["weight_v000002"])
     first.finish()
     assert versions(log) == [(0, 1)]
     with pytest.raises(FileExistsError):
-        log.draft(name)
-    log.discard(name)
-    log.draft(name).drop()
+        begin(log.store, name)
+    log.store.delete([name])
+    begin(log.store, name).drop()
     assert folders(tmp_path) == []
 
 
@@ -221,7 +221,7 @@ def test_deletion_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(os, "unlink", fails)
         with pytest.raises(OSError, match="Input/output error"):
-            log.discard(FIRST)
+            log.store.delete([FIRST])
     assert versions(log) == [(1, 2)]
     log.tidy(log.listing())
     assert folders(tmp_path) == ["weight_v000002"]
@@ -271,7 +271,7 @@ def test_version_that_is_deleted_meanwhile_is_left_out(
     def listed(path: Any) -> list[str]:
         names = listdir(path)
         if Path(path) == tmp_path:
-            open_log(tmp_path).discard(FIRST)
+            open_log(tmp_path).store.delete([FIRST])
         return names
 
     monkeypatch.setattr(os, "listdir", listed)

@@ -67,7 +67,7 @@ def test_version_that_leads_over_others_is_damaged(log: Path) -> None:
     listing = open_log(log).listing()
     why = "its index declares that it leads from 1, over 2"
     assert listing.damaged == {"weight_v000003": why}
-    open_log(log).discard("weight_v000002")
+    open_log(log).store.delete(["weight_v000002"])
     assert open_log(log).listing().damaged == {}
 
 

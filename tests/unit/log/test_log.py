@@ -31,6 +31,7 @@ from engine_ext.log.catalog import DONE, MAX_DONE_BYTES, REFUSED
 from engine_ext.log.folder_store import FolderDraft
 from engine_ext.log.heartbeats import FOLDER
 from engine_ext.log.object_store import ObjectDraft
+from engine_ext.log.writer import begin
 from engine_ext.settings import HMAC_KEY_ENVIRONMENT
 from tests.support.folder_writer import write_checkpoint, write_version
 from tests.unit.log.places import FolderPlace, Place, decoded, part, versions, write
@@ -188,7 +189,7 @@ def test_signatures_come_along(
 def test_discarded_versions_leave_nothing(log: DeltaLog, place: Place) -> None:
     for version in (1, 2, 3):
         write(log, version)
-    log.discard(FIRST, "weight_v000003")
+    log.store.delete([FIRST, "weight_v000003"])
     assert versions(log) == [(1, 2)]
     assert {name.partition("/")[0] for name in place.names()} == {"weight_v000002"}
 
@@ -354,15 +355,15 @@ def test_fold_that_is_being_written_stays_for_a_day(
     """It has the number of a version that is there."""
     write(log, 1)
     write(log, 2)
-    draft = log.draft("weight_v000001_from_v000000")
+    draft = begin(log.store, "weight_v000001_from_v000000")
     draft.add(part(1, 0))
     log.tidy(log.listing())
     draft.finish()
     [fold] = [entry for entry in log.listing().entries if "_from_" in entry.folder.name]
     with log.fetched(fold):
         verify_version(fold)
-    log.discard(fold.folder.name)
-    draft = log.draft("weight_v000001_from_v000000")
+    log.store.delete([fold.folder.name])
+    draft = begin(log.store, "weight_v000001_from_v000000")
     draft.add(part(1, 0))
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 2 * 86400)

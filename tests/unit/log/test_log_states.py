@@ -89,7 +89,7 @@ class LogMachine(RuleBasedStateMachine):
         known = [name for name in sorted(self.expected) if name != newest]
         gone = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
         for log in self.logs:
-            log.discard(*gone)
+            log.store.delete([*gone])
         for name in gone:
             del self.expected[name]
 

@@ -60,7 +60,7 @@ def test_a_folder_of_another_trainer_is_discarded_index_first(
         Objects(log.location).put(f"weight_v000001/{name}", b"{}")
     deleted: list[str] = []
     monkeypatch.setattr(Objects, "delete", lambda self, names: deleted.extend(names))
-    log.discard("weight_v000001")
+    log.store.delete(["weight_v000001"])
     assert deleted[0] == f"weight_v000001/{INDEX}"
 
 

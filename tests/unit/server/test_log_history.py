@@ -295,7 +295,7 @@ def test_a_fold_of_the_engines_version_is_no_other_history(tmp_path: Path, diges
     rig = Rig(tmp_path / "spool", log=log.location)
     try:
         fold_versions(log, log.listing().entries, VERSION)
-        log.discard(folder_name(VERSION + 2))
+        log.store.delete([folder_name(VERSION + 2)])
         assert rig.post(CATCH_UP).json()["applied"] == []
         assert present(rig.status().log).problem is None
     finally:
@@ -314,7 +314,7 @@ def test_fold_that_is_made_again_is_no_other_history(tmp_path: Path) -> None:
         for number in (VERSION + 3, VERSION + 4):
             write(log, delta_part(STEPS[2], number, base_version=number - 1), number)
             assert rig.post(CATCH_UP).json()["applied"] == [number]
-            log.discard(folded.name)
+            log.store.delete([folded.name])
             folded = fold_versions(log, entries, VERSION)
     finally:
         rig.close()
@@ -389,7 +389,7 @@ def test_hashes_are_not_needed_to_compare(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "spool", log=str(folder))
     try:
         publish({n: {i: v ^ 1 for i, v in e.items()} for n, e in STEPS[0].items()}, VERSION + 1)
-        open_log(folder).discard(folder_name(VERSION + 1))
+        open_log(folder).store.delete([folder_name(VERSION + 1)])
         publish({n: {i: v ^ 1 for i, v in e.items()} for n, e in STEPS[0].items()}, VERSION + 1)
         publish(STEPS[1], VERSION + 2)
         diverged(rig, VERSION + 1)

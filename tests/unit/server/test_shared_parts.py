@@ -479,7 +479,7 @@ def test_part_that_was_pruned_is_not_there(group: Group, store: DeltaLog) -> Non
     [facts] = entry.files.values()
     url = f"{PARTS}/{present(facts).xxh3_128}"
     assert rig.get(f"{url}?cached=true").status_code == 404
-    store.discard(entry.folder.name)
+    store.store.delete([entry.folder.name])
     assert rig.get(url).status_code == 404
     publish(store, 1)
     assert rig.get(url).status_code == 200
