@@ -301,7 +301,7 @@ def _run(options: argparse.Namespace, console: Console, printer: _Printer) -> in
                     reports = sender.sync(target, full=options.sends_all)
                 except PartialSyncError as some:
                     reports, failures = some.reports, {**some.failures}
-        late = sender.late_outcomes  # closing has waited for engines that lagged
+        late = sender.lagging.outcomes  # closing has waited for engines that lagged
     except SyncError as error:  # before the sender was there
         console.print(f"failed: {error}")
         return 1

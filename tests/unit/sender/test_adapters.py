@@ -10,7 +10,7 @@ import pytest
 
 from delta_sender import DeltaSender, SyncError
 from delta_sender.cli import make_parser
-from delta_sender.publish.state_file import StateFile
+from delta_sender.publish.state_file import read_state
 from tests.support.fake_engine import AdapterEngine, Engine, model_of, sender_of, train
 
 URL = "http://engine/"
@@ -53,7 +53,7 @@ def test_the_state_of_an_adapter_is_not_that_of_the_model(tmp_path: Path) -> Non
     with sender(engine, model, state=file) as sending:
         train(model)
         sending.sync(model.items())
-    assert StateFile(file).state.engines.keys() == {f"{URL.rstrip('/')}?adapter=tiny"}
+    assert read_state(file).engines.keys() == {f"{URL.rstrip('/')}?adapter=tiny"}
     with sender(engine, model, state=file) as sending:
         assert sending.version == 1
 

@@ -22,7 +22,7 @@ from delta_sender.diff import snapshot as sender_snapshot
 from delta_sender.diff.snapshot import Changes, Snapshot
 from delta_sender.publish import publisher
 from delta_sender.publish.session_thread import SessionThread
-from delta_sender.publish.state_file import StateFile
+from delta_sender.publish.state_file import read_state
 from engine_ext.log import open_log
 from engine_ext.log.writer import Draft
 from tests.support.fake_engine import (
@@ -93,7 +93,7 @@ def test_closed_after_an_interruption(tmp_path: Path, monkeypatch: pytest.Monkey
             interrupt_at_the_end(patch)
             with pytest.raises(KeyboardInterrupt):
                 sender.sync(model.items())
-    assert StateFile(file).state.in_flight is not None
+    assert read_state(file).in_flight is not None
     with DeltaSender(A, model.items(), client=engine.client(), state=file) as sender:
         train(model, 1)
         report = sender.sync(model.items())
@@ -137,7 +137,7 @@ def test_a_snapshot_interrupted_while_one_lags(
         assert not any(report.full for report in sender.sync(model.items()).values())
         assert a.holds(model)
         assert b.holds(model)
-    assert StateFile(file).state.engines[A].digest == a.digest().hex()
+    assert read_state(file).engines[A].digest == a.digest().hex()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 
 from delta_sender import DeltaSender, FullSyncRefused, MultiSender, PartialSyncError
-from delta_sender.publish.state_file import Known, State, StateFile
+from delta_sender.publish.state_file import Known, State, StateFile, read_state
 from tests.support.fake_engine import Engine, Handler, Model, error, model_of, sends, train
 from tests.unit.sender.test_log_destination import chain, copied, replayed
 from tests.unit.sender.test_multi_sender import A, B, client_of, two
@@ -41,7 +42,8 @@ def synced(engine: Engine, model: Model, file: Path, count: int = 2, **options: 
 
 
 def test_the_file_is_never_half_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    StateFile(file).begin(3, "a" * 32)
+    with contextlib.closing(StateFile(file)) as state:
+        state.begin(3, "a" * 32)
     before = file.read_bytes()
 
     def killed(source: object, target: object) -> None:
@@ -50,9 +52,10 @@ def test_the_file_is_never_half_written(file: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            StateFile(file).begin(4, "b" * 32)
+            with contextlib.closing(StateFile(file)) as state:
+                state.begin(4, "b" * 32)
     assert file.read_bytes() == before
-    assert StateFile(file).state == State(in_flight=Known(3, "a" * 32), highest=3)
+    assert read_state(file) == State(in_flight=Known(3, "a" * 32), highest=3)
 
 
 def test_a_sender_that_fails_gives_the_file_back(file: Path, tmp_path: Path) -> None:
@@ -97,14 +100,14 @@ def test_a_folder_that_cannot_be_synced(file: Path, monkeypatch: pytest.MonkeyPa
     model = model_of(tensors=2)
     engine = Engine.of(model)
     synced(engine, model, file, 1)
-    assert StateFile(file).state.engines[A].version == 1
+    assert read_state(file).engines[A].version == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"engines": {"u": 3}}'])
 def test_a_file_that_is_no_state(file: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ValueError, match="not a sender's state"):
-        StateFile(file)
+        read_state(file)
 
 
 def test_what_it_holds(file: Path) -> None:
@@ -121,16 +124,17 @@ def test_what_was_in_flight_stays_until_something_else_is(file: Path) -> None:
     """A sender that ends without a sync knows no more of it than the one before."""
     model = model_of(tensors=2)
     engine = Engine.of(model)
-    StateFile(file).begin(1, "a" * 32)
-    before = StateFile(file).state
+    with contextlib.closing(StateFile(file)) as state:
+        state.begin(1, "a" * 32)
+    before = read_state(file)
     with sender_of(engine, model, file) as sender, pytest.raises(ValueError, match="missing"):
         sender.sync([])
-    after = StateFile(file).state
+    after = read_state(file)
     assert after.epoch == 1
     assert msgspec.structs.replace(after, run="", epoch=0) == before
     with sender_of(engine, model, file) as sender:
         assert sender.sync(model.items()).version == 2
-    assert StateFile(file).state.in_flight is None
+    assert read_state(file).in_flight is None
 
 
 # Restarts --------------------------------------------------------------------------------------
@@ -169,14 +173,14 @@ def test_url_names_the_same_engine_with_a_slash(file: Path) -> None:
     engine = Engine.of(model)
     for url in (A, f"{A}/"):
         known_at = Known(engine.version, engine.digest().hex())
-        state = StateFile(file).state
+        state = read_state(file)
         engines = {f"{A}/": known_at} if url == A else state.engines  # as older senders wrote it
         file.write_bytes(msgspec.json.encode(msgspec.structs.replace(state, engines=engines)))
         with DeltaSender(url, model.items(), client=engine.client(), state=file) as sender:
             assert sender.version == engine.version
             train(model, engine.version)
             assert not sender.sync(model.items()).full
-        assert [*StateFile(file).state.engines] == [A]
+        assert [*read_state(file).engines] == [A]
 
 
 def test_close_again_leaves_a_later_senders_file_alone(file: Path) -> None:
@@ -187,7 +191,7 @@ def test_close_again_leaves_a_later_senders_file_alone(file: Path) -> None:
     first.close()
     synced(engine, model, file)
     first.close()
-    assert StateFile(file).state.engines[A].version == engine.version == 3
+    assert read_state(file).engines[A].version == engine.version == 3
 
 
 def test_state_that_cannot_be_written_hides_no_outcome(
@@ -258,7 +262,7 @@ def test_killed_while_the_last_part_was_posted(file: Path, committed: bool, went
     finally:
         StateFile.end = wrote  # type: ignore[method-assign]
     engine.faults = {}
-    assert StateFile(file).state.in_flight is not None
+    assert read_state(file).in_flight is not None
     assert sender._publisher._tracker.file is not None
     sender._publisher._tracker.file.close()  # as with every file of a process that is gone
 
@@ -280,7 +284,7 @@ def test_the_number_of_a_refused_sync_is_not_used_again(file: Path) -> None:
         train(model, 0)
         with pytest.raises(Exception, match="SpoolFull"):
             sender.sync(model.items())
-        assert StateFile(file).state.in_flight is None
+        assert read_state(file).in_flight is None
         assert sender.sync(model.items()).version == 2
 
 

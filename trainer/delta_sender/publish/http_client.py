@@ -7,12 +7,12 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import httpx
 import msgspec
-from tenacity import RetryCallState, retry, retry_if_exception_type
+from tenacity import RetryCallState, Retrying, retry, retry_if_exception_type
 from tenacity.stop import stop_after_attempt, stop_before_delay
 from tenacity.wait import wait_random_exponential
 
@@ -29,8 +29,6 @@ from engine_ext.ranks.status import OTHER_FORM, EngineStatus
 from engine_ext.resources import RateLimit
 
 logger = logging.getLogger(__name__)
-
-_Send = TypeVar("_Send", bound=Callable[..., Any])
 
 STARTING: Final = (502, 503, 504)  # statuses of a server, or a proxy, whose engine starts
 _CONNECT_S: Final = 10.0
@@ -110,8 +108,7 @@ class EngineClient(Destination):
         """
         body = {"action": "claim", **run.request, "takeover": takeover}
         try:
-            post = self._patient()(self._request)
-            return post("POST", "/delta_run", self._named, fields=body)
+            return self._patient()(self._request, "POST", "/delta_run", self._named, fields=body)
         except SyncError as failed:
             if failed.status == 404 and not failed.error:
                 return {}
@@ -164,10 +161,9 @@ class EngineClient(Destination):
 
     def take_step(self, action: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `Destination.take_step`; waits while the engine is busy."""
-        post = self._patient()(self._request)
-        body = {"action": action, **fields}
+        patient, body = self._patient(), {"action": action, **fields}
         try:
-            return post("POST", "/delta_commit", self._query, fields=body)
+            return patient(self._request, "POST", "/delta_commit", self._query, fields=body)
         except SyncError as failed:
             if failed.status == 404 and not failed.error:
                 text = f"{self._url} does not commit together with others; update the engine"
@@ -187,10 +183,11 @@ class EngineClient(Destination):
         signed = {} if self._hmac_key is None else {SIGNATURE_HEADER: sign(self._hmac_key, body)}
         unanswered: list[SyncError] = []
         try:
-            post = self._patient()(self._request)
             query = self._query | ({} if self.reason is None else {"reason": self.reason})
             query |= {"commit": "hold"} if self._holds else {}
-            answer = post("POST", "/update_weights_delta", query, body, signed, unanswered)
+            answer = self._patient()(
+                self._request, "POST", "/update_weights_delta", query, body, signed, unanswered
+            )
         except SyncError as failed:
             failed.unanswered = bool(unanswered)
             raise
@@ -258,13 +255,12 @@ class EngineClient(Destination):
             self.speed.note(len(body or b""), ended - start, said, ended)
         return said
 
-    def _patient(self) -> Callable[[_Send], _Send]:
-        """Return what makes a function that sends wait while the engine is busy."""
+    def _patient(self) -> Retrying:
+        """Return what calls a function that sends, again while the engine is busy."""
         is_busy, stop = retry_if_exception_type(EngineBusy), stop_before_delay(self._timeout)
-        patient = retry(
+        return Retrying(
             retry=is_busy, wait=_retry_after_s, stop=stop, before_sleep=self._waits, reraise=True
         )
-        return cast("Callable[[_Send], _Send]", patient)
 
     def _waits(self, state: RetryCallState) -> None:
         """Say what a post waits for, and until when."""

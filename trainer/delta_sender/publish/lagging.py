@@ -26,7 +26,6 @@ class Lagging:
 
     def __init__(self, ended: Condition) -> None:
         self._ended = ended
-        self._urls: dict[Session, str] = {}
         self.threads: dict[Session, SessionThread] = {}
         self.outcomes: dict[str, SyncReport | Exception] = {}
 
@@ -36,13 +35,12 @@ class Lagging:
     @property
     def urls(self) -> list[str]:
         """Urls of those that have not ended."""
-        return [self._urls[s] for s, thread in self.threads.items() if thread.outcome is None]
+        return [s.url for s, thread in self.threads.items() if thread.outcome is None]
 
-    def add(self, url: str, thread: SessionThread) -> None:
+    def add(self, thread: SessionThread) -> None:
         """Wait for the end of a thread no longer."""
-        self._urls[thread.session] = url
         self.threads[thread.session] = thread
-        logger.warning("%s lags behind; the others continue", url)
+        logger.warning("%s lags behind; the others continue", thread.session.url)
 
     def drop(self, session: Session) -> None:
         """Forget a session whose end is noted elsewhere."""
@@ -68,7 +66,7 @@ class Lagging:
         Raises:
             BaseException: Neither a refusal nor the thread's own error; the same is unknown.
         """
-        thread, url = self.threads.pop(session), self._urls[session]
+        thread, url = self.threads.pop(session), session.url
         assert thread.outcome is not None
         try:
             self.outcomes[url] = session.end_lagging(thread.outcome)

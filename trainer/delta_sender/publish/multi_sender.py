@@ -134,12 +134,12 @@ class MultiSender(Sender):
     @property
     def versions(self) -> dict[str, int]:
         """The version that each engine acknowledged last, by url."""
-        return self._publisher.versions
+        return {session.url: session.state.version for session in self._publisher.sessions}
 
     @property
     def lagging(self) -> list[str]:
         """Urls of engines that are still being sent a sync that has returned without them."""
-        return self._publisher.lagging
+        return self._publisher.lagging.urls
 
     @property
     def late_outcomes(self) -> dict[str, SyncReport | Exception]:
@@ -148,7 +148,7 @@ class MultiSender(Sender):
         The next sync and `close` note them; an engine's entry is dropped when a later sync of it
         has ended.
         """
-        return self._publisher.late_outcomes
+        return dict(self._publisher.lagging.outcomes)
 
     @property
     def outcomes(self) -> dict[str, FleetOutcome]:
@@ -157,7 +157,8 @@ class MultiSender(Sender):
         An engine whose state is ``prepared`` settles its sync with the others; the next sync asks
         it how.
         """
-        return self._publisher.outcomes
+        fleet = self._publisher.fleet
+        return {} if fleet is None else fleet.outcomes()
 
     def sync(self, tensors: Tensors) -> dict[str, SyncReport]:
         """Send what changed since the last sync to every engine.

@@ -39,7 +39,6 @@ from delta_sender.publish.session_thread import (
 )
 from delta_sender.publish.state_file import Known, StateFile, StateTracker
 from delta_sender.results import (
-    FleetOutcome,
     PartialSyncError,
     SyncError,
     SyncReport,
@@ -77,6 +76,9 @@ class Publisher:
     Attributes:
         snapshot: The weights that destinations hold, but for what some of them have missed.
         sessions: One for each url.
+        run: The run that is open.
+        lagging: Destinations that are still being sent a sync that has returned without them.
+        fleet: The last sync, if engines commit together; None before the first.
         options: Read at every sync.
 
     Raises:
@@ -101,7 +103,6 @@ class Publisher:
         if options.adapter is not None and options.delta_log is not None:
             raise ValueError("a delta log has versions of the model's weights, not of adapters")
         options.check_engines(urls)
-        self._urls = list(urls)
         log = None if options.delta_log is None else open_log(log_of(options.delta_log))
         sends_differences = EncodingPolicy(options.encoding).may_send_differences
         self._digests = options.digest or sends_differences or options.state is not None
@@ -113,7 +114,7 @@ class Publisher:
         with contextlib.ExitStack() as opened:
             file = None
             if options.state is not None:
-                file = StateFile.locked(Path(options.state))
+                file = StateFile(Path(options.state))
                 opened.callback(file.close)
             self.snapshot = snapshot_type(
                 tensors_of(base), sparse_encoding(options.encoding), options.snapshot_on
@@ -124,7 +125,7 @@ class Publisher:
                 self._quantizer = Quantizer(options.quantize, stored)
             warm_up(dtypes.values(), options.encoding)
             self._tracker = StateTracker(file, self.snapshot, options.adapter)
-            self._run = Run.opened(*(continues or ())) if file is None else file.open_run()
+            self.run = Run.opened(*(continues or ())) if file is None else file.open_run()
             self.sessions: list[Session] = []
             for url in urls:
                 destination = connect(url, options)
@@ -137,16 +138,16 @@ class Publisher:
                 opened.callback(self._log_destination.close)
                 self._log_destination.take_turn()
                 self._log = self._session(self._log_destination, None, is_log=True)
-                run = self._run.name if self._tracker.knows_base else None
+                run = self.run.name if self._tracker.knows_base else None
                 self._log_destination.note_base(self._log.state, run)
             opened.pop_all()
         self._unfinished: tuple[SyncRound, list[SessionThread]] | None = None
         # Set while the snapshot and the sessions advance; still set if that was interrupted.
         self._is_inconsistent = False
         self._is_released = False
-        self._fleet: FleetRound | None = None  # of the last sync
+        self.fleet: FleetRound | None = None
         self._ended = Condition()
-        self._lagging = Lagging(self._ended)
+        self.lagging = Lagging(self._ended)
         release_at_exit(self)
 
     def _session(
@@ -159,7 +160,8 @@ class Publisher:
     ) -> Session:
         version, needs_full = self._tracker.version_of(url, self.options.base_version)
         session = Session(
-            *(destination, self.snapshot, self.options, version, self._run),
+            *(destination, self.snapshot, self.options, version, self.run),
+            url=url or "",
             is_log=is_log,
             has_log=has_log,
         )
@@ -168,45 +170,20 @@ class Publisher:
         session.state.is_known = session.state.was_sent = self._tracker.had_sent_to(url)
         return session
 
-    @property
-    def run(self) -> str:
-        """The run that is open: an id of its lineage of weights."""
-        return self._run.name
-
-    @property
-    def epoch(self) -> int:
-        """Which opening of the run this is, from 1."""
-        return self._run.epoch
-
     def open_run(self, name: str, epoch: int) -> None:
         """Open the run of a log's newest version again, after `epoch` earlier openings of it.
 
         To be called before the first sync, for a log alone: engines are claimed for a run.
         """
         assert not any(session.is_claimed for session in self.sessions)
-        self._run = Run.opened(name, epoch)
-
-    @property
-    def versions(self) -> dict[str, int]:
-        """The version that each destination acknowledged last, by url."""
-        return {self._url_of(session): session.state.version for session in self.sessions}
-
-    @property
-    def lagging(self) -> list[str]:
-        """Urls that are still being sent a sync that has returned without them."""
-        return self._lagging.urls
-
-    @property
-    def late_outcomes(self) -> dict[str, SyncReport | Exception]:
-        """How destinations that lagged ended, by url; see `MultiSender.late_outcomes`."""
-        return dict(self._lagging.outcomes)
+        self.run = Run.opened(name, epoch)
 
     def close(self) -> None:
         """Release the destinations, and close their connections, the log and the state file.
 
         Those that lag are waited for, `lag_limit` seconds each at most.
         """
-        for thread in self._lagging.threads.values():
+        for thread in self.lagging.threads.values():
             thread.join(self.options.lag_limit)
         for thread in self._unfinished[1] if self._unfinished is not None else ():
             destination = thread.session.destination
@@ -237,8 +214,8 @@ class Publisher:
         threads = [] if self._unfinished is None else [*self._unfinished[1]]
         release_all(
             [session.destination for session in self.sessions if session.is_claimed],
-            self._run,
-            [thread.thread for thread in (*threads, *self._lagging.threads.values())],
+            self.run,
+            [thread.thread for thread in (*threads, *self.lagging.threads.values())],
         )
         self._is_released = True
 
@@ -260,7 +237,7 @@ class Publisher:
         self._end_unfinished()
         started = time.perf_counter()
         self._end_lagging()
-        sessions = [session for session in self._all if session not in self._lagging]
+        sessions = [session for session in self._all if session not in self.lagging]
         meet_all([s for s in sessions if s is not self._log], self.options.lag_limit)
         if self._log is not None:
             self._log_destination.find_base(self._log.state, self.sessions)
@@ -271,14 +248,14 @@ class Publisher:
             pairs = self._quantizer(pairs)
         sync_round = SyncRound(
             version,
-            self._run,
+            self.run,
             full=full,
             destinations=count,
             posts_in_flight=self.options.posts_in_flight,
             started=started,
             writers=writers,
         )
-        fleet = self._fleet = self._fleet_round(version, sessions)
+        fleet = self.fleet = self._fleet_round(version, sessions)
         sync_round.writes_last = fleet is not None and self._log is not None
         threads = [
             SessionThread(
@@ -328,14 +305,9 @@ class Publisher:
         if self.options.commit == "each":
             return None
         busy = SyncError("it is still busy with an earlier sync")
-        engines = {self._url_of(s): s.destination for s in sessions if s is not self._log}
-        absent = {self._url_of(s): busy for s in self.sessions if s not in sessions}
+        engines = {s.url: s.destination for s in sessions if s is not self._log}
+        absent = {s.url: busy for s in self.sessions if s not in sessions}
         return FleetRound(version, engines, absent, self.options)
-
-    @property
-    def outcomes(self) -> dict[str, FleetOutcome]:
-        """The outcome of the last sync for every engine, by url; see `MultiSender.outcomes`."""
-        return {} if self._fleet is None else self._fleet.outcomes()
 
     def sync_one(self, tensors: Tensors, *, full: bool) -> SyncReport:
         """Bring the only destination to the next version; raises its error in place of several."""
@@ -353,7 +325,7 @@ class Publisher:
                         interrupted.enter_context(thread.session.destination.interrupted())
                 for thread in threads:
                     thread.join()
-                    self._lagging.drop(thread.session)
+                    self.lagging.drop(thread.session)
             # If the snapshot might have moved on, the changes are no longer relative to it.
             changes = {} if self._is_inconsistent else sync_round.changes
             unknown = [self._note_failed(t.session, sync_round.version, changes) for t in threads]
@@ -365,7 +337,7 @@ class Publisher:
         if self._is_inconsistent:
             # The missed changes of an engine are relative to a snapshot that did not come.
             for session in self._all:
-                session.state.lose_track(lags=session in self._lagging)
+                session.state.lose_track(lags=session in self.lagging)
             self._tracker.recompute_digest()
             self._is_inconsistent = False
 
@@ -384,9 +356,9 @@ class Publisher:
     def _end_lagging(self, *, wait: bool = True) -> None:
         """Take in how lagging engines have ended; if all engines lag, wait for one."""
         threads = []
-        for session in self._lagging.ended(most=len(self.sessions) if wait else None):
+        for session in self.lagging.ended(most=len(self.sessions) if wait else None):
             self._is_inconsistent = True  # an interruption makes the next sync full
-            threads.append(self._lagging.end(session))
+            threads.append(self.lagging.end(session))
             self._is_inconsistent = False
         if threads:
             self._write_state(threads)
@@ -405,7 +377,7 @@ class Publisher:
         self._is_inconsistent = advances
         for thread in late:
             thread.session.state.note_lagging(sync_round.changes)
-            self._lagging.add(self._url_of(thread.session), thread)
+            self.lagging.add(thread)
         failed = [thread for thread in done if not isinstance(thread.outcome, Committed)]
         version, changes = sync_round.version, sync_round.changes
         unknown = [self._note_failed(t.session, version, changes) for t in failed]
@@ -422,20 +394,20 @@ class Publisher:
         elif logged is not None:
             self._drop_from_log(logged, sync_round, is_unknown=bool(late) or any(unknown))
         self.snapshot.let_go()
-        engines = {self._url_of(thread.session): thread for thread in done if not thread.is_writer}
-        self._lagging.forget(engines)
+        engines = {thread.session.url: thread for thread in done if not thread.is_writer}
+        self.lagging.forget(engines)
         reports, failures, others = acknowledge_all(engines)
         self._unfinished = None
         self._is_inconsistent = False
         self._write_state(done)
         if others:
             raise others[0]
-        if self._fleet is not None:
+        if self.fleet is not None:
             check_outcomes(
-                self._fleet.outcomes(),
+                self.fleet.outcomes(),
                 failures,
                 reports,
-                is_committed=bool(self._fleet.is_committed),
+                is_committed=bool(self.fleet.is_committed),
                 evict=self.options.evict,
             )
         elif failures:
@@ -476,9 +448,6 @@ class Publisher:
         for thread in threads:
             if thread.has_committed:
                 known = Known(thread.session.state.version, thread.content)
-                self._tracker.note(self._url_of(thread.session), known)
+                self._tracker.note(thread.session.url, known)
         unknown = any(session.state.unknown_outcome for session in self.sessions)
         self._tracker.write(is_unknown=self._unfinished is not None or unknown)
-
-    def _url_of(self, session: Session) -> str:
-        return self._urls[self.sessions.index(session)]

@@ -26,12 +26,12 @@ class Sender:
     @property
     def run(self) -> str:
         """The run that the sender has opened, or opened again: an id of its lineage of weights."""
-        return self._publisher.run
+        return self._publisher.run.name
 
     @property
     def epoch(self) -> int:
         """Which opening of the run this sender is, from 1."""
-        return self._publisher.epoch
+        return self._publisher.run.epoch
 
     def close(self) -> None:
         """Release the engines or the log, and close own HTTP clients and the state file.

@@ -54,9 +54,9 @@ class Committed:
 class Session:
     """The syncs of one destination.
 
-    If it `is_log`, it is a delta log, which gets values only, but with ``log_differences``. If it
-    `has_log`, what it lacks might be in a delta log. `state` is what it holds, if that is more than
-    the snapshot.
+    `url` is what reports call the destination. If it `is_log`, it is a delta log, which gets values
+    only, but with ``log_differences``. If it `has_log`, what it lacks might be in a delta log.
+    `state` is what it holds, if that is more than the snapshot.
     """
 
     def __init__(
@@ -67,13 +67,14 @@ class Session:
         version: int,
         run: Run,
         *,
+        url: str = "",
         is_log: bool = False,
         has_log: bool = False,
         state: AckedState | None = None,
     ) -> None:
         self.destination = destination
         self.state = AckedState(snapshot, version) if state is None else state
-        self.run = run
+        self.run, self.url = run, url
         self.is_log = is_log
         self._options, self._has_log = options, has_log
         self._guard: FullSyncGuard | None = None
@@ -280,11 +281,9 @@ class Session:
                     state.read_plan(plan, keep_digest=self._options.digest, full=attempt.full)
                 parts, digest = self._post(sync_round, attempt, queue)
             answer = queue.finish()
-            if fleet is not None and answer["status"] != "staged":
+            if fleet is not None:
                 self._check_applied(answer)
-                fleet.note_committed(destination)
-            elif fleet is not None:
-                answer = fleet.commit(destination, sync_round.sync_id(attempt), self._note)
+                answer = self._commit_in_fleet(answer, sync_round.sync_id(attempt))
         except BaseException as raised:
             queue.abandon()
             error = queue.reason(raised)
@@ -316,6 +315,14 @@ class Session:
             message = "version %d: link speed %.0f MB/s, params sent as %s"
             logger.info(message, attempt.version, rate, choices)
         return Committed(report, digest, attempt.next_policy)
+
+    def _commit_in_fleet(self, answer: dict[str, Any], sync_id: str) -> dict[str, Any]:
+        """Commit what was posted together with the other engines, given the last part's answer."""
+        assert self._fleet is not None
+        if answer["status"] == "staged":
+            return self._fleet.commit(self.destination, sync_id, self._note)
+        self._fleet.note_committed(self.destination)
+        return answer
 
     def _note(self, unsettled: Unsettled | None) -> None:
         self._unsettled = unsettled

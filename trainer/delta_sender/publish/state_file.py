@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -81,49 +80,47 @@ def state_key(url: str) -> str:
     return re.sub(r"/+(?=\?adapter=|$)", "", url, count=1)
 
 
-class StateFile:
-    """The file; `state` is its content.
+def read_state(path: Path) -> State:
+    """Return the content of a state file; as of a new sender if there is none.
 
     Raises:
+        ValueError: It exists, and is not a sender's state.
+    """
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=State)
+    except FileNotFoundError:
+        return State()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not a sender's state: {error}; without it the sender opens a new run"
+        ) from error
+    engines = {state_key(key): known for key, known in state.engines.items()}
+    return msgspec.structs.replace(state, engines=engines)
+
+
+class StateFile:
+    """The file, which is locked against other senders until `close`; `state` is its content.
+
+    Raises:
+        BlockingIOError: Another sender has locked it.
         ValueError: It exists, and is not a sender's state.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._has_begun = False
-        self._lock: FileLock | None = None
-        self.state = State()
-        try:
-            state = msgspec.json.decode(path.read_bytes(), type=State)
-            engines = {state_key(key): known for key, known in state.engines.items()}
-            self.state = msgspec.structs.replace(state, engines=engines)
-        except FileNotFoundError:
-            pass
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{path} is not a sender's state: {error}; without it the sender opens a new run"
-            ) from error
-
-    @classmethod
-    def locked(cls, path: Path) -> StateFile:
-        """Read the file, and lock it against other senders until `close`.
-
-        Raises:
-            BlockingIOError: Another sender has locked it.
-        """
         beside = path.with_name(f".{path.name}.lock")
         conflict = f"another sender uses the state {path}"
-        with contextlib.ExitStack() as stack:
-            lock = stack.enter_context(FileLock(beside, os.O_RDWR | os.O_CREAT, conflict))
-            file = cls(path)
-            file._lock = lock
-            stack.pop_all()
-        return file
+        self._lock = FileLock(beside, os.O_RDWR | os.O_CREAT, conflict)
+        try:
+            self.state = read_state(path)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Release the lock."""
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()
 
     def open_run(self) -> Run:
         """Open the file's run again, or a new one; that is on disk when this returns."""

@@ -218,7 +218,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         self.release()
         for session in self._sessions.values():
             session.destination.close()
-        self._leave("the sender is closed")
+        (self._fleet or self._ranks).leave("the sender is closed")
         self._snapshot.close()
 
     def release(self) -> None:
@@ -234,11 +234,6 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         if claimed and not self._is_released:
             release_all(claimed, self._session.run, [])
         self._is_released = True
-
-    def _leave(self, why: str) -> None:
-        for session in self._sessions.values():
-            session.ranks.leave(why)
-        self._ranks.leave(why)
 
     def sync(self, shards: Shards, *, step: int | None = None) -> ShardedReport:
         """Send what changed since the last sync, from all ranks.
@@ -294,7 +289,7 @@ class ShardedSender(AbstractContextManager["ShardedSender"]):
         except SyncError:  # the same on every rank
             raise
         except Exception:  # on this one alone: the others must not wait for it
-            self._leave("a rank has failed")
+            (self._fleet or self._ranks).leave("a rank has failed")
             raise
         except BaseException:  # an interruption leaves the ranks at different steps
             self._ranks.leave("interrupted")

@@ -152,18 +152,6 @@ class ShardedSession(Session):
     def _has_prepared(self) -> bool:
         return self._is_in_fleet and self.ranks.from_leader(super()._has_prepared)
 
-    def _commit_in_fleet(self, answer: dict[str, Any], sync_id: str) -> dict[str, Any]:
-        """Commit what all ranks have posted with the other engines; on the leader.
-
-        Args:
-            answer: To the last part.
-        """
-        assert self._fleet is not None
-        if answer["status"] == "staged":
-            return self._fleet.commit(self.destination, sync_id, self._note)
-        self._fleet.note_committed(self.destination)
-        return answer
-
     def _send(self, sync_round: SyncRound, attempt: Attempt) -> Committed:
         """Post this rank's parts; once those of all ranks are taken, let the leader commit."""
         state = self.state
@@ -208,8 +196,7 @@ class ShardedSession(Session):
         try:
             answer = self.destination.commit(body, attempt.version, number)
             if self._is_in_fleet:
-                if answer["status"] != "staged":
-                    self._check_applied(answer)
+                self._check_applied(answer)
                 sync_id, posted = sync_round.sync_id(attempt), answer
                 answer = self.ranks.from_leader(lambda: self._commit_in_fleet(posted, sync_id))
         except RankError as error:
