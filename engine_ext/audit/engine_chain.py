@@ -78,11 +78,6 @@ class EngineTrail:
     signed: int = 0
     _starts: list[_State] = field(default_factory=list)
 
-    def chain(self, version: int) -> Chain | None:
-        """Return the chain that led to a version last, from its engine's start; None if none."""
-        found = self.reached(version)
-        return found[-1].chain if found else None
-
     def reached(self, version: int) -> list[Reached]:
         """Return how each start of an engine reached a version; the one that began last is last."""
         states = [state for state in self._starts if version in state.places]

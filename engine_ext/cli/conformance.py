@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import json
 import logging
@@ -198,7 +199,9 @@ def _model(
         )
     with output_may_be_unread():
         if options.json:
-            print(json.dumps(_as_json(found), indent=1))
+            syncs = [dataclasses.asdict(one) for one in found.judged]
+            facts = {"ranks": found.ranks, "plan": found.plan, "unsteady": found.unsteady}
+            print(json.dumps({**facts, "syncs": syncs}, indent=1))
         else:
             head = ["sync", "outcome", "tensors", "detail"]
             lines = [[one.sync, one.outcome, str(one.tensors), one.detail] for one in found.judged]
@@ -239,24 +242,6 @@ def _starter(
         return engine
 
     return start
-
-
-def _as_json(found: installed.Report) -> dict[str, Any]:
-    return {
-        "ranks": found.ranks,
-        "plan": found.plan,
-        "unsteady": found.unsteady,
-        "syncs": [
-            {
-                "sync": one.sync,
-                "outcome": one.outcome,
-                "tensors": one.tensors,
-                "detail": one.detail,
-                "differs": one.differs,
-            }
-            for one in found.judged
-        ],
-    }
 
 
 # What is shown -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from engine_ext.conformance.judge import EXACT, REFUSED, TORN, WRONG
 from engine_ext.conformance.memory import different
 from engine_ext.conformance.sending import Refused, send
-from engine_ext.conformance.syncs import Sync, change, deltas_of, syncs_for
+from engine_ext.conformance.syncs import Sync, bits, change, deltas_of, syncs_for
 from engine_ext.errors import DeltaError
 from engine_ext.files import read_checkpoint
 from engine_ext.ranks.operations import GetPlan, Operation
@@ -305,13 +305,10 @@ def changed(weights: Weights, sync: Sync, plan: Sequence[Mapping[str, Any]]) -> 
 
 
 def _without_unchanged(sync: Sync, base: Weights, target: Weights) -> Sync:
-    names = tuple(n for n in sync.tensors if n in sync.dense or not _same(base[n], target[n]))
-    return Sync(sync.name, sync.group, names, sync.dense, sync.density, sync.nan, sync.odd_base)
+    def is_sent(name: str) -> bool:
+        return name in sync.dense or not torch.equal(bits(base[name]), bits(target[name]))
 
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    flat, expected = one.contiguous().view(-1), other.contiguous().view(-1)
-    return torch.equal(flat.view(torch.uint8), expected.view(torch.uint8))
+    return replace(sync, tensors=tuple(filter(is_sent, sync.tensors)))
 
 
 def _plans(engine: Engine) -> list[Any]:

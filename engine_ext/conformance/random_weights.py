@@ -18,7 +18,7 @@ def has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def write_random(config: Path, folder: Path, *, seed: int = 0) -> None:
+def write_random(config: Path, folder: Path) -> None:
     """Write random weights in the names and shapes of transformers.
 
     Args:
@@ -47,7 +47,7 @@ def write_random(config: Path, folder: Path, *, seed: int = 0) -> None:
     make = getattr(cls, "_from_config", None) or cls.from_config
     dtype = getattr(settings, "dtype", None) or torch.bfloat16
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = make(settings, dtype=dtype)
         jitter_constants(model)
     transformers.utils.logging.disable_progress_bar()

@@ -22,7 +22,7 @@ from delta_sender.integrations.transfer_destination import (
     TransferDestination,
 )
 from delta_sender.options import SenderOptions
-from delta_sender.results import SyncError
+from delta_sender.results import EngineBusy, SyncError
 from engine_ext.adapters.vllm import transfer_frontend
 from engine_ext.errors import DeltaError
 from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT
@@ -239,6 +239,33 @@ def test_a_lost_answer_is_no_refusal() -> None:
     with pytest.raises(SyncError, match="gone") as lost:
         TransferDestination("http://engine", SenderOptions(), Gone(), Channel())  # type: ignore[arg-type]
     assert (lost.value.status, lost.value.is_refusal) == (None, False)
+
+
+def test_an_update_begins_again_when_another_sync_has_ended() -> None:
+    calls: list[str] = []
+    sent = httpx.Request("POST", "http://engine/update_weights")
+    said = {"error": {"type": "SyncInProgress", "message": "another sync has parts staged"}}
+    answer = httpx.Response(409, json=said, headers={"Retry-After": "0"}, request=sent)
+
+    class Busy:
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            pass
+
+        def start_weight_update(self) -> None:
+            calls.append("start")
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            calls.append("update")
+            if calls.count("update") != 2:
+                answer.raise_for_status()
+
+    sender = TransferDestination("http://engine", SenderOptions(), Busy(), Channel())  # type: ignore[arg-type]
+    assert sender.deliver(b"first", 1, 0, last=False)["status"] == "staged"
+    assert calls == ["start", "update"] * 2
+    with pytest.raises(EngineBusy, match="another sync has parts staged") as refused:
+        sender.deliver(b"second", 1, 1, last=False)
+    assert (calls, refused.value.status) == (["start", "update"] * 2 + ["update"], 409)
+    sender.close()
 
 
 def test_a_client_with_a_token(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,8 +60,7 @@ def test_what_an_engine_writes_is_sound(records: list[AuditRecord]) -> None:
     assert trail.signed == len(records)
     last = records[-1]
     if last.digest is not None:
-        chain = trail.chain(last.version)
-        assert chain is not None
+        chain = trail.reached(last.version)[-1].chain
         assert chain.start == (0, digest(0))
 
 
@@ -166,8 +165,7 @@ def test_a_record_written_twice_is_a_note(again: AuditRecord) -> None:
     trail = verified(written([record(0, "loaded"), record(1), again, record(2)]))
     assert trail.problems == []
     assert trail.notes == ["audit.jsonl:3 says again what the record before it says"]
-    chain = trail.chain(2)
-    assert chain is not None
+    chain = trail.reached(2)[-1].chain
     assert [link.version for link in chain.links] == [1, 2]
 
 
@@ -185,8 +183,7 @@ def changed(version: int, changed_by: str | None = "/load_weights") -> AuditReco
 
 def problems(records: list[AuditRecord], version: int) -> list[str]:
     trail = verified(written(records))
-    chain = trail.chain(version)
-    assert chain is not None
+    chain = trail.reached(version)[-1].chain
     return [*trail.problems, *chain.problems]
 
 

@@ -94,7 +94,7 @@ def test_each_change_has_one_record(start: Start, file: Path) -> None:
     assert found[1].bytes == len(body)
     assert len({one.boot for one in found}) == 1
     assert {(one.engine, one.pid) for one in found} == {("in-memory", os.getpid())}
-    assert sound(file).chain(10) is not None
+    assert sound(file).reached(10)
     status = present(rig.status().audit)
     assert (status.file, status.records, status.pending, status.problem) == (str(file), 5, 0, None)
 

@@ -12,21 +12,18 @@ from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import httpx
 import torch
 
 from delta_sender.integrations.transfer_group import Group, Rendezvous
 from delta_sender.options import SenderOptions
-from delta_sender.publish.http_client import EngineClient
+from delta_sender.publish.http_client import EngineClient, refusal_of
 from delta_sender.results import SyncError
 from delta_sender.run import Run
 from engine_ext.format import SIGNATURE_SUFFIX, sign
 from engine_ext.settings import bearer_headers
-
-_BUSY: Final = ("SyncInProgress", "TooManyUploads")
-_WAIT_S: Final = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,24 +108,10 @@ class TransferDestination(EngineClient):
         """
         if last:
             self.highest_posted = max(self.highest_posted, version)
-        give_up = time.monotonic() + self._timeout
-        while True:
-            self.check_open()
-            try:
-                if part == 0:
-                    if self._run is not None:
-                        # The call that starts has no run, and ends whatever update has begun: a
-                        # run that is fenced must not make it.
-                        super().claim(self._run, takeover=False)
-                    self._call(self._sync_client.start_weight_update)
-                self._update(body, f"{version}-{part}")
-                break
-            except SyncError as failed:
-                is_busy = failed.error.get("type") in _BUSY and part == 0
-                if not is_busy or time.monotonic() > give_up:
-                    raise
-                self.log_wait(failed.error, _WAIT_S, give_up - time.monotonic())
-            time.sleep(_WAIT_S)
+        if part == 0:
+            self._patient()(self._start, body, f"{version}-{part}")
+        else:
+            self._update(body, f"{version}-{part}")
         if not last:
             return {"status": "staged", "version": version}
         self._call(self._sync_client.finish_weight_update, str(version))
@@ -139,8 +122,19 @@ class TransferDestination(EngineClient):
                 answer["digest"] = status.version.digest
         return answer
 
+    def _start(self, body: bytes, name: str) -> None:
+        """Begin an update, and send its first part."""
+        self.check_open()
+        if self._run is not None:
+            # The call that starts has no run, and ends whatever update has begun: a run that is
+            # fenced must not make it.
+            super().claim(self._run, takeover=False)
+        self._call(self._sync_client.start_weight_update)
+        self._update(body, name)
+
     def _update(self, body: bytes, name: str) -> None:
         """Send one part over the channel."""
+        self.check_open()
         client, channel = self._sync_client, self._channel
         options = self._options | ({} if self.reason is None else {"reason": self.reason})
         signed = {} if self._hmac_key is None else {"signature": sign(self._hmac_key, body)}
@@ -231,16 +225,7 @@ def _sync_error(error: BaseException) -> SyncError:
     response = getattr(error, "response", None)
     if response is None:
         return SyncError(f"{type(error).__name__}: {error}")
-    try:
-        found = response.json().get("error")
-    except (ValueError, AttributeError):
-        found = None
-    status = int(response.status_code)
-    if not isinstance(found, dict):
-        return SyncError(f"HTTP {status}: {response.text[:200]}", status)
-    return SyncError.of(
-        f"HTTP {status}: {found.get('type')}: {found.get('message')}", status, found
-    )
+    return refusal_of(response)
 
 
 class HttpSyncClient:

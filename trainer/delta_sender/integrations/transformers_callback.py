@@ -131,8 +131,6 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
 
     def _open(self, state: Any, base: Any) -> None:
         if state.is_world_process_zero:
-            if isinstance(base, Mapping):
-                base = base.items()
             continues = self._run if self._options.get("state") is None else None
             self._sender = MultiSender(self._urls, base, continues=continues, **self._options)
 

@@ -244,7 +244,7 @@ class EngineClient(Destination):
                     unanswered.append(lost)
                 raise lost from error
             if answer.status_code != 200:
-                refusal = _refusal(answer, proxies=self._owns_client)
+                refusal = refusal_of(answer, proxies=self._owns_client)
                 if refusal.error.get("type") == "TooManyUploads":
                     self.at_once = max(1, self.at_once - 1)
                 if unanswered is not None and isinstance(refusal, EngineUnreachable):
@@ -265,18 +265,9 @@ class EngineClient(Destination):
     def _waits(self, state: RetryCallState) -> None:
         """Say what a post waits for, and until when."""
         failed = state.outcome.exception() if state.outcome else None
-        if isinstance(failed, EngineBusy):
-            left = self._timeout - (state.seconds_since_start or 0.0)
-            self.log_wait(failed.error, failed.error["retry_after"], left)
-
-    def log_wait(self, error: dict[str, Any], seconds: float, left: float) -> None:
-        """Say what a part waits for.
-
-        Args:
-            error: The engine's refusal, which says that a later try can be taken.
-            seconds: Until the next try.
-            left: Seconds until there is no other one.
-        """
+        if not isinstance(failed, EngineBusy):
+            return
+        error, left = failed.error, self._timeout - (state.seconds_since_start or 0.0)
         if error.get("type") == "TooManyUploads":
             what = "takes no more uploads at once"
             waits_for = "room for an upload"
@@ -289,7 +280,8 @@ class EngineClient(Destination):
                 what += f", whose parts are dropped at {clock(until)} unless more of them come"
         message = "%s %s: trying again in %.0f s, for %.0f s at most"
         waits = {"waits_for": waits_for}  # for a progress bar
-        logger.warning(message, self.name, what, seconds, max(0.0, left), extra=waits)
+        seconds, left = error["retry_after"], max(0.0, left)
+        logger.warning(message, self.name, what, seconds, left, extra=waits)
 
 
 def open_client(timeout: float | httpx.Timeout) -> httpx.Client:
@@ -333,10 +325,15 @@ def is_lasting(error: httpx.TransportError) -> bool:
     return isinstance(error, (httpx.LocalProtocolError, httpx.UnsupportedProtocol))
 
 
-def _refusal(response: httpx.Response, *, proxies: bool) -> SyncError:
-    """Return the exception for a status other than 200; its class says whether a retry can help."""
+def refusal_of(response: Any, *, proxies: bool = True) -> SyncError:
+    """Return the exception for a status other than 200; its class says whether a retry can help.
+
+    Args:
+        response: An answer, as httpx or requests have it.
+        proxies: See `answer_in_words`.
+    """
     status, error = response.status_code, json_object(response.text).get("error")
-    url = str(response.url.copy_with(query=None))
+    url = str(response.url).partition("?")[0]
     server = response.headers.get("Server")
     message = answer_in_words(status, response.text, server, url, proxies=proxies)
     if not isinstance(error, dict):
