@@ -11,8 +11,3 @@ def verified_file(body: bytes) -> tuple[str, bytes]:
     contents = verify_container(read_container(container, Limits())[0], container)
     pieces = [] if contents.replaces else [container]
     return contents.identity, b"".join([*pieces, *contents.pieces])
-
-
-def identity_of(body: bytes) -> str:
-    """Return a part's identity."""
-    return verified_file(body)[0]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from delta_sender import DeltaSender, MultiSender
-from engine_ext.conformance.verified_file import identity_of
+from engine_ext.conformance.verified_file import verified_file
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
 from engine_ext.format.param_delta import ParamDelta
@@ -204,7 +204,7 @@ class Engine:
         reader.finish()
         self.log.append(part)
         manifest = part.manifest
-        identity = identity_of(container)
+        identity, _ = verified_file(container)
         assert manifest.sync_id
         assert manifest.manifest_checksum
         assert manifest.part is not None

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from engine_ext.conformance.thread_group import HANGS_AFTER_S, Group, ThreadRanks
-from engine_ext.conformance.verified_file import identity_of, verified_file
+from engine_ext.conformance.verified_file import verified_file
 from engine_ext.format import DecodedPart, PartId, decode_part
 from engine_ext.format.digest import Digest
 from engine_ext.ranks.operations import FileStamp
@@ -234,7 +234,7 @@ def part_id(body: bytes, **changes: Any) -> PartId:
     values = {
         "version": version,
         "base_version": version - 1 if base is None and not manifest.full else base,
-        "identity": identity_of(body),
+        "identity": verified_file(body)[0],
         "sync_id": manifest.sync_id,
         "full": manifest.full,
         "part": manifest.part or 0,
