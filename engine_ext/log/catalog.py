@@ -160,17 +160,6 @@ class Listing:
         known += [version for name in self.damaged if (version := version_of(name)) is not None]
         return max(known, default=None)
 
-    def sorted(self) -> Listing:
-        """Return the listing with its entries in order."""
-        entries = sorted(self.entries, key=lambda entry: (entry.version, entry.folder.name))
-        return Listing(entries, self.refused, self.damaged)
-
-    def without_refused(self) -> Listing:
-        """Return the listing without folds that lead to a refused version."""
-        gone = {version_of(folder.name) for folder in self.refused}
-        entries = [entry for entry in self.entries if entry.version not in gone]
-        return Listing(entries, self.refused, self.damaged)
-
     def up_to(self, version: int) -> Listing:
         """Return the listing without what leads past a version."""
         damaged = {k: why for k, why in self.damaged.items() if (version_of(k) or 0) <= version}

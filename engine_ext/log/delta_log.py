@@ -118,7 +118,10 @@ class DeltaLog:
         self._listed = folders
         known = self._texts.items()
         self._texts = {mark: one for mark, one in known if mark.partition("/")[0] in folders}
-        return listing.sorted().without_refused()
+        gone = {version_of(folder.name) for folder in listing.refused}  # also by a fold
+        entries = [entry for entry in listing.entries if entry.version not in gone]
+        entries.sort(key=lambda entry: (entry.version, entry.folder.name))
+        return dataclasses.replace(listing, entries=entries)
 
     def _read_all(self, folders: Mapping[str, Files]) -> list[Entry | LogDamaged | str | None]:
         if self.store.reads_at_once == 1:
