@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -18,7 +17,7 @@ from delta_server.coordinator import Coordinator
 from delta_server.intake import VerifiedPart
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
-from delta_server.sources import Inlet, Outcome, deliver
+from delta_server.sources import Inlet, Source
 from delta_server.sources.folders import gap_is_empty, spool_request, version_of
 from delta_server.sources.numbering import as_one_sync, part_id
 from delta_server.sources.store_files import ResolvedFiles
@@ -27,7 +26,7 @@ from engine_ext.errors import MalformedPart
 from engine_ext.format import PartId, Unproven
 
 
-class Files:
+class Files(Source):
     """A source of the parts in some files.
 
     Files whose metadata have no part numbers are one transaction. If they name the version
@@ -44,8 +43,8 @@ class Files:
         options: Options,
         record: RequestRecord,
     ) -> None:
-        self._inlet, self._files = inlet, files
-        self._options, self._record = options, record
+        super().__init__(inlet, options, record)
+        self._files = files
         self._found = ResolvedFiles([], [])
         self._fetched = contextlib.AsyncExitStack()
 
@@ -57,8 +56,8 @@ class Files:
         """
         self._found = await self._fetched.enter_async_context(self._files)
         start = time.perf_counter()
-        waiting = deque(await spool_request(self._inlet, self._found))
-        self._record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
+        waiting = deque(await spool_request(self.inlet, self._found))
+        self.record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
         try:
             while waiting:
                 yield waiting.popleft()
@@ -72,9 +71,9 @@ class Files:
         Raises:
             MalformedPart: they are of several versions or runs, or see `part_id`.
         """
-        options, found = self._options, self._found
-        parts = [part_id(v.manifest, v.identity, options, self._record.origin) for v in verified]
-        self._record.parts = parts
+        options, found = self.options, self._found
+        parts = [part_id(v.manifest, v.identity, options, self.record.origin) for v in verified]
+        self.record.parts = parts
         are_all = all(one.manifest.part is None for one in verified)
         if are_all:
             parts = located(parts, found.paths, found.url)
@@ -83,30 +82,14 @@ class Files:
             raise MalformedPart(f"the files of one request lead to versions {versions}")
         if len({part.run for part in parts}) > 1:
             raise MalformedPart("the files of one request are of several runs")
-        coordinator = self._inlet.coordinator
+        coordinator = self.inlet.coordinator
         parts = await after_gap(coordinator, parts, found.paths[0], found.roots, found.bring_index)
         numbered = list(zip(parts, verified, strict=True))
         return await as_one_sync(coordinator, numbered) if are_all else numbered
 
-    async def settled(self, outcome: Outcome) -> None:
+    async def settled(self, status: str | None) -> None:
         """Delete what was fetched."""
         await self._fetched.aclose()
-
-
-async def deliver_files(
-    inlet: Inlet,
-    found: AbstractAsyncContextManager[ResolvedFiles],
-    options: Options,
-    record: RequestRecord,
-) -> dict[str, Any]:
-    """Bring files to the coordinator, and report what fails on the way; return the answer.
-
-    Raises:
-        DeltaError: each class fixes the state that the engine is in then.
-    """
-    source = Files(inlet, found, options, record)
-    async with inlet.coordinator.reporter.follow(record):
-        return await deliver(source, inlet.coordinator, options, record)
 
 
 def located(parts: Sequence[PartId], paths: Sequence[Path], url: str | None = None) -> list[PartId]:

@@ -29,7 +29,7 @@ from delta_server.intake import VerifiedPart
 from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
-from delta_server.sources import Inlet, Outcome, deliver
+from delta_server.sources import Inlet, deliver
 from delta_server.sources.files import Files
 from delta_server.sources.log_history import Comparison, LogHistory
 from delta_server.sources.store_files import ResolvedFiles
@@ -114,13 +114,13 @@ class LogVersion(Files):
         ]
         return self._numbered
 
-    async def settled(self, outcome: Outcome) -> None:
+    async def settled(self, status: str | None) -> None:
         """Drop what stays staged of the version: it would keep out what leads around it."""
-        if outcome not in ("committed", "already_applied", *(["staged"] if self._holds else [])):
+        if status not in ("committed", "already_applied", *(["staged"] if self._holds else [])):
             for part, _ in self._numbered[:1]:
                 with contextlib.suppress(Exception):
-                    await self._inlet.coordinator.drop_staged(part)
-        await super().settled(outcome)
+                    await self.inlet.coordinator.drop_staged(part)
+        await super().settled(status)
 
 
 class LogReplay:
@@ -553,8 +553,7 @@ class LogReplay:
             request = RequestRecord(origin="log", reason=reason, commits=not holds)
             source = LogVersion(self._inlet, files, at, request, records, holds=holds)
             try:
-                async with self._coordinator.reporter.follow(request):
-                    answer = await deliver(source, self._coordinator, at, request)
+                answer = await deliver(source)
             except BaseMismatch as error:
                 if declared.before is None and not (entry.full or entry.foreign):
                     raise _starts_elsewhere(entry, error.message) from error
