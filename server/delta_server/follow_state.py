@@ -102,7 +102,7 @@ class FollowState:
         """Ask the ranks."""
         return await self._item.read()
 
-    async def record(
+    async def record_look(
         self, look: LogLook, group: Callable[[GroupState], GroupState] | None = None
     ) -> Following:
         """Report to the ranks how a look at the log has ended.
@@ -112,20 +112,15 @@ class FollowState:
         """
         failed = look.error is not None
 
-        def change(known: Following) -> Following:
-            return msgspec.structs.replace(
-                self._named(known),
-                look=look,
-                failures=known.failures + failed,
-                in_a_row=known.in_a_row + 1 if failed else 0,
-                group=known.group if group is None else group(known.group),
-            )
+        def changes(known: Following) -> dict[str, Any]:
+            return {
+                "look": look,
+                "failures": known.failures + failed,
+                "in_a_row": known.in_a_row + 1 if failed else 0,
+                "group": known.group if group is None else group(known.group),
+            }
 
-        return await self._item.update(change)
-
-    async def record_read(self) -> Following:
-        """Record that the log could be read."""
-        return await self._update(was_read=True)
+        return await self._update(changes)
 
     async def record_prepared(self, key: str | None) -> Following:
         """Record what the ranks hold for the group."""
@@ -133,17 +128,15 @@ class FollowState:
 
     async def record_group(self, change: Callable[[GroupState], GroupState]) -> Following:
         """Record what `change` returns of the member's state, whatever other processes record."""
-        return await self._item.update(
-            lambda known: msgspec.structs.replace(self._named(known), group=change(known.group))
-        )
+        return await self._update(lambda known: {"group": change(known.group)})
 
-    async def pin(self, version: int | None) -> Following:
-        """Hold the engine at a version, or let it continue."""
-        return await self._update(pin=version)
+    async def record(self, **changes: Any) -> Following:
+        """Record fields of `Following`."""
+        return await self._update(lambda known: changes)
 
-    async def _update(self, **changes: Any) -> Following:
+    async def _update(self, changes: Callable[[Following], dict[str, Any]]) -> Following:
         return await self._item.update(
-            lambda known: msgspec.structs.replace(self._named(known), **changes)
+            lambda known: msgspec.structs.replace(self._named(known), **changes(known))
         )
 
     def _named(self, known: Following) -> Following:

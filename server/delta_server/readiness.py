@@ -70,7 +70,7 @@ class Readiness:
         # Another process might have looked at the log.
         self._following: Recent[Following] | None = None
         if follower is not None and follower.group is not None:
-            self._following = Recent(follower.read)
+            self._following = Recent(follower.shared.read)
 
     async def check(self, least: int | None = None) -> Ready:
         """Return whether the engine is ready.

@@ -130,16 +130,13 @@ class DeltaService:
                 group = settings.follow_group
                 marks = None if group is None else GroupMarks(log, group)
                 following = FollowState(engine, settings.follow_hold, marks)
-            self.log_replay = replay = LogReplay(self.inlet, engine, log, following)
+            self.log_replay = LogReplay(self.inlet, log, following)
             if following is not None:
-                self.follower = LogFollower(
-                    *(replay, engine, settings.follow_interval, following, self.peers),
-                    group=settings.follow_group,
-                )
+                self.follower = LogFollower(self.log_replay, following, self.peers)
         elif settings.peers and cache is not None:
             self.peers = Peers(settings.peers, settings.own_url, api_key())
             theirs = DeltaLog(PeerStore(self.peers, cache))
-            self.log_replay = LogReplay(self.inlet, engine, theirs)
+            self.log_replay = LogReplay(self.inlet, theirs)
         self.readiness = Readiness(
             self.committer, self.log_replay, self.follower, settings.min_version
         )
