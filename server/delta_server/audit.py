@@ -24,10 +24,10 @@ from typing import Any
 import msgspec
 
 from delta_server.board import Item
-from delta_server.engine import AdapterEngine, Engine, rank_statuses
+from delta_server.engine import AdapterEngine, Engine, Held, changed_by, rank_statuses
 from engine_ext.audit import AuditFile, AuditRecord
 from engine_ext.errors import AuditUnavailable
-from engine_ext.format import Digest, Origin, RunSender
+from engine_ext.format import Origin, RunSender
 from engine_ext.ranks.operations import CommittedSync, RankStatus, Written
 from engine_ext.ranks.status import AuditStatus
 from engine_ext.structs import prepare
@@ -222,7 +222,7 @@ class Audit:
             record,
             base_version=known.version,
             digest_before=known.digest,
-            changed_by=next((reply.foreign for reply in replies if reply.foreign), None),
+            changed_by=changed_by(replies),
         )
         follows = sync is not None and (sync.version, sync.base_version) == (
             now.version,
@@ -279,13 +279,10 @@ def _adapter_of(engine: Engine) -> str | None:
 
 def _weights(replies: Sequence[RankStatus]) -> _Weights:
     """Return what is known of the weights."""
-    first = replies[0]
-    versions = {reply.version for reply in replies}
-    uncertain = len(versions) > 1 or any(reply.engine_state == "uncertain" for reply in replies)
-    if uncertain or any(reply.foreign for reply in replies):
-        return _Weights(version=first.version, digest=None, run=None)
-    digest = Digest.total(Digest.parse(reply.digest) for reply in replies).hex()
-    return _Weights(version=first.version, digest=digest, run=first.run)
+    held = Held.of(replies)
+    if held.uncertain or held.changed_by is not None:
+        return _Weights(version=held.version, digest=None, run=None)
+    return _Weights(version=held.version, digest=held.digest, run=held.run)
 
 
 def _differ(known: _Weights, now: _Weights) -> bool:

@@ -19,7 +19,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Coroutine,
-    Iterable,
     Sequence,
 )
 from typing import Any, ParamSpec, TypeVar
@@ -28,7 +27,7 @@ import msgspec
 
 from delta_server import pauses
 from delta_server.audit import Audit, Audited
-from delta_server.engine import Engine, call_all_ranks, rank_states
+from delta_server.engine import Engine, Held, call_all_ranks, rank_states, total_digest
 from delta_server.leased_engine import HeldLease, LeasedEngine
 from delta_server.request_options import Options
 from delta_server.served_versions import UNKNOWN
@@ -39,7 +38,7 @@ from engine_ext.errors import (
     DeltaError,
     EngineUncertain,
 )
-from engine_ext.format import Digest, Origin
+from engine_ext.format import Origin
 from engine_ext.ranks.operations import (
     AbortSync,
     CommitSync,
@@ -241,21 +240,21 @@ class EngineCommitter(LeasedEngine):
         engine.
         """
         async with self.lease(pauses=False) as lease:
-            replies = await self.status(engine)
-            if self.uncertain:
+            held = Held.of(await self.status(engine))
+            if held.uncertain:
                 raise EngineUncertain("the ranks are not at one version; send a full sync")
             is_model = engine is None or engine is self._engine
-            version = replies[0].version if is_model else None
+            version = held.version if is_model else None
             await self._publish(lease, version, resumes=lease.resume_owed)
             if self._audit is not None:
                 try:
                     await self._audit.settle(engine or self._engine)
                 except AuditUnavailable as error:
-                    version = replies[0].version
-                    message = f"version {version} is committed, but not recorded: {error.message}"
+                    message = (
+                        f"version {held.version} is committed, but not recorded: {error.message}"
+                    )
                     raise CommittedNotResumed(message) from error
-            digest = total_digest(reply.digest for reply in replies)
-            return {"digest": digest, "run": replies[0].run}
+            return {"digest": held.digest, "run": held.run}
 
     async def describe_audit(self) -> AuditStatus | None:
         """Return how far the audit trail is; None without one."""
@@ -514,8 +513,3 @@ def serialize_with_commits(
         return await committer.run_external_change(lambda: change(*args, **kwargs), asked)
 
     return serialized
-
-
-def total_digest(shares: Iterable[str]) -> str:
-    """Return the model's digest from the shares that the ranks count, in hex."""
-    return Digest.total(map(Digest.parse, shares)).hex()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from delta_server.coordinator import Coordinator, part_of
+from delta_server.coordinator import Coordinator
+from delta_server.engine import part_of
 from delta_server.follow_state import FollowState
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
@@ -31,9 +32,7 @@ class HeldVersion:
         return self._holder is not None and await self._staged() is not None
 
     async def _staged(self) -> StagedSync | None:
-        staged = (await self._coordinator.held()).staged
-        prepared = None if staged is None else staged.prepared
-        return staged if prepared is not None and prepared.group == self._holder else None
+        return (await self._coordinator.held()).prepared_for(self._holder)
 
     async def keep(self, entry: Entry) -> None:
         """Let all ranks vote on the staged version, and hold it.

@@ -15,7 +15,7 @@ import msgspec
 
 from delta_server import metrics, pauses
 from delta_server.board import Item
-from delta_server.engine import Engine, rank_states, rank_statuses
+from delta_server.engine import Engine, are_uncertain, rank_states, rank_statuses
 from delta_server.process_identity import is_alive, new_name
 from delta_server.recent import Recent
 from delta_server.served_versions import ServedVersions
@@ -79,7 +79,7 @@ class LeasedEngine:
             self.awaits_full_sync = replies[0].awaits is not msgspec.UNSET
             metrics.show_run(replies[0].run)
         else:
-            self._update_uncertain(replies)
+            self.uncertain = are_uncertain(replies)
         return replies
 
     async def states(self) -> list[RankState]:
@@ -185,10 +185,5 @@ class LeasedEngine:
                 )
 
     def _update_state(self, replies: Sequence[RankState]) -> None:
-        self._update_uncertain(replies)
+        self.uncertain = are_uncertain(replies)
         self.recent.note(replies)
-
-    def _update_uncertain(self, replies: Sequence[RankState]) -> None:
-        versions = {reply.version for reply in replies}
-        failed = any(reply.engine_state == "uncertain" for reply in replies)
-        self.uncertain = len(versions) > 1 or failed

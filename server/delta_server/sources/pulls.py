@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 from delta_server.board import PULLS, Item
-from delta_server.coordinator import Held
+from delta_server.engine import Held
 from delta_server.request_options import (
     DiskRequest,
     Options,
