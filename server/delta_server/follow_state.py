@@ -17,7 +17,7 @@ import msgspec
 
 from delta_server.board import FOLLOW, Item
 from delta_server.engine import Engine
-from delta_server.process_identity import new_name, pid_of
+from delta_server.process_identity import pid_of
 from engine_ext.log import GroupMarks, Listing
 from engine_ext.structs import prepare
 
@@ -71,7 +71,6 @@ class FollowState:
         self._item, self.hold, self.marks = Item(engine, FOLLOW, Following), hold, marks
         host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
         self._name = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._process = new_name()
 
     @property
     def known(self) -> Following:
@@ -91,12 +90,12 @@ class FollowState:
     @property
     def leads(self) -> bool:
         """Whether this process follows, as far as is known."""
-        return self._item.holder == self._process
+        return self._item.holder == self._item.name
 
     async def lead(self) -> bool:
         """Return whether this process follows; it does from now on if the one that did is dead."""
         named = None if self.known.name else self._named(self.known)
-        return await self._item.acquire(self._process, named)
+        return await self._item.acquire(named)
 
     async def read(self) -> Following:
         """Ask the ranks."""

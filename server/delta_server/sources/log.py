@@ -25,7 +25,6 @@ from delta_server.board import LOG, Item, Nothing
 from delta_server.follow_state import FollowState
 from delta_server.held_version import HeldVersion
 from delta_server.intake import VerifiedPart
-from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
 from delta_server.sources import Inlet, deliver
@@ -144,7 +143,7 @@ class LogReplay:
         self._following = following
         self.held = HeldVersion(self._coordinator, following)
         self._history = LogHistory(inlet.engine, log)
-        self._name, self._turn = new_name(), Item(inlet.engine, LOG, Nothing)
+        self._turn = Item(inlet.engine, LOG, Nothing)
         self._lock = asyncio.Lock()
         self.listing = Listing()
         self.newest_at_start: int | None = None
@@ -206,12 +205,12 @@ class LogReplay:
         """Wait for the replay of any process, and keep others from beginning."""
         async with self._lock:
             try:
-                while not await self._turn.acquire(self._name):
+                while not await self._turn.acquire():
                     await asyncio.sleep(_POLL_S)
                 yield
             finally:
                 try:  # also if the answer to the last request for the lease was lost
-                    await self._turn.release(self._name)
+                    await self._turn.release()
                 except Exception:
                     # This process can acquire it again, and others can if this one is dead.
                     logger.exception("the lease of the delta log could not be released")

@@ -146,7 +146,7 @@ def test_another_process_takes_over(
     [first] = {*seen}
     other = 1 - first
     states = [service.follower.shared for service in processes.services]  # type: ignore[union-attr]
-    dead = states[first]._process
+    dead = states[first]._item.name
     hangs = asyncio.Event()
 
     async def hang() -> bool:

@@ -39,7 +39,7 @@ def test_two_processes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rig.run(other.read()).pin == 9
     assert (one.leads, other.leads) == (True, False)
     assert (other.name, other.pid) == (one.name, one.pid)
-    dead = one._process
+    dead = one._item.name
     monkeypatch.setattr(board, "is_alive", lambda process: process != dead)
     assert rig.run(other.lead())
     assert rig.run(other.read()).pin == 9
