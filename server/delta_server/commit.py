@@ -26,11 +26,12 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from delta_server import pauses
-from delta_server.audit import Audit, Audited
+from delta_server.audit import Audit
 from delta_server.engine import Engine, Held, call_all_ranks, rank_states, total_digest
 from delta_server.leased_engine import HeldLease, LeasedEngine
 from delta_server.request_options import Options
 from delta_server.served_versions import UNKNOWN
+from engine_ext.audit import AuditRecord
 from engine_ext.errors import (
     AuditUnavailable,
     CommitFailed,
@@ -109,7 +110,7 @@ class EngineCommitter(LeasedEngine):
         if options.flush_cache == "salt":
             await self._engine.check_salt()
         async with self.lease(pauses=True) as lease:
-            audited = await self._begin_record(request, engine or self._engine, origin, lease)
+            draft = await self._begin_record(request, engine or self._engine, origin, lease)
             phases = pauses.PausePhases()
             try:
                 await self._end_requests(lease, options)
@@ -131,8 +132,8 @@ class EngineCommitter(LeasedEngine):
                 self.uncertain = True
                 self.served.lose()
                 lease.publish_owed |= is_model  # they might have written all the same
-                if audited is not None:
-                    await audited.failed()
+                if self._audit is not None and draft is not None:
+                    await self._audit.failed(draft)
                 raise
             except BaseException as error:
                 if isinstance(error, Exception):
@@ -156,7 +157,7 @@ class EngineCommitter(LeasedEngine):
                 with contextlib.suppress(Exception):  # the next lease sees it
                     self.served.see((await rank_states(self._engine))[0].version)
             try:
-                await self._finish(written, lease, is_model, audited, phases)
+                await self._finish(written, lease, is_model, draft, phases)
             except CommittedNotResumed:
                 self._publish_later(engine or self._engine)
                 raise
@@ -371,7 +372,7 @@ class EngineCommitter(LeasedEngine):
         engine: Engine,
         origin: Origin | None,
         lease: HeldLease,
-    ) -> Audited | None:
+    ) -> AuditRecord | None:
         """Make sure that a change can be recorded; see `Audit.begin`."""
         if self._audit is None:
             return None
@@ -388,7 +389,7 @@ class EngineCommitter(LeasedEngine):
         written: Written,
         lease: HeldLease,
         is_model: bool,
-        audited: Audited | None,
+        draft: AuditRecord | None,
         phases: pauses.PausePhases,
     ) -> None:
         """Record and publish the version, then resume; raise what failed, see `run`.
@@ -396,9 +397,9 @@ class EngineCommitter(LeasedEngine):
         An engine whose version is not published stays paused: its tokens would get the old one.
         """
         failures: list[Exception] = []
-        if audited is not None:
+        if self._audit is not None and draft is not None:
             try:
-                await audited.done(written)
+                await self._audit.done(draft, written)
             except Exception as error:
                 failures.append(error)
             phases.end("audit")

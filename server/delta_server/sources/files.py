@@ -7,13 +7,11 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 
 import msgspec
 
-from delta_server.coordinator import Coordinator
 from delta_server.intake import VerifiedPart
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
@@ -71,70 +69,55 @@ class Files(Source):
         Raises:
             MalformedPart: they are of several versions or runs, or see `part_id`.
         """
-        options, found = self.options, self._found
-        parts = [part_id(v.manifest, v.identity, options, self.record.origin) for v in verified]
+        options, origin = self.options, self.record.origin
+        parts = [part_id(one.manifest, one.identity, options, origin) for one in verified]
         self.record.parts = parts
         are_all = all(one.manifest.part is None for one in verified)
         if are_all:
-            parts = located(parts, found.paths, found.url)
+            parts = self._located(parts)
         versions = sorted({part.version for part in parts})
         if len(versions) > 1:
             raise MalformedPart(f"the files of one request lead to versions {versions}")
         if len({part.run for part in parts}) > 1:
             raise MalformedPart("the files of one request are of several runs")
-        coordinator = self.inlet.coordinator
-        parts = await after_gap(coordinator, parts, found.paths[0], found.roots, found.bring_index)
-        numbered = list(zip(parts, verified, strict=True))
-        return await as_one_sync(coordinator, numbered) if are_all else numbered
+        numbered = list(zip(await self._after_gap(parts), verified, strict=True))
+        return await as_one_sync(self.inlet.coordinator, numbered) if are_all else numbered
 
     async def settled(self, status: str | None) -> None:
         """Delete what was fetched."""
         await self._fetched.aclose()
 
+    def _located(self, parts: list[PartId]) -> list[PartId]:
+        """Return parts without numbers with the folders of their version that they are from."""
+        paths, url = self._found.paths, self._found.url
+        if len(paths) != len(parts) or os.path.isdir(paths[0]):
+            return parts
+        return [
+            msgspec.structs.replace(
+                part, unproven=Unproven(folder=url or str(path.parent), file=path.name)
+            )
+            if version_of(path.parent) == part.version
+            else part
+            for part, path in zip(parts, paths, strict=True)
+        ]
 
-def located(parts: Sequence[PartId], paths: Sequence[Path], url: str | None = None) -> list[PartId]:
-    """Return parts without numbers with the folders of their version that they are from.
+    async def _after_gap(self, parts: list[PartId]) -> list[PartId]:
+        """Return the parts of a delta as starting from the engine's version, if that is shown.
 
-    Args:
-        paths: of the parts, or one folder that all are from.
-        url: what their folder is a copy of, if they were fetched.
-    """
-    if len(paths) != len(parts) or os.path.isdir(paths[0]):
-        return list(parts)
-    return [
-        msgspec.structs.replace(
-            part, unproven=Unproven(folder=url or str(path.parent), file=path.name)
-        )
-        if version_of(path.parent) == part.version
-        else part
-        for part, path in zip(parts, paths, strict=True)
-    ]
-
-
-async def after_gap(
-    coordinator: Coordinator,
-    parts: Sequence[PartId],
-    path: Path,
-    roots: Sequence[str],
-    bring: Callable[[Path], object] | None = None,
-) -> list[PartId]:
-    """Return the parts of a delta as starting from the engine's version, if that is shown.
-
-    A trainer counts up in steps without changes, too. If the folders of the versions between show
-    that these hold nothing, the delta starts from the engine's version. Else it is left alone, and
-    will be refused.
-
-    Args:
-        path: of the first part, or the folder that all are from.
-        bring: see `gap_is_empty`.
-    """
-    first = parts[0]
-    folder = path if os.path.isdir(path) else path.parent
-    if first.full or first.base_version is None or version_of(folder) != first.version:
-        return list(parts)
-    current, base = await coordinator.version(), first.base_version
-    if base <= current or any(part.base_version != base for part in parts):
-        return list(parts)
-    if not await asyncio.to_thread(gap_is_empty, folder, current + 1, base, roots, bring):
-        return list(parts)
-    return [msgspec.structs.replace(part, base_version=current) for part in parts]
+        A trainer counts up in steps without changes, too. If the folders of the versions between
+        show that these hold nothing, the delta starts from the engine's version. Else it is left
+        alone, and will be refused.
+        """
+        first, found = parts[0], self._found
+        folder = found.paths[0] if os.path.isdir(found.paths[0]) else found.paths[0].parent
+        if first.full or first.base_version is None or version_of(folder) != first.version:
+            return parts
+        current, base = await self.inlet.coordinator.version(), first.base_version
+        if base <= current or any(part.base_version != base for part in parts):
+            return parts
+        versions = range(current + 1, base + 1)
+        if not await asyncio.to_thread(
+            gap_is_empty, folder, versions, found.roots, found.bring_index
+        ):
+            return parts
+        return [msgspec.structs.replace(part, base_version=current) for part in parts]

@@ -242,19 +242,18 @@ def holds_nothing(folder: Path, roots: Sequence[str]) -> bool:
 
 def gap_is_empty(
     folder: Path,
-    first: int,
-    last: int,
+    versions: Sequence[int],
     roots: Sequence[str],
     bring: Callable[[Path], object] | None = None,
 ) -> bool:
-    """Return whether the folders next to one show that the versions of a range hold nothing.
+    """Return whether the folders next to one show that versions hold nothing.
 
     Args:
         bring: brings what a folder has to show to this host, if it is elsewhere.
     """
-    if last - first >= _MAX_GAP:
+    if len(versions) > _MAX_GAP:
         return False
-    for version in range(first, last + 1):
+    for version in versions:
         other = beside(folder, version)
         if bring is not None:
             bring(other)
