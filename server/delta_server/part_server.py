@@ -65,8 +65,9 @@ class PartServer:
         self._server.should_exit = True
         self._thread.join()
 
-    def offer(self, path: Path) -> contextlib.AbstractContextManager[PartSource]:
-        """Return what serves a file while it is entered, and yields where; reads the file."""
+    @contextlib.contextmanager
+    def offer(self, path: Path) -> Iterator[PartSource]:
+        """Serve a file while this is entered, and yield where; reads the file first."""
         digest = xxhash.xxh3_128()
         with open(path, "rb", buffering=0) as file:
             for chunk in iter(lambda: file.read(_READ_BYTES), b""):
@@ -83,10 +84,6 @@ class PartServer:
             inode=read.st_ino,
             modified_ns=read.st_mtime_ns,
         )
-        return self._offered(name, path, source)
-
-    @contextlib.contextmanager
-    def _offered(self, name: str, path: Path, source: PartSource) -> Iterator[PartSource]:
         self._offers[name] = path
         try:
             yield source
