@@ -205,8 +205,8 @@ class DeltaService:
         versions = [reply.version for reply in replies]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
-        held, folder = Held.of(replies), self.intake.directory
-        await self.committer.served.share(self.engine, folder, held.version, held.digest)
+        held = Held.of(replies)
+        await self.committer.served.share(self.engine, held.version, held.digest)
         self.committer.awaits_full_sync = replies[0].awaits is not msgspec.UNSET
         metrics.VERSION.set(held.version)
         metrics.show_run(held.run)
