@@ -142,11 +142,14 @@ class Coordinator:
         return record.answer("already_applied", facts | await self._committer.publish(self._engine))
 
     async def hold_staged(
-        self, part: PartId, prepared: PreparedSync, options: Options | None
-    ) -> None:
+        self, part: PartId, group: str, lease: float, options: Options | None
+    ) -> float:
         """Let all ranks vote on the staged sync that a part belongs to, and hold it for a group.
 
+        Return when the lease ends.
+
         Args:
+            lease: seconds for which it is held.
             options: of its commit; None if it is held for this group: its lease alone is changed.
 
         Raises:
@@ -156,6 +159,8 @@ class Coordinator:
             DeltaError: each class fixes the state that the engine is in then. Nothing of the sync
                 stays staged after any of these, unless another group holds it.
         """
+        until, ends = time.time() + lease, time.monotonic() + lease
+        prepared = PreparedSync(group=group, until=until, ends=ends)
         request = HoldSync(version=part.version, sync_id=part.sync_id, prepared=prepared)
         try:
             if options is not None:
@@ -164,10 +169,11 @@ class Coordinator:
             await call_all_ranks(self._engine, request)
         except Exception as error:
             with contextlib.suppress(Exception):
-                await self._staging.drop(part, prepared.group)
+                await self._staging.drop(part, group)
             if isinstance(error, CommitFailed) and not isinstance(error, EngineUncertain):
                 await self._committer.halt(Options())
             raise
+        return until
 
     async def check_options(self, options: Options) -> None:
         """Raise `SaltUnavailable` if the engine cannot commit with these options."""

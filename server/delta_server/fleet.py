@@ -72,7 +72,7 @@ from engine_ext.errors import (
 )
 from engine_ext.format import PartId
 from engine_ext.log import HOLDER_PREFIX
-from engine_ext.ranks.operations import PreparedSync, StagedSync
+from engine_ext.ranks.operations import StagedSync
 from engine_ext.settings import bearer_headers
 from engine_ext.structs import prepare
 
@@ -455,9 +455,7 @@ class FleetCommits:
         self, part: PartId, group: str, lease: float, options: Options | None = None
     ) -> float:
         """Hold the staged sync for a group, or change its lease; return when that ends."""
-        until = time.time() + lease
-        prepared = PreparedSync(group=group, until=until, ends=time.monotonic() + lease)
-        await self._coordinator.hold_staged(part, prepared, options)
+        until = await self._coordinator.hold_staged(part, group, lease, options)
         self._begin_watch()
         return until
 

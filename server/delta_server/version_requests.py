@@ -107,14 +107,10 @@ class VersionRequests:
 
     async def _stop_in_time(self) -> None:
         """Stop requests that the engine has left, also while their app sends nothing."""
-        stopping: set[asyncio.Task[None]] = set()
         while True:
             await asyncio.sleep(_POLL_S)
-            for request in [one for one in self._open if one.is_left() and not one.is_stopping]:
-                request.is_stopping = True
-                task = asyncio.ensure_future(request.stop())
-                stopping.add(task)
-                task.add_done_callback(stopping.discard)
+            for request in self._open:
+                request.stop_if_left()
 
 
 def not_served(wanted: Wanted, version: int, problem: str | None = None) -> VersionNotServed:
@@ -159,7 +155,6 @@ class _Request:
         self._is_begun = self._is_over = self._is_cut = False
         self._has_events = False
         self._reporting: asyncio.Future[None] | None = None  # the error to the client
-        self.is_stopping = False  # a task stops it
 
     async def run(self, app: ASGIApp) -> None:
         """Let an app answer it."""
@@ -176,7 +171,7 @@ class _Request:
         if self._is_cut:
             raise _StreamCut(f"{self._wanted.text} is not served any more")
 
-    def is_left(self) -> bool:
+    def _is_left(self) -> bool:
         """Return whether the engine has left what is wanted since the last call."""
         changes = self._served.changes
         if changes == self._since:
@@ -186,11 +181,14 @@ class _Request:
         self._since = changes
         return False
 
-    async def stop(self) -> None:
-        """Answer with the error, and let the app see that its client is gone."""
-        async with self._sending:
-            if not (self._is_over or self._stopped.done()):
-                self._stop()
+    def stop_if_left(self) -> None:
+        """Answer with the error, if the engine has left what is wanted and nothing is being sent.
+
+        The app sees that its client is gone.
+        """
+        is_idle = not (self._sending.locked() or self._is_over or self._stopped.done())
+        if is_idle and self._is_left():
+            self._stop()
 
     def _stop(self) -> None:
         """Begin to send the error; nothing that the app sends is passed from now on.
@@ -230,7 +228,7 @@ class _Request:
                 self._hold(message)
                 return
             if not self._is_over:
-                if self.is_left():
+                if self._is_left():
                     self._stop()
                     return
                 self._is_over = self._is_last(message)
