@@ -19,7 +19,7 @@ from delta_server.engine import Engine, call_all_ranks
 from delta_server.intake import VerifiedPart
 from delta_server.part_server import PartServer
 from delta_server.request_record import RequestRecord
-from delta_server.waiting import held_by_thread
+from delta_server.waiting import held_by_thread, wait_for_event
 from engine_ext.errors import Conflict, DeltaError, NotUpdatable, PartUnavailable
 from engine_ext.format import PartId
 from engine_ext.ranks.operations import (
@@ -90,12 +90,10 @@ class StagingPipe(contextlib.AbstractContextManager["StagingPipe"]):
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._reader, ended.set)
         try:
-            await asyncio.wait_for(ended.wait(), seconds)
-        except asyncio.TimeoutError:
-            return False
+            await wait_for_event(ended, seconds)
         finally:
             loop.remove_reader(self._reader)
-        return True
+        return ended.is_set()
 
     def _close_writer(self) -> None:
         if self._writer is not None:

@@ -96,7 +96,6 @@ class LogFollower:
         """Replay the log before the engine serves; pruning sees the engine from here on."""
         with contextlib.suppress(Exception):  # ranks that do not answer: the replay finds out
             await self.shared.lead()
-            await self.shared.read()
         await self._beat_meanwhile()
         await self._find_peers()
         replay = asyncio.ensure_future(self._replay.at_start())
