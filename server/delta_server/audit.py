@@ -24,10 +24,10 @@ from typing import Any
 import msgspec
 
 from delta_server.board import Item
-from delta_server.engine import AdapterEngine, Engine, rank_statuses
+from delta_server.engine import AdapterEngine, Engine, Held, changed_by, rank_statuses
 from engine_ext.audit import AuditFile, AuditRecord
 from engine_ext.errors import AuditUnavailable
-from engine_ext.format import Digest, Origin, RunSender
+from engine_ext.format import Origin, RunSender
 from engine_ext.ranks.operations import CommittedSync, RankStatus, Written
 from engine_ext.ranks.status import AuditStatus
 from engine_ext.structs import prepare
@@ -110,13 +110,13 @@ class Audit:
         elif _differ(known, now):
             missing.append(self._found(boot, adapter, known, now, replies))
         if missing:
-            await self._write(boot, adapter, now, missing)
+            await self._write(missing)
         return replies
 
     async def begin(
         self, engine: Engine, *, rolls_back: bool = False, origin: Origin | None = None
-    ) -> Audited:
-        """Make sure that a change of the weights can be recorded, before it begins.
+    ) -> AuditRecord:
+        """Make sure that a change of the weights can be recorded, before it begins; return a draft.
 
         Raises:
             AuditUnavailable: it cannot. The status says why until it can.
@@ -151,40 +151,50 @@ class Audit:
                 if owner is None
                 else RunSender(run=owner.run, epoch=owner.epoch, host=owner.host, pid=owner.pid),
             )
-        return Audited(self, record)
+        return record
 
-    async def end(self, record: AuditRecord) -> None:
-        """Write the record of a change.
+    async def done(self, record: AuditRecord, written: Written) -> None:
+        """Write the record of a change: what every rank has written.
 
         Raises:
             AuditUnavailable: it cannot be written; the ranks keep it.
         """
-        weights = _Weights(version=record.version, digest=record.digest, run=record.run)
-        await self._write(record.boot, record.adapter, weights, [record])
+        if isinstance(written, CommittedSync):
+            record = msgspec.structs.replace(record, parts=written.parts, full=written.full)
+        weights = _Weights(version=written.version, digest=written.digest, run=written.run)
+        await self._write([_of_now(record, weights)])
 
-    async def _write(
-        self, boot: str, adapter: str | None, weights: _Weights, records: Sequence[AuditRecord]
-    ) -> None:
-        """Append records; the last one says what the weights are now."""
+    async def failed(self, record: AuditRecord) -> None:
+        """Record that the weights are of no version any more, if that can be written."""
+        weights = _Weights(version=record.version, digest=None, run=None)
+        record = msgspec.structs.replace(_of_now(record, weights), kind="uncertain")
+        try:
+            await self._write([record])
+        except Exception:  # the answer is what has happened to the weights
+            logger.exception("delta audit: a failed write could not be recorded")
+
+    async def _write(self, records: Sequence[AuditRecord]) -> None:
+        """Append records; the last one of each adapter says what its weights are now."""
         try:
             last = await asyncio.to_thread(self._file.append, records)
         except AuditUnavailable as error:
             if any(one.kind not in ("loaded", "found") for one in records):
-                kept = [msgspec.to_builtins(one) for one in records]
-                await self._update(boot, adapter, weights, pending=kept)
+                await self._update(records, pending=[msgspec.to_builtins(one) for one in records])
             # Else the next attempt finds out the same again.
             await self._note(error)
             raise
         written = self._item.value.written + len(records)
-        changes = {"pending": [], "written": written, "last": last, "problem": None}
-        await self._update(boot, adapter, weights, **changes)
+        await self._update(records, pending=[], written=written, last=last, problem=None)
 
-    async def _update(
-        self, boot: str, adapter: str | None, weights: _Weights, **changes: Any
-    ) -> None:
+    async def _update(self, records: Sequence[AuditRecord], **changes: Any) -> None:
+        new = {
+            one.adapter or "": _Weights(version=one.version, digest=one.digest, run=one.run)
+            for one in records
+        }
+
         def change(known: _Trail) -> _Trail:
-            every = {**known.weights, adapter or "": weights}
-            return msgspec.structs.replace(known, boot=boot, weights=every, **changes)
+            weights = {**known.weights, **new}
+            return msgspec.structs.replace(known, boot=records[0].boot, weights=weights, **changes)
 
         await self._item.update(change)
 
@@ -222,7 +232,7 @@ class Audit:
             record,
             base_version=known.version,
             digest_before=known.digest,
-            changed_by=next((reply.foreign for reply in replies if reply.foreign), None),
+            changed_by=changed_by(replies),
         )
         follows = sync is not None and (sync.version, sync.base_version) == (
             now.version,
@@ -243,34 +253,9 @@ class Audit:
         )
 
 
-class Audited:
-    """A change of the weights that is about to be recorded."""
-
-    def __init__(self, audit: Audit, record: AuditRecord) -> None:
-        self._audit, self._record = audit, record
-
-    async def done(self, written: Written) -> None:
-        """Record what every rank has written.
-
-        Raises:
-            AuditUnavailable: the record cannot be written; the ranks keep it.
-        """
-        record = self._ended(written.version, written.run, written.digest)
-        if isinstance(written, CommittedSync):
-            record = msgspec.structs.replace(record, parts=written.parts, full=written.full)
-        await self._audit.end(record)
-
-    async def failed(self) -> None:
-        """Record that the weights are of no version any more, if that can be written."""
-        record = self._ended(self._record.version, None, None)
-        try:
-            await self._audit.end(msgspec.structs.replace(record, kind="uncertain"))
-        except Exception:  # the answer is what has happened to the weights
-            logger.exception("delta audit: a failed write could not be recorded")
-
-    def _ended(self, version: int, run: str | None, digest: str | None) -> AuditRecord:
-        at = round(time.time(), 3)
-        return msgspec.structs.replace(self._record, at=at, version=version, run=run, digest=digest)
+def _of_now(record: AuditRecord, weights: _Weights) -> AuditRecord:
+    at = round(time.time(), 3)
+    return msgspec.structs.replace(record, at=at, **msgspec.structs.asdict(weights))
 
 
 def _adapter_of(engine: Engine) -> str | None:
@@ -279,13 +264,10 @@ def _adapter_of(engine: Engine) -> str | None:
 
 def _weights(replies: Sequence[RankStatus]) -> _Weights:
     """Return what is known of the weights."""
-    first = replies[0]
-    versions = {reply.version for reply in replies}
-    uncertain = len(versions) > 1 or any(reply.engine_state == "uncertain" for reply in replies)
-    if uncertain or any(reply.foreign for reply in replies):
-        return _Weights(version=first.version, digest=None, run=None)
-    digest = Digest.total(Digest.parse(reply.digest) for reply in replies).hex()
-    return _Weights(version=first.version, digest=digest, run=first.run)
+    held = Held.of(replies)
+    if held.uncertain or held.changed_by is not None:
+        return _Weights(version=held.version, digest=None, run=None)
+    return _Weights(version=held.version, digest=held.digest, run=held.run)
 
 
 def _differ(known: _Weights, now: _Weights) -> bool:

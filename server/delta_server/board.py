@@ -8,19 +8,18 @@ the new value then, and it is computed again from theirs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
 from delta_server.engine import Engine, call_all_ranks
-from delta_server.process_identity import is_alive
+from delta_server.process_identity import is_alive, new_name
 from engine_ext.ranks.operations import (
     BoardItem,
+    BoardLease,
     GetItem,
     LeaseItem,
     PutItem,
-    RankState,
 )
 from engine_ext.structs import prepare
 
@@ -35,21 +34,6 @@ SERVED: Final = "served"
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The ranks' answer to a process that wants a lease.
-
-    Attributes:
-        granted: whether it has the lease now.
-        written: whether its value was put.
-        states: of the ranks.
-    """
-
-    granted: bool
-    written: bool
-    states: list[RankState]
-
-
 class Item(Generic[_T]):
     """One item of an engine's board, as one process sees it.
 
@@ -58,13 +42,14 @@ class Item(Generic[_T]):
         kind: the type of its value; ``kind()`` if none was put yet.
 
     Attributes:
+        name: of this process, where it has the lease.
         value: the last one that this process has seen.
         holder: the process that had the lease then, or None.
     """
 
     def __init__(self, engine: Engine, key: str, kind: type[_T]) -> None:
         self._engine, self._key, self._kind = engine, key, kind
-        self._revision = 0
+        self.name, self._revision = new_name(), 0
         self.value: _T = kind()
         self.holder: str | None = None
 
@@ -113,44 +98,36 @@ class Item(Generic[_T]):
         self._see(item)
         return item.written
 
-    async def try_lease(
-        self, holder: str, value: _T | None = None, *, instead_of: str | None = None
-    ) -> Lease:
-        """Acquire the lease, unless another process has it.
+    async def try_lease(self, value: _T | None = None) -> list[BoardLease]:
+        """Acquire the lease, unless a living process has it; return the ranks' answers.
 
         Args:
             value: is put if nothing has happened to the item since this process has seen it, and no
                 other process has had the lease since this one has.
-            instead_of: a process that is known to be dead.
         """
-        return await self._lease(holder, value, instead_of=instead_of)
-
-    async def acquire(self, holder: str, value: _T | None = None) -> bool:
-        """Return whether this process gets the lease, or has it; a dead holder loses it.
-
-        Args:
-            value: as for `try_lease`.
-        """
-        dead: str | None = None
-        while not (await self.try_lease(holder, value, instead_of=dead)).granted:
+        answers = await self._lease(value)
+        while not answers[0].granted:
             assert self.holder is not None
             if is_alive(self.holder):
-                return False
-            dead = self.holder
-        return True
+                break
+            answers = await self._lease(value, instead_of=self.holder)
+        return answers
 
-    async def release(self, holder: str, value: _T | None = None) -> None:
+    async def acquire(self, value: _T | None = None) -> bool:
+        """Return whether this process gets the lease, or has it; see `try_lease`."""
+        return (await self.try_lease(value))[0].granted
+
+    async def release(self, value: _T | None = None) -> None:
         """Let others acquire the lease, and put a value; nothing if this process has lost it."""
-        await self._lease(holder, value, release=True)
+        await self._lease(value, release=True)
 
-    async def _lease(self, holder: str, value: _T | None, **options: Any) -> Lease:
+    async def _lease(self, value: _T | None, **options: Any) -> list[BoardLease]:
         new = {} if value is None else {"value": msgspec.to_builtins(value)}
         expected = None if value is None else self._revision
-        request = LeaseItem(key=self._key, holder=holder, expected=expected, **new, **options)
-        replies = await call_all_ranks(self._engine, request)
-        self._see(replies[0].item)
-        states = [reply.state for reply in replies]
-        return Lease(replies[0].granted, replies[0].item.written, states)
+        request = LeaseItem(key=self._key, holder=self.name, expected=expected, **new, **options)
+        answers = await call_all_ranks(self._engine, request)
+        self._see(answers[0].item)
+        return answers
 
     def _see(self, item: BoardItem) -> None:
         self._revision, self.holder = item.revision, item.holder

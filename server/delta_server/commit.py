@@ -19,7 +19,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Coroutine,
-    Iterable,
     Sequence,
 )
 from typing import Any, ParamSpec, TypeVar
@@ -27,11 +26,12 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from delta_server import pauses
-from delta_server.audit import Audit, Audited
-from delta_server.engine import Engine, call_all_ranks, rank_states
+from delta_server.audit import Audit
+from delta_server.engine import Engine, Held, call_all_ranks, rank_states, total_digest
 from delta_server.leased_engine import HeldLease, LeasedEngine
 from delta_server.request_options import Options
 from delta_server.served_versions import UNKNOWN
+from engine_ext.audit import AuditRecord
 from engine_ext.errors import (
     AuditUnavailable,
     CommitFailed,
@@ -39,7 +39,7 @@ from engine_ext.errors import (
     DeltaError,
     EngineUncertain,
 )
-from engine_ext.format import Digest, Origin
+from engine_ext.format import Origin
 from engine_ext.ranks.operations import (
     AbortSync,
     CommitSync,
@@ -110,7 +110,7 @@ class EngineCommitter(LeasedEngine):
         if options.flush_cache == "salt":
             await self._engine.check_salt()
         async with self.lease(pauses=True) as lease:
-            audited = await self._begin_record(request, engine or self._engine, origin, lease)
+            draft = await self._begin_record(request, engine or self._engine, origin, lease)
             phases = pauses.PausePhases()
             try:
                 await self._end_requests(lease, options)
@@ -132,8 +132,8 @@ class EngineCommitter(LeasedEngine):
                 self.uncertain = True
                 self.served.lose()
                 lease.publish_owed |= is_model  # they might have written all the same
-                if audited is not None:
-                    await audited.failed()
+                if self._audit is not None and draft is not None:
+                    await self._audit.failed(draft)
                 raise
             except BaseException as error:
                 if isinstance(error, Exception):
@@ -157,7 +157,7 @@ class EngineCommitter(LeasedEngine):
                 with contextlib.suppress(Exception):  # the next lease sees it
                     self.served.see((await rank_states(self._engine))[0].version)
             try:
-                await self._finish(written, lease, is_model, audited, phases)
+                await self._finish(written, lease, is_model, draft, phases)
             except CommittedNotResumed:
                 self._publish_later(engine or self._engine)
                 raise
@@ -241,21 +241,21 @@ class EngineCommitter(LeasedEngine):
         engine.
         """
         async with self.lease(pauses=False) as lease:
-            replies = await self.status(engine)
-            if self.uncertain:
+            held = Held.of(await self.status(engine))
+            if held.uncertain:
                 raise EngineUncertain("the ranks are not at one version; send a full sync")
             is_model = engine is None or engine is self._engine
-            version = replies[0].version if is_model else None
+            version = held.version if is_model else None
             await self._publish(lease, version, resumes=lease.resume_owed)
             if self._audit is not None:
                 try:
                     await self._audit.settle(engine or self._engine)
                 except AuditUnavailable as error:
-                    version = replies[0].version
-                    message = f"version {version} is committed, but not recorded: {error.message}"
+                    message = (
+                        f"version {held.version} is committed, but not recorded: {error.message}"
+                    )
                     raise CommittedNotResumed(message) from error
-            digest = total_digest(reply.digest for reply in replies)
-            return {"digest": digest, "run": replies[0].run}
+            return {"digest": held.digest, "run": held.run}
 
     async def describe_audit(self) -> AuditStatus | None:
         """Return how far the audit trail is; None without one."""
@@ -372,7 +372,7 @@ class EngineCommitter(LeasedEngine):
         engine: Engine,
         origin: Origin | None,
         lease: HeldLease,
-    ) -> Audited | None:
+    ) -> AuditRecord | None:
         """Make sure that a change can be recorded; see `Audit.begin`."""
         if self._audit is None:
             return None
@@ -389,7 +389,7 @@ class EngineCommitter(LeasedEngine):
         written: Written,
         lease: HeldLease,
         is_model: bool,
-        audited: Audited | None,
+        draft: AuditRecord | None,
         phases: pauses.PausePhases,
     ) -> None:
         """Record and publish the version, then resume; raise what failed, see `run`.
@@ -397,9 +397,9 @@ class EngineCommitter(LeasedEngine):
         An engine whose version is not published stays paused: its tokens would get the old one.
         """
         failures: list[Exception] = []
-        if audited is not None:
+        if self._audit is not None and draft is not None:
             try:
-                await audited.done(written)
+                await self._audit.done(draft, written)
             except Exception as error:
                 failures.append(error)
             phases.end("audit")
@@ -514,8 +514,3 @@ def serialize_with_commits(
         return await committer.run_external_change(lambda: change(*args, **kwargs), asked)
 
     return serialized
-
-
-def total_digest(shares: Iterable[str]) -> str:
-    """Return the model's digest from the shares that the ranks count, in hex."""
-    return Digest.total(map(Digest.parse, shares)).hex()

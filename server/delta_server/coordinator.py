@@ -36,20 +36,17 @@ import copy
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from delta_server.commit import EngineCommitter, total_digest
-from delta_server.engine import Engine, call_all_ranks, rank_states, unseen_parts
+from delta_server.commit import EngineCommitter
+from delta_server.engine import Engine, Held, call_all_ranks, rank_states, unseen_parts
 from delta_server.reporting import SyncReporter
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
-from delta_server.scrubbing import mismatched
 from delta_server.staging import NumberedPart, Staging
 from engine_ext.errors import (
-    BaseMismatch,
     CommitFailed,
     CommittedNotResumed,
     Conflict,
@@ -71,63 +68,7 @@ from engine_ext.ranks.operations import (
     StagedSync,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What an engine holds.
-
-    Attributes:
-        version, run: that the last sync has led to, and that it was of.
-        digest: of the weights, as the syncs add up to it.
-        staged: the sync that has staged parts; None if there is none.
-        last_sync: the last one that was committed; None if there is none.
-        changed_by: what else has changed the weights since, so that they are of no version.
-        mismatched: tensors that were found to hold other bits than the syncs have written.
-        uncertain: whether a write has failed half-way.
-        asleep: whether the memory of the weights is released.
-    """
-
-    version: int
-    run: str | None
-    digest: str
-    staged: StagedSync | None
-    last_sync: CommittedSync | None
-    changed_by: str | None
-    mismatched: list[str]
-    uncertain: bool
-    asleep: bool
-
-    def complete_sync(self, version: int, sync_id: str | None) -> PartId | None:
-        """Return what names a sync if all of its parts are staged; None if they are not."""
-        staged = self.staged
-        if staged is None or (staged.version, staged.sync_id) != (version, sync_id):
-            return None
-        if len(staged.parts) != staged.num_parts:
-            return None
-        return part_of(staged)
-
-    def require_intact(self) -> None:
-        """Raise `BaseMismatch` if the weights are known not to be those of the version."""
-        if self.changed_by is not None:
-            raise BaseMismatch(
-                f"{self.changed_by} changed the weights outside of delta sync; send a full sync"
-            )
-        if self.mismatched:
-            raise BaseMismatch.in_memory(self.mismatched)
-
-
 DescribeStaged = Callable[[StagedSync | None], Awaitable[StagedSync | None]]
-
-
-def part_of(staged: StagedSync) -> PartId:
-    """Return what names a staged sync."""
-    return PartId(
-        version=staged.version,
-        base_version=staged.base_version,
-        identity="",
-        sync_id=staged.sync_id,
-        full=staged.full,
-    )
 
 
 class Coordinator:
@@ -201,11 +142,14 @@ class Coordinator:
         return record.answer("already_applied", facts | await self._committer.publish(self._engine))
 
     async def hold_staged(
-        self, part: PartId, prepared: PreparedSync, options: Options | None
-    ) -> None:
+        self, part: PartId, group: str, lease: float, options: Options | None
+    ) -> float:
         """Let all ranks vote on the staged sync that a part belongs to, and hold it for a group.
 
+        Return when the lease ends.
+
         Args:
+            lease: seconds for which it is held.
             options: of its commit; None if it is held for this group: its lease alone is changed.
 
         Raises:
@@ -215,6 +159,8 @@ class Coordinator:
             DeltaError: each class fixes the state that the engine is in then. Nothing of the sync
                 stays staged after any of these, unless another group holds it.
         """
+        until, ends = time.time() + lease, time.monotonic() + lease
+        prepared = PreparedSync(group=group, until=until, ends=ends)
         request = HoldSync(version=part.version, sync_id=part.sync_id, prepared=prepared)
         try:
             if options is not None:
@@ -223,10 +169,11 @@ class Coordinator:
             await call_all_ranks(self._engine, request)
         except Exception as error:
             with contextlib.suppress(Exception):
-                await self._staging.drop(part, prepared.group)
+                await self._staging.drop(part, group)
             if isinstance(error, CommitFailed) and not isinstance(error, EngineUncertain):
                 await self._committer.halt(Options())
             raise
+        return until
 
     async def check_options(self, options: Options) -> None:
         """Raise `SaltUnavailable` if the engine cannot commit with these options."""
@@ -257,19 +204,7 @@ class Coordinator:
 
     async def held(self) -> Held:
         """Return what the engine holds."""
-        replies = await self._committer.status(self._engine)
-        first = replies[0]
-        return Held(
-            version=first.version,
-            run=first.run,
-            digest=total_digest(reply.digest for reply in replies),
-            staged=first.staged,
-            last_sync=first.last_sync,
-            changed_by=next((reply.foreign for reply in replies if reply.foreign), None),
-            mismatched=mismatched(replies),
-            uncertain=self._committer.uncertain,
-            asleep=any(reply.asleep for reply in replies),
-        )
+        return Held.of(await self._committer.status(self._engine))
 
     async def version(self) -> int:
         """Return the engine's version."""
@@ -362,12 +297,7 @@ class Coordinator:
     async def _is_held(self, group: str) -> bool:
         """Return whether the ranks hold a sync for a group; False if they do not answer."""
         with contextlib.suppress(Exception):
-            staged = (await self.held()).staged
-            return (
-                staged is not None
-                and staged.prepared is not None
-                and (staged.prepared.group == group)
-            )
+            return (await self.held()).prepared_for(group) is not None
         return False
 
     async def _watch_held(self) -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import msgspec
 
 from delta_server.request_options import Flush
-from engine_ext.errors import DeltaError
+from engine_ext.errors import BaseMismatch, DeltaError
+from engine_ext.format import Digest, PartId
 from engine_ext.ranks.operations import (
+    CommittedSync,
     GetStatus,
     Operation,
     Parts,
     RankState,
     RankStatus,
     ReplyT,
+    StagedSync,
     StoppedCall,
 )
 from engine_ext.ranks.status import ServerStatus
@@ -148,6 +153,101 @@ async def unseen_parts(
     parts = Parts(version=version, run=run, identities=identities)
     reports = await call_all_ranks(engine, GetStatus(details=False, parts=parts))
     return {identity for report in reports for identity in report.unseen}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an engine holds.
+
+    Attributes:
+        version, run: that the last sync has led to, and that it was of.
+        digest: of the weights, as the syncs add up to it.
+        loaded: whether nothing was written since the engine has started.
+        staged: the sync that has staged parts; None if there is none.
+        last_sync: the last one that was committed; None if there is none.
+        changed_by: what else has changed the weights since, so that they are of no version.
+        mismatched: tensors that were found to hold other bits than the syncs have written.
+        uncertain: whether a write has failed half-way.
+        asleep: whether the memory of the weights is released.
+    """
+
+    version: int
+    run: str | None
+    digest: str
+    loaded: bool
+    staged: StagedSync | None
+    last_sync: CommittedSync | None
+    changed_by: str | None
+    mismatched: list[str]
+    uncertain: bool
+    asleep: bool
+
+    @classmethod
+    def of(cls, replies: Sequence[RankStatus]) -> Held:
+        """Return what the ranks hold that have answered so."""
+        first = replies[0]
+        return cls(
+            version=first.version,
+            run=first.run,
+            digest=total_digest(reply.digest for reply in replies),
+            loaded=first.loaded,
+            staged=first.staged,
+            last_sync=first.last_sync,
+            changed_by=changed_by(replies),
+            mismatched=sorted({name for reply in replies for name in reply.mismatched}),
+            uncertain=are_uncertain(replies),
+            asleep=any(reply.asleep for reply in replies),
+        )
+
+    def complete_sync(self, version: int, sync_id: str | None) -> PartId | None:
+        """Return what names a sync if all of its parts are staged; None if they are not."""
+        staged = self.staged
+        if staged is None or (staged.version, staged.sync_id) != (version, sync_id):
+            return None
+        if len(staged.parts) != staged.num_parts:
+            return None
+        return part_of(staged)
+
+    def prepared_for(self, group: str | None) -> StagedSync | None:
+        """Return the staged sync if it is held for a group of engines; None if it is not."""
+        prepared = None if self.staged is None else self.staged.prepared
+        return self.staged if prepared is not None and prepared.group == group else None
+
+    def require_intact(self) -> None:
+        """Raise `BaseMismatch` if the weights are known not to be those of the version."""
+        if self.changed_by is not None:
+            raise BaseMismatch(
+                f"{self.changed_by} changed the weights outside of delta sync; send a full sync"
+            )
+        if self.mismatched:
+            raise BaseMismatch.in_memory(self.mismatched)
+
+
+def part_of(staged: StagedSync) -> PartId:
+    """Return what names a staged sync."""
+    return PartId(
+        version=staged.version,
+        base_version=staged.base_version,
+        identity="",
+        sync_id=staged.sync_id,
+        full=staged.full,
+    )
+
+
+def are_uncertain(states: Iterable[RankState]) -> bool:
+    """Return whether a write has failed half-way, so that the weights are of no version."""
+    found = {(state.version, state.engine_state == "uncertain") for state in states}
+    return len(found) > 1 or any(failed for _, failed in found)
+
+
+def changed_by(states: Iterable[RankState]) -> str | None:
+    """Return what has changed the weights outside of delta sync since the last sync, if any has."""
+    return next((state.foreign for state in states if state.foreign), None)
+
+
+def total_digest(shares: Iterable[str]) -> str:
+    """Return the model's digest from the shares that the ranks count, in hex."""
+    return Digest.total(map(Digest.parse, shares)).hex()
 
 
 def server_status(engine: Engine) -> ServerStatus:

@@ -55,8 +55,8 @@ import httpx
 import msgspec
 
 from delta_server.board import FLEET, Item
-from delta_server.coordinator import Coordinator, Held, part_of
-from delta_server.engine import Engine
+from delta_server.coordinator import Coordinator
+from delta_server.engine import Engine, Held, part_of
 from delta_server.request_options import Flush, GroupRequest, Options
 from delta_server.request_record import RequestRecord
 from delta_server.waiting import wait_for_event
@@ -72,7 +72,7 @@ from engine_ext.errors import (
 )
 from engine_ext.format import PartId
 from engine_ext.log import HOLDER_PREFIX
-from engine_ext.ranks.operations import PreparedSync, StagedSync
+from engine_ext.ranks.operations import StagedSync
 from engine_ext.settings import bearer_headers
 from engine_ext.structs import prepare
 
@@ -313,9 +313,10 @@ class FleetCommits:
         return {"status": "prepared", "version": version, "group": group, "until": until}
 
     async def _record(self, request: GroupRequest, options: Options) -> dict[str, Any]:
-        group, staged = request.group, (await self._coordinator.held()).staged
+        group = request.group
+        staged = (await self._coordinator.held()).prepared_for(group)
         known = await self._recorded(group)
-        if staged is None or staged.prepared is None or staged.prepared.group != group:
+        if staged is None:
             if known is not None and known.committed:
                 return {"status": "recorded", "group": group}
             raise self._lost(group, known)
@@ -360,10 +361,10 @@ class FleetCommits:
                     "sync; retry in 1 s",
                     retry_after=1,
                 )
-            staged = (await self._coordinator.held()).staged
-            if staged is not None:
+            held = await self._coordinator.held()
+            if (staged := held.staged) is not None:
                 named = (staged.version, staged.sync_id) == (request.version, request.sync_id)
-                if named or (staged.prepared is not None and staged.prepared.group == group):
+                if named or held.prepared_for(group) is not None:
                     await self._drop(staged, group)
         return {"status": "aborted", "group": group}
 
@@ -373,19 +374,16 @@ class FleetCommits:
         If nothing is recorded, that is "abort" from now on, and what is held is dropped.
         """
         try:
-            staged = (await self._coordinator.held()).staged
+            staged = (await self._coordinator.held()).prepared_for(group)
         except AdapterNotLoaded:  # it has lost what it held, as after a restart
             return Record(decision="lost", closed=True)
-        prepared = None if staged is None else staged.prepared
-        is_held = prepared is not None and prepared.group == group
-        none = Record(decision="abort" if is_held else "lost", closed=True)
+        none = Record(decision="lost" if staged is None else "abort", closed=True)
 
         def closed(known: Record | None) -> Record:
             return none if known is None else msgspec.structs.replace(known, closed=True)
 
         record = await self._write(group, closed)
-        if record.decision == "abort" and is_held:
-            assert staged is not None
+        if record.decision == "abort" and staged is not None:
             await self._drop(staged, group)
         return record
 
@@ -415,14 +413,13 @@ class FleetCommits:
     async def _commit(self, group: str, record: Record) -> dict[str, Any]:
         """Commit the held sync; if it was committed before, repeat what follows a commit."""
         held = await self._coordinator.held()
-        staged = held.staged
 
         def committed(known: Record | None) -> Record:
             return msgspec.structs.replace(known or record, committed=True, unreachable=[])
 
         options = Options(pause_mode=record.pause_mode, flush_cache=record.flush_cache)
         answer: dict[str, Any]
-        if staged is not None and staged.prepared is not None and staged.prepared.group == group:
+        if (staged := held.prepared_for(group)) is not None:
             # Not in the turn of its parts: one that is sent again can wait for this commit.
             request = RequestRecord(adapter=self._coordinator.adapter)
             try:
@@ -458,9 +455,7 @@ class FleetCommits:
         self, part: PartId, group: str, lease: float, options: Options | None = None
     ) -> float:
         """Hold the staged sync for a group, or change its lease; return when that ends."""
-        until = time.time() + lease
-        prepared = PreparedSync(group=group, until=until, ends=time.monotonic() + lease)
-        await self._coordinator.hold_staged(part, prepared, options)
+        until = await self._coordinator.hold_staged(part, group, lease, options)
         self._begin_watch()
         return until
 

@@ -17,7 +17,7 @@ import msgspec
 
 from delta_server.board import FOLLOW, Item
 from delta_server.engine import Engine
-from delta_server.process_identity import new_name, pid_of
+from delta_server.process_identity import pid_of
 from engine_ext.log import GroupMarks, Listing
 from engine_ext.structs import prepare
 
@@ -71,7 +71,6 @@ class FollowState:
         self._item, self.hold, self.marks = Item(engine, FOLLOW, Following), hold, marks
         host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
         self._name = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._process = new_name()
 
     @property
     def known(self) -> Following:
@@ -91,18 +90,18 @@ class FollowState:
     @property
     def leads(self) -> bool:
         """Whether this process follows, as far as is known."""
-        return self._item.holder == self._process
+        return self._item.holder == self._item.name
 
     async def lead(self) -> bool:
         """Return whether this process follows; it does from now on if the one that did is dead."""
         named = None if self.known.name else self._named(self.known)
-        return await self._item.acquire(self._process, named)
+        return await self._item.acquire(named)
 
     async def read(self) -> Following:
         """Ask the ranks."""
         return await self._item.read()
 
-    async def record(
+    async def record_look(
         self, look: LogLook, group: Callable[[GroupState], GroupState] | None = None
     ) -> Following:
         """Report to the ranks how a look at the log has ended.
@@ -112,20 +111,15 @@ class FollowState:
         """
         failed = look.error is not None
 
-        def change(known: Following) -> Following:
-            return msgspec.structs.replace(
-                self._named(known),
-                look=look,
-                failures=known.failures + failed,
-                in_a_row=known.in_a_row + 1 if failed else 0,
-                group=known.group if group is None else group(known.group),
-            )
+        def changes(known: Following) -> dict[str, Any]:
+            return {
+                "look": look,
+                "failures": known.failures + failed,
+                "in_a_row": known.in_a_row + 1 if failed else 0,
+                "group": known.group if group is None else group(known.group),
+            }
 
-        return await self._item.update(change)
-
-    async def record_read(self) -> Following:
-        """Record that the log could be read."""
-        return await self._update(was_read=True)
+        return await self._update(changes)
 
     async def record_prepared(self, key: str | None) -> Following:
         """Record what the ranks hold for the group."""
@@ -133,17 +127,15 @@ class FollowState:
 
     async def record_group(self, change: Callable[[GroupState], GroupState]) -> Following:
         """Record what `change` returns of the member's state, whatever other processes record."""
-        return await self._item.update(
-            lambda known: msgspec.structs.replace(self._named(known), group=change(known.group))
-        )
+        return await self._update(lambda known: {"group": change(known.group)})
 
-    async def pin(self, version: int | None) -> Following:
-        """Hold the engine at a version, or let it continue."""
-        return await self._update(pin=version)
+    async def record(self, **changes: Any) -> Following:
+        """Record fields of `Following`."""
+        return await self._update(lambda known: changes)
 
-    async def _update(self, **changes: Any) -> Following:
+    async def _update(self, changes: Callable[[Following], dict[str, Any]]) -> Following:
         return await self._item.update(
-            lambda known: msgspec.structs.replace(self._named(known), **changes)
+            lambda known: msgspec.structs.replace(self._named(known), **changes(known))
         )
 
     def _named(self, known: Following) -> Following:

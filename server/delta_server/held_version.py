@@ -5,15 +5,15 @@ Where the engine follows without a group, nothing is held.
 
 from __future__ import annotations
 
-import time
 from typing import Final
 
-from delta_server.coordinator import Coordinator, part_of
+from delta_server.coordinator import Coordinator
+from delta_server.engine import part_of
 from delta_server.follow_state import FollowState
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
 from engine_ext.log import Entry
-from engine_ext.ranks.operations import PreparedSync, StagedSync
+from engine_ext.ranks.operations import StagedSync
 
 _HELD_S: Final = 10 * 365 * 86400.0  # the group decides, however long that takes
 
@@ -31,9 +31,7 @@ class HeldVersion:
         return self._holder is not None and await self._staged() is not None
 
     async def _staged(self) -> StagedSync | None:
-        staged = (await self._coordinator.held()).staged
-        prepared = None if staged is None else staged.prepared
-        return staged if prepared is not None and prepared.group == self._holder else None
+        return (await self._coordinator.held()).prepared_for(self._holder)
 
     async def keep(self, entry: Entry) -> None:
         """Let all ranks vote on the staged version, and hold it.
@@ -49,9 +47,7 @@ class HeldVersion:
             if staged is not None:
                 await self._coordinator.drop_staged(part_of(staged))
             raise entry.damaged("its parts are not all of a sync (staged)")
-        until, ends = time.time() + _HELD_S, time.monotonic() + _HELD_S
-        prepared = PreparedSync(group=self._holder, until=until, ends=ends)
-        await self._coordinator.hold_staged(part_of(staged), prepared, Options())
+        await self._coordinator.hold_staged(part_of(staged), self._holder, _HELD_S, Options())
 
     async def take(self, version: int, key: str | None, options: Options) -> bool:
         """Commit what is held, if it is this version; else drop it.

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, BinaryIO
 
 from delta_server.spool import Spool
@@ -74,6 +73,7 @@ class Intake:
 
     Attributes:
         directory: the spool's folder.
+        scratch: makes a folder in it, see `SpoolFiles.scratch`.
         close: removes the spool and everything in it.
     """
 
@@ -82,11 +82,8 @@ class Intake:
         # There are two copies of a signed part for a moment.
         spool = Spool(directory, limits.max_part_bytes * (1 if signing_key() is None else 2))
         self._files, self.directory = spool.files, spool.path
+        self.scratch = spool.files.scratch
         self.close = weakref.finalize(self, spool.remove)
-
-    def scratch(self, prefix: str, size: int) -> TemporaryDirectory[str]:
-        """Make a folder in the spool's, see `SpoolFiles.scratch`."""
-        return self._files.scratch(prefix, size)
 
     def warm_up(self) -> None:
         """Compile what decompresses, in a thread, so that the first part does not wait for it."""

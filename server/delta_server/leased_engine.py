@@ -15,8 +15,7 @@ import msgspec
 
 from delta_server import metrics, pauses
 from delta_server.board import Item
-from delta_server.engine import Engine, rank_states, rank_statuses
-from delta_server.process_identity import is_alive, new_name
+from delta_server.engine import Engine, are_uncertain, rank_states, rank_statuses
 from delta_server.recent import Recent
 from delta_server.served_versions import ServedVersions
 from engine_ext.ranks import ENGINE
@@ -55,7 +54,6 @@ class LeasedEngine:
         self.recent = Recent[Sequence[RankState]](self._refreshed)
         self._engine = engine
         self._use = Item(engine, ENGINE, EngineUse)
-        self._name = new_name()
         self._lock = asyncio.Lock()
 
     @property
@@ -79,7 +77,7 @@ class LeasedEngine:
             self.awaits_full_sync = replies[0].awaits is not msgspec.UNSET
             metrics.show_run(replies[0].run)
         else:
-            self._update_uncertain(replies)
+            self.uncertain = are_uncertain(replies)
         return replies
 
     async def states(self) -> list[RankState]:
@@ -154,41 +152,32 @@ class LeasedEngine:
                         pause=lease.pause,
                     )
                 try:
-                    await self._use.release(self._name, use)
+                    await self._use.release(use)
                 except Exception:
                     # This process can acquire it again, and others can if this one is dead.
                     logger.exception("the lease of the engine could not be released")
 
     async def _acquire(self, pauses: bool) -> HeldLease:
-        dead: str | None = None
         while True:
             was_paused = await self._engine.is_paused()
             known = self._use.value
             owed = known.resume_owed or (pauses and not was_paused)
             unpublished = known.publish_owed or pauses  # if this process dies before it is
             use = msgspec.structs.replace(known, resume_owed=owed, publish_owed=unpublished)
-            lease = await self._use.try_lease(self._name, use, instead_of=dead)
-            if not lease.granted:
-                assert self._use.holder is not None
-                dead = None if is_alive(self._use.holder) else self._use.holder
-                await asyncio.sleep(0 if dead else _POLL_S)
-            elif lease.written or not pauses:  # else it might be another one's pause that was seen
-                self._update_state(lease.states)
+            leases = await self._use.try_lease(use)
+            written, states = leases[0].item.written, [lease.state for lease in leases]
+            if not leases[0].granted:
+                await asyncio.sleep(_POLL_S)
+            elif written or not pauses:  # else it might be another one's pause that was seen
+                self._update_state(states)
                 if self.uncertain:
                     self.served.lose()
                 else:
-                    self.served.see(lease.states[0].version)
+                    self.served.see(states[0].version)
                 use = self._use.value
-                unpublished = (known if lease.written else use).publish_owed
-                return HeldLease(
-                    *(was_paused, use.resume_owed, unpublished, use.pause, lease.states)
-                )
+                unpublished = (known if written else use).publish_owed
+                return HeldLease(was_paused, use.resume_owed, unpublished, use.pause, states)
 
     def _update_state(self, replies: Sequence[RankState]) -> None:
-        self._update_uncertain(replies)
+        self.uncertain = are_uncertain(replies)
         self.recent.note(replies)
-
-    def _update_uncertain(self, replies: Sequence[RankState]) -> None:
-        versions = {reply.version for reply in replies}
-        failed = any(reply.engine_state == "uncertain" for reply in replies)
-        self.uncertain = len(versions) > 1 or failed

@@ -65,8 +65,9 @@ class PartServer:
         self._server.should_exit = True
         self._thread.join()
 
-    def offer(self, path: Path) -> contextlib.AbstractContextManager[PartSource]:
-        """Return what serves a file while it is entered, and yields where; reads the file."""
+    @contextlib.contextmanager
+    def offer(self, path: Path) -> Iterator[PartSource]:
+        """Serve a file while this is entered, and yield where; reads the file first."""
         with open(path, "rb", buffering=0) as file:
             content, read = hash_of_rest(file), os.fstat(file.fileno())
         # No two deliveries share a url, also those of an engine that was started again.
@@ -79,10 +80,6 @@ class PartServer:
             inode=read.st_ino,
             modified_ns=read.st_mtime_ns,
         )
-        return self._offered(name, path, source)
-
-    @contextlib.contextmanager
-    def _offered(self, name: str, path: Path, source: PartSource) -> Iterator[PartSource]:
         self._offers[name] = path
         try:
             yield source

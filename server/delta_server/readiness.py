@@ -16,6 +16,7 @@ from typing import Final, Literal
 import msgspec
 
 from delta_server.commit import EngineCommitter
+from delta_server.engine import changed_by
 from delta_server.follow_state import Following
 from delta_server.recent import Recent
 from delta_server.sources.log import LogReplay
@@ -70,7 +71,7 @@ class Readiness:
         # Another process might have looked at the log.
         self._following: Recent[Following] | None = None
         if follower is not None and follower.group is not None:
-            self._following = Recent(follower.read)
+            self._following = Recent(follower.shared.read)
 
     async def check(self, least: int | None = None) -> Ready:
         """Return whether the engine is ready.
@@ -101,7 +102,7 @@ class Readiness:
         if any(one.engine_state == "mismatched" for one in states):
             why = "tensors hold other bits than the syncs have written; send a full sync"
             return ready("mismatched", why, "mismatched")
-        if (by := next((one.foreign for one in states if one.foreign), None)) is not None:
+        if (by := changed_by(states)) is not None:
             why = f"{by} changed the weights outside of delta sync; send a full sync"
             return ready("changed_externally", why, "certain")
         if any(one.asleep for one in states):
@@ -137,7 +138,7 @@ class Readiness:
             return _NO_WEIGHTS
         if any(one.engine_state == "mismatched" for one in states):
             return "tensors hold other bits than the syncs have written"
-        by = next((one.foreign for one in states if one.foreign), None)
+        by = changed_by(states)
         return None if by is None else f"{by} changed the weights outside of delta sync"
 
     async def _known(self) -> Sequence[RankState]:

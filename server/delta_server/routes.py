@@ -34,7 +34,7 @@ from delta_server.request_options import (
 from delta_server.request_record import RequestRecord
 from delta_server.service import DeltaService, no_log
 from delta_server.sources import deliver
-from delta_server.sources.files import deliver_files
+from delta_server.sources.files import Files
 from delta_server.sources.pulls import (
     PULLED,
     Pulled,
@@ -332,8 +332,7 @@ async def _apply_body(
     size = int(length) if length.isascii() and length.isdigit() else None
     signature = request.headers.get(SIGNATURE_HEADER)
     arriving = received(service.inlet, request.stream(), size, signature, record)
-    source = SinglePart(service.coordinator, arriving, options, record)
-    done = await deliver(source, service.coordinator, options, record)
+    done = await deliver(SinglePart(service.inlet, arriving, options, record))
     # The sender computes the link's share of its own time from this.
     done["timings_ms"]["total_ms"] = round(record.seconds * 1e3, 3)
     return done
@@ -374,7 +373,7 @@ async def _apply_files(
     options = disk_request.options(request.query_params)
     found = service.inlet.store_files.resolved(disk_request)
     # It reports what fails, also after the caller has left.
-    return await asyncio.shield(deliver_files(service.inlet, found, options, record))
+    return await asyncio.shield(deliver(Files(service.inlet, found, options, record)))
 
 
 def _service(request: Request) -> DeltaService:

@@ -20,11 +20,6 @@ logger = logging.getLogger(__name__)
 _LONGEST_PERIOD_S: Final = 10.0
 
 
-def mismatched(replies: Sequence[RankStatus]) -> list[str]:
-    """Return the tensors that any rank has found to hold other bits, since the last full sync."""
-    return sorted({name for reply in replies for name in reply.mismatched})
-
-
 def combined(replies: Sequence[RankStatus]) -> ScrubState | None:
     """Return what scrubbing has found on all ranks; None if it is off."""
     states = [reply.scrub for reply in replies if reply.scrub is not None]

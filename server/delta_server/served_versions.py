@@ -15,7 +15,6 @@ import mmap
 import os
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -27,9 +26,6 @@ from engine_ext.structs import prepare
 
 UNKNOWN: Final = -1
 """Instead of a version: the weights are of none, or of one that had another content before."""
-
-PAGE: Final = "served-versions"
-"""Name of the page's file in the folder of a process."""
 
 _CHANGES, _VERSION, _CONTENT, _WRITING, _LAST = range(5)  # 64-bit words of the page
 _KEPT: Final = 128  # last changes
@@ -52,11 +48,8 @@ class ServedVersions:
         self._words = memoryview(bytearray(_NBYTES)).cast("q")
         self._words[_VERSION] = UNKNOWN
 
-    async def share(self, engine: Engine, folder: Path, version: int, digest: str) -> None:
+    async def share(self, engine: Engine, version: int, digest: str) -> None:
         """Begin with the engine's version and digest, or with what another process has noted.
-
-        Args:
-            folder: of this process; the page is there if several processes serve the engine.
 
         Raises:
             OSError: the page of another process cannot be opened.
@@ -70,7 +63,7 @@ class ServedVersions:
             living = {name: path for name, path in known.paths.items() if is_alive(name)}
             descriptor = _opened(living)
             if descriptor is None:
-                descriptor = _made(folder / PAGE, bytes(self._words))
+                descriptor = _made(bytes(self._words))
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
             if await item.try_put(ServedFiles({**living, own: path})):
                 self._words = memoryview(mmap.mmap(descriptor, _NBYTES)).cast("q")
@@ -146,12 +139,10 @@ def _opened(paths: Mapping[str, str]) -> int | None:
     return None
 
 
-def _made(file: Path, content: bytes) -> int:
+def _made(content: bytes) -> int:
     """Return a descriptor of a new page; nothing but descriptors leads there."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    file.unlink()
-    os.ftruncate(descriptor, _NBYTES)
-    os.pwrite(descriptor, content, 0)
+    descriptor = os.memfd_create("delta-served-versions")
+    os.write(descriptor, content)
     return descriptor
 
 

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,16 @@ import msgspec
 
 from delta_server import metrics, pauses
 from delta_server.audit import Audit
-from delta_server.commit import EngineCommitter, total_digest
+from delta_server.commit import EngineCommitter
 from delta_server.coordinator import Coordinator
-from delta_server.engine import AdapterEngine, Engine, call_all_ranks, rank_statuses, server_status
+from delta_server.engine import (
+    AdapterEngine,
+    Engine,
+    Held,
+    call_all_ranks,
+    rank_statuses,
+    server_status,
+)
 from delta_server.fleet import FleetCommits
 from delta_server.follow_state import FollowState
 from delta_server.intake import Intake
@@ -31,7 +37,7 @@ from delta_server.reporting import SyncReporter
 from delta_server.request_options import (
     RunRequest,
 )
-from delta_server.scrubbing import combined, count_findings, mismatched
+from delta_server.scrubbing import combined, count_findings
 from delta_server.sources import Inlet
 from delta_server.sources.folders import is_complete
 from delta_server.sources.log import LogReplay
@@ -130,16 +136,13 @@ class DeltaService:
                 group = settings.follow_group
                 marks = None if group is None else GroupMarks(log, group)
                 following = FollowState(engine, settings.follow_hold, marks)
-            self.log_replay = replay = LogReplay(self.inlet, engine, log, following)
+            self.log_replay = LogReplay(self.inlet, log, following)
             if following is not None:
-                self.follower = LogFollower(
-                    *(replay, engine, settings.follow_interval, following, self.peers),
-                    group=settings.follow_group,
-                )
+                self.follower = LogFollower(self.log_replay, following, self.peers)
         elif settings.peers and cache is not None:
             self.peers = Peers(settings.peers, settings.own_url, api_key())
             theirs = DeltaLog(PeerStore(self.peers, cache))
-            self.log_replay = LogReplay(self.inlet, engine, theirs)
+            self.log_replay = LogReplay(self.inlet, theirs)
         self.readiness = Readiness(
             self.committer, self.log_replay, self.follower, settings.min_version
         )
@@ -202,11 +205,11 @@ class DeltaService:
         versions = [reply.version for reply in replies]
         if len(set(versions)) != 1:
             raise DeltaError(f"the ranks are at different versions: {versions}")
-        digest, folder = total_digest(reply.digest for reply in replies), self.intake.directory
-        await self.committer.served.share(self.engine, folder, versions[0], digest)
+        held = Held.of(replies)
+        await self.committer.served.share(self.engine, held.version, held.digest)
         self.committer.awaits_full_sync = replies[0].awaits is not msgspec.UNSET
-        metrics.VERSION.set(versions[0])
-        metrics.show_run(replies[0].run)
+        metrics.VERSION.set(held.version)
+        metrics.show_run(held.run)
         await self.committer.record_start()
         if self.log_replay is None:
             # Not the version that was read: another process might have committed since. This also
@@ -245,23 +248,23 @@ class DeltaService:
         whole: RankState = first
         if self.adapter is not None:
             [whole, *_] = await self.committer.states()
-        wrong = mismatched(replies)
+        held = Held.of(replies)
         version = VersionStatus(
-            number=first.version,
+            number=held.version,
             published=await self.engine.get_weight_version(),
-            run=first.run,
+            run=held.run,
             by_rank=[reply.version for reply in replies],
-            digest=total_digest(reply.digest for reply in replies),
+            digest=held.digest,
             digest_algorithm=DIGEST_ALGORITHM,
             complete=complete,
-            loaded=first.loaded,
+            loaded=held.loaded,
             can_roll_back=all(reply.can_roll_back for reply in replies),
         )
         health = HealthStatus(
-            state=self._engine_state(wrong),
-            mismatched=wrong,
-            asleep=any(reply.asleep for reply in replies),
-            changed_externally=next((reply.foreign for reply in replies if reply.foreign), None),
+            state=self._engine_state(held),
+            mismatched=held.mismatched,
+            asleep=held.asleep,
+            changed_externally=held.changed_by,
             paused=await self.committer.describe_pause(whole),
             resume_owed=whole.resume_owed,
             awaits_full_sync=first.awaits is not msgspec.UNSET,
@@ -302,15 +305,11 @@ class DeltaService:
         answer: dict[str, Any] = msgspec.to_builtins(offer)
         return answer
 
-    def _engine_state(self, mismatched: Sequence[str]) -> HealthState:
-        """Return what is known of the weights, the worst first.
-
-        Args:
-            mismatched: the tensors that hold other bits than the syncs have written.
-        """
-        if self.committer.uncertain:
+    def _engine_state(self, held: Held) -> HealthState:
+        """Return what is known of the weights, the worst first."""
+        if held.uncertain:
             return "uncertain"
-        if mismatched:
+        if held.mismatched:
             return "mismatched"
         waits = self.follower is not None and self.follower.waits_for_log
         return "waiting_for_log" if waits else "certain"
@@ -331,16 +330,16 @@ class DeltaService:
             with contextlib.suppress(DeltaError):
                 await self.fleet.settle()
             claimed = await self.coordinator.claim(sender, takeover=request.takeover)
-        [status, *others] = await self.committer.status(self.engine)
+        held = await self.coordinator.held()
         return {
             "status": "claimed",
             "owner": msgspec.to_builtins(claimed.owner),
-            "run": status.run,
-            "version": status.version,
+            "run": held.run,
+            "version": held.version,
             "highest": claimed.highest,
-            "loaded": status.loaded,
-            "engine_state": self._engine_state(mismatched([status, *others])),
-            "digest": total_digest(reply.digest for reply in (status, *others)),
+            "loaded": held.loaded,
+            "engine_state": self._engine_state(held),
+            "digest": held.digest,
             "digest_algorithm": DIGEST_ALGORITHM,
         }
 

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,7 @@ from delta_server.engine import Engine, call_all_ranks
 from delta_server.intake import VerifiedPart
 from delta_server.part_server import PartServer
 from delta_server.request_record import RequestRecord
+from delta_server.waiting import held_by_thread, wait_for_event
 from engine_ext.errors import Conflict, DeltaError, NotUpdatable, PartUnavailable
 from engine_ext.format import PartId
 from engine_ext.ranks.operations import (
@@ -88,12 +90,10 @@ class StagingPipe(contextlib.AbstractContextManager["StagingPipe"]):
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._reader, ended.set)
         try:
-            await asyncio.wait_for(ended.wait(), seconds)
-        except asyncio.TimeoutError:
-            return False
+            await wait_for_event(ended, seconds)
         finally:
             loop.remove_reader(self._reader)
-        return True
+        return ended.is_set()
 
     def _close_writer(self) -> None:
         if self._writer is not None:
@@ -152,7 +152,7 @@ class Staging:
         record.phase = "stage"
         complete = False
         begun, todo = deque[_Begun](), deque(parts)
-        with contextlib.ExitStack() as pipes:
+        async with contextlib.AsyncExitStack() as pipes:
             try:
                 while begun or todo:
                     # Not all at once: each keeps other syncs out for one stage timeout.
@@ -179,14 +179,14 @@ class Staging:
         self,
         part: PartId,
         verified: VerifiedPart,
-        pipes: contextlib.ExitStack,
+        pipes: contextlib.AsyncExitStack,
         record: RequestRecord,
     ) -> _Begun:
         """Begin to stage a part, on every rank or on none."""
         source = None
         if self._part_server is not None:
-            offer = await asyncio.to_thread(self._part_server.offer, verified.path)
-            source = pipes.enter_context(offer)
+            offer = held_by_thread(partial(self._part_server.offer, verified.path))
+            source = await pipes.enter_async_context(offer)
         pipe = pipes.enter_context(StagingPipe(verified.path))
         request = BeginPart(
             part=part,

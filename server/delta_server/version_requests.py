@@ -12,7 +12,6 @@ import asyncio
 import json
 import logging
 import re
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -108,14 +107,10 @@ class VersionRequests:
 
     async def _stop_in_time(self) -> None:
         """Stop requests that the engine has left, also while their app sends nothing."""
-        stopping: set[asyncio.Task[None]] = set()
         while True:
             await asyncio.sleep(_POLL_S)
-            for request in [one for one in self._open if one.is_left() and not one.is_stopping]:
-                request.is_stopping = True
-                task = asyncio.ensure_future(request.stop())
-                stopping.add(task)
-                task.add_done_callback(stopping.discard)
+            for request in self._open:
+                request.stop_if_left()
 
 
 def not_served(wanted: Wanted, version: int, problem: str | None = None) -> VersionNotServed:
@@ -151,33 +146,32 @@ class _Request:
         self._since = self._began = since
         self._version = version
         self._scope, self._receive, self._send = scope, receive, send
-        self._arrived: deque[Message] = deque()
-        self._news, self._room = asyncio.Event(), asyncio.Event()
+        # One message is read ahead: an app that asks whether its client is gone does not wait.
+        self._arriving = asyncio.ensure_future(receive())
+        self._stopped = asyncio.get_running_loop().create_future()
         self._sending = asyncio.Lock()
         self._start: Message | None = None  # held until the first of the body
         self._left_bytes: int | None = None  # of the body, if its length is declared
-        self._is_begun = self._is_over = self._is_stopped = self._is_cut = False
+        self._is_begun = self._is_over = self._is_cut = False
         self._has_events = False
         self._reporting: asyncio.Future[None] | None = None  # the error to the client
-        self.is_stopping = False  # a task stops it
 
     async def run(self, app: ASGIApp) -> None:
         """Let an app answer it."""
-        reader = asyncio.ensure_future(self._read())
         try:
             await app(self._scope, self._next, self._pass)
         except Exception:
-            if not self._is_stopped:
+            if not self._stopped.done():
                 raise
             logger.debug("a request that was stopped has ended with an error", exc_info=True)
         finally:
-            reader.cancel()
+            self._arriving.cancel()
         if self._reporting is not None:  # a slow client has yet to read it
             await self._reporting
         if self._is_cut:
             raise _StreamCut(f"{self._wanted.text} is not served any more")
 
-    def is_left(self) -> bool:
+    def _is_left(self) -> bool:
         """Return whether the engine has left what is wanted since the last call."""
         changes = self._served.changes
         if changes == self._since:
@@ -187,19 +181,21 @@ class _Request:
         self._since = changes
         return False
 
-    async def stop(self) -> None:
-        """Answer with the error, and let the app see that its client is gone."""
-        async with self._sending:
-            if not (self._is_over or self._is_stopped):
-                self._stop()
+    def stop_if_left(self) -> None:
+        """Answer with the error, if the engine has left what is wanted and nothing is being sent.
+
+        The app sees that its client is gone.
+        """
+        is_idle = not (self._sending.locked() or self._is_over or self._stopped.done())
+        if is_idle and self._is_left():
+            self._stop()
 
     def _stop(self) -> None:
         """Begin to send the error; nothing that the app sends is passed from now on.
 
         The app sees that its client is gone, and can cancel the call in which it was sending.
         """
-        self._is_stopped = True
-        self._news.set()
+        self._stopped.set_result(None)
         error = not_served(self._wanted, self._served.version)
         if self._is_begun and not self._has_events:
             self._is_cut = True
@@ -213,38 +209,26 @@ class _Request:
         else:
             await error_response(error)(self._scope, self._receive, self._send)
 
-    async def _read(self) -> None:
-        """Read one message ahead: an app that asks whether its client is gone does not wait."""
-        while True:
-            message = await self._receive()
-            self._arrived.append(message)
-            self._news.set()
-            if message["type"] == "http.disconnect":
-                return
-            self._room.clear()
-            await self._room.wait()
-
     async def _next(self) -> Message:
-        while not (self._arrived or self._is_stopped):
-            self._news.clear()
-            await self._news.wait()
-        if self._is_stopped:
+        if not (self._arriving.done() or self._stopped.done()):
+            awaited = {self._arriving, self._stopped}
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        if self._stopped.done():
             return {"type": "http.disconnect"}
-        message = self._arrived[0]
+        message = self._arriving.result()
         if message["type"] != "http.disconnect":  # which every later call returns, too
-            self._arrived.popleft()
-            self._room.set()
+            self._arriving = asyncio.ensure_future(self._receive())
         return message
 
     async def _pass(self, message: Message) -> None:
         async with self._sending:
-            if self._is_stopped:
+            if self._stopped.done():
                 return
             if message["type"] == "http.response.start":
                 self._hold(message)
                 return
             if not self._is_over:
-                if self.is_left():
+                if self._is_left():
                     self._stop()
                     return
                 self._is_over = self._is_last(message)

@@ -15,7 +15,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from delta_server.routes import attach
-from delta_server.served_versions import PAGE
 from delta_server.service import DeltaService
 from delta_server.spool_files import SUFFIX
 from engine_ext.format.digest import Digest, tensor_digest
@@ -135,7 +134,7 @@ class Rig:
             files = sorted(self.service.intake.directory.iterdir())
             beside = [file for file in files if file.stem.endswith(SUFFIX)]
             if all(file.with_suffix("") in files for file in beside) or time.monotonic() > deadline:
-                return [file.name for file in files if file.name != PAGE]
+                return [file.name for file in files]
             time.sleep(0.01)
 
     def fail_commit(self, version: int = VERSION + 1) -> httpx.Response:

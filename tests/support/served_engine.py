@@ -168,9 +168,9 @@ class ServedRig(Rig):
         service = self.services[process]
         record, options = RequestRecord(origin="log"), Options()
         read = asyncio.to_thread(service.intake.read, io.BytesIO(body))
-        source = SinglePart(service.coordinator, read, options, record)
+        source = SinglePart(service.inlet, read, options, record)
         try:
-            return self.run(deliver(source, service.coordinator, options, record))
+            return self.run(deliver(source))
         except Exception as error:
             return {"error": as_delta_error(error).to_wire()}
 

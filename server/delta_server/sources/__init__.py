@@ -22,62 +22,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from delta_server.coordinator import Coordinator
 from delta_server.engine import Engine
 from delta_server.intake import Intake, VerifiedPart
 from delta_server.request_options import Options
-from delta_server.request_record import RequestRecord, outcome_of
+from delta_server.request_record import RequestRecord
 from delta_server.sources.store_files import StoreFiles
 from delta_server.staging import NumberedPart
 from delta_server.upload_limits import MinimumRate, UploadSlots
-from engine_ext.errors import Conflict, as_delta_error
+from engine_ext.errors import Conflict
 from engine_ext.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-Outcome = Literal[
-    "committed", "already_applied", "staged",
-    "refused", "failed", "undone", "uncertain", "unpublished", "cancelled",
-]  # fmt: skip
-
-
-class Source(Protocol):
-    """Brings a version to the engine, or some parts of one; used once.
-
-    - It ends in `VerifiedPart`: intake has received, checked and decompressed every part that
-      `parts` yields.
-    - It calls no rank and commits nothing. What it must know of the engine it asks the coordinator.
-    - `parts` removes what it has taken in and not yielded, also if it is closed early. What it has
-      yielded belongs to `deliver`, which removes it whatever happens.
-    - `complete` is called once, in the turn of the parts: while another request with one of
-      them is in progress, it waits. The coordinator sees numbered parts only.
-    - What `parts` and `complete` raise leaves the engine unchanged.
-    - `settled` is called once, after everything else, and raises nothing.
-    """
-
-    def parts(self) -> AsyncGenerator[VerifiedPart, None]:
-        """Yield the parts as they are taken in.
-
-        Raises:
-            DeltaError: one is refused, or cannot be read.
-        """
-
-    async def complete(self, verified: Sequence[VerifiedPart]) -> list[NumberedPart]:
-        """Return the parts of one sync with all that must be known of them; some can be left out.
-
-        Args:
-            verified: what `parts` has yielded, not empty.
-
-        Raises:
-            DeltaError: they are not of one sync.
-        """
-
-    async def settled(self, outcome: Outcome) -> None:
-        """Take note of how the delivery has ended; give up what the source still holds."""
 
 
 @dataclass(frozen=True)
@@ -106,64 +67,96 @@ class Inlet:
             )
 
 
-async def deliver(
-    source: Source, coordinator: Coordinator, options: Options, record: RequestRecord
-) -> dict[str, Any]:
+class Source(ABC):
+    """Brings a version to the engine, or some parts of one; used once.
+
+    - It ends in `VerifiedPart`: intake has received, checked and decompressed every part that
+      `parts` yields.
+    - It calls no rank and commits nothing. What it must know of the engine it asks the coordinator.
+    - `parts` removes what it has taken in and not yielded, also if it is closed early. What it has
+      yielded belongs to `deliver`, which removes it whatever happens.
+    - `complete` is called once, in the turn of the parts: while another request with one of
+      them is in progress, it waits. The coordinator sees numbered parts only.
+    - What `parts` and `complete` raise leaves the engine unchanged.
+    - `settled` is called once, after everything else, and raises nothing.
+
+    Attributes:
+        inlet: brings the parts to the engine.
+        options, record: of the request.
+    """
+
+    def __init__(self, inlet: Inlet, options: Options, record: RequestRecord) -> None:
+        self.inlet, self.options, self.record = inlet, options, record
+
+    @abstractmethod
+    def parts(self) -> AsyncGenerator[VerifiedPart, None]:
+        """Yield the parts as they are taken in.
+
+        Raises:
+            DeltaError: one is refused, or cannot be read.
+        """
+
+    @abstractmethod
+    async def complete(self, verified: Sequence[VerifiedPart]) -> list[NumberedPart]:
+        """Return the parts of one sync with all that must be known of them; some can be left out.
+
+        Args:
+            verified: what `parts` has yielded, not empty.
+
+        Raises:
+            DeltaError: they are not of one sync.
+        """
+
+    async def settled(self, status: str | None) -> None:  # noqa: B027
+        """Give up what the source still holds, once the delivery has ended.
+
+        Args:
+            status: of the answer; None if there is none.
+        """
+
+
+async def deliver(source: Source) -> dict[str, Any]:
     """Bring the parts of a source to the coordinator; return the answer as JSON.
 
-    The caller reports a failure while they arrive (`SyncReporter.follow`). Once all have arrived,
-    the delivery ends and is reported even if its caller is cancelled: a sender that disconnects
-    must not stop a commit half-way.
+    Once all have arrived, the delivery ends and is reported even if its caller is cancelled: a
+    sender that disconnects must not stop a commit half-way.
 
     Raises:
         DeltaError: each class fixes the state that the engine is in then.
     """
     verified: list[VerifiedPart] = []
-    try:
-        async with contextlib.aclosing(source.parts()) as arriving:
-            async for one in arriving:
-                verified.append(one)
-                record.add(one.manifest, one.identity, one.wire_bytes)
-    except BaseException as error:
-        await _settle(source, verified, _outcome(error))
-        raise
-    return await asyncio.shield(_submit(source, verified, coordinator, options, record))
+    async with source.inlet.coordinator.reporter.follow(source.record):
+        try:
+            async with contextlib.aclosing(source.parts()) as arriving:
+                async for one in arriving:
+                    verified.append(one)
+                    source.record.add(one.manifest, one.identity, one.wire_bytes)
+        except BaseException:
+            await _settle(source, verified, None)
+            raise
+        return await asyncio.shield(_submit(source, verified))
 
 
-async def _submit(
-    source: Source,
-    verified: Sequence[VerifiedPart],
-    coordinator: Coordinator,
-    options: Options,
-    record: RequestRecord,
-) -> dict[str, Any]:
-    outcome: Any = None
+async def _submit(source: Source, verified: Sequence[VerifiedPart]) -> dict[str, Any]:
+    coordinator, record = source.inlet.coordinator, source.record
+    status: str | None = None
     try:
         async with coordinator.reporter.follow(record), coordinator.turn(record.identities):
-            record.reason = options.reason or record.reason
+            record.reason = source.options.reason or record.reason
             numbered = await source.complete(verified)
             record.parts = [part for part, _ in numbered]
-            answer = await coordinator.submit(numbered, options, record)
-            outcome = answer["status"]
+            answer = await coordinator.submit(numbered, source.options, record)
+            status = answer["status"]
             return answer
-    except BaseException as error:
-        outcome = _outcome(error)
-        raise
     finally:
-        await _settle(source, verified, outcome)
+        await _settle(source, verified, status)
 
 
-async def _settle(source: Source, verified: Sequence[VerifiedPart], outcome: Outcome) -> None:
+async def _settle(source: Source, verified: Sequence[VerifiedPart], status: str | None) -> None:
     with contextlib.ExitStack() as removed:
         for one in verified:
             removed.callback(one.remove)
     try:
-        await source.settled(outcome)
+        await source.settled(status)
     except Exception:  # the answer is what has happened to the weights
         logger.exception("a source could not give up what it holds")
-
-
-def _outcome(error: BaseException) -> Any:
-    if isinstance(error, Exception):
-        return outcome_of(as_delta_error(error, log=False))
-    return "cancelled"

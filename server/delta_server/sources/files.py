@@ -7,18 +7,15 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from delta_server.coordinator import Coordinator
 from delta_server.intake import VerifiedPart
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
-from delta_server.sources import Inlet, Outcome, deliver
+from delta_server.sources import Inlet, Source
 from delta_server.sources.folders import gap_is_empty, spool_request, version_of
 from delta_server.sources.numbering import as_one_sync, part_id
 from delta_server.sources.store_files import ResolvedFiles
@@ -27,7 +24,7 @@ from engine_ext.errors import MalformedPart
 from engine_ext.format import PartId, Unproven
 
 
-class Files:
+class Files(Source):
     """A source of the parts in some files.
 
     Files whose metadata have no part numbers are one transaction. If they name the version
@@ -44,8 +41,8 @@ class Files:
         options: Options,
         record: RequestRecord,
     ) -> None:
-        self._inlet, self._files = inlet, files
-        self._options, self._record = options, record
+        super().__init__(inlet, options, record)
+        self._files = files
         self._found = ResolvedFiles([], [])
         self._fetched = contextlib.AsyncExitStack()
 
@@ -57,8 +54,8 @@ class Files:
         """
         self._found = await self._fetched.enter_async_context(self._files)
         start = time.perf_counter()
-        waiting = deque(await spool_request(self._inlet, self._found))
-        self._record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
+        waiting = deque(await spool_request(self.inlet, self._found))
+        self.record.timings["receive_ms"] = (time.perf_counter() - start) * 1e3
         try:
             while waiting:
                 yield waiting.popleft()
@@ -72,86 +69,55 @@ class Files:
         Raises:
             MalformedPart: they are of several versions or runs, or see `part_id`.
         """
-        options, found = self._options, self._found
-        parts = [part_id(v.manifest, v.identity, options, self._record.origin) for v in verified]
-        self._record.parts = parts
+        options, origin = self.options, self.record.origin
+        parts = [part_id(one.manifest, one.identity, options, origin) for one in verified]
+        self.record.parts = parts
         are_all = all(one.manifest.part is None for one in verified)
         if are_all:
-            parts = located(parts, found.paths, found.url)
+            parts = self._located(parts)
         versions = sorted({part.version for part in parts})
         if len(versions) > 1:
             raise MalformedPart(f"the files of one request lead to versions {versions}")
         if len({part.run for part in parts}) > 1:
             raise MalformedPart("the files of one request are of several runs")
-        coordinator = self._inlet.coordinator
-        parts = await after_gap(coordinator, parts, found.paths[0], found.roots, found.bring_index)
-        numbered = list(zip(parts, verified, strict=True))
-        return await as_one_sync(coordinator, numbered) if are_all else numbered
+        numbered = list(zip(await self._after_gap(parts), verified, strict=True))
+        return await as_one_sync(self.inlet.coordinator, numbered) if are_all else numbered
 
-    async def settled(self, outcome: Outcome) -> None:
+    async def settled(self, status: str | None) -> None:
         """Delete what was fetched."""
         await self._fetched.aclose()
 
+    def _located(self, parts: list[PartId]) -> list[PartId]:
+        """Return parts without numbers with the folders of their version that they are from."""
+        paths, url = self._found.paths, self._found.url
+        if len(paths) != len(parts) or os.path.isdir(paths[0]):
+            return parts
+        return [
+            msgspec.structs.replace(
+                part, unproven=Unproven(folder=url or str(path.parent), file=path.name)
+            )
+            if version_of(path.parent) == part.version
+            else part
+            for part, path in zip(parts, paths, strict=True)
+        ]
 
-async def deliver_files(
-    inlet: Inlet,
-    found: AbstractAsyncContextManager[ResolvedFiles],
-    options: Options,
-    record: RequestRecord,
-) -> dict[str, Any]:
-    """Bring files to the coordinator, and report what fails on the way; return the answer.
+    async def _after_gap(self, parts: list[PartId]) -> list[PartId]:
+        """Return the parts of a delta as starting from the engine's version, if that is shown.
 
-    Raises:
-        DeltaError: each class fixes the state that the engine is in then.
-    """
-    source = Files(inlet, found, options, record)
-    async with inlet.coordinator.reporter.follow(record):
-        return await deliver(source, inlet.coordinator, options, record)
-
-
-def located(parts: Sequence[PartId], paths: Sequence[Path], url: str | None = None) -> list[PartId]:
-    """Return parts without numbers with the folders of their version that they are from.
-
-    Args:
-        paths: of the parts, or one folder that all are from.
-        url: what their folder is a copy of, if they were fetched.
-    """
-    if len(paths) != len(parts) or os.path.isdir(paths[0]):
-        return list(parts)
-    return [
-        msgspec.structs.replace(
-            part, unproven=Unproven(folder=url or str(path.parent), file=path.name)
-        )
-        if version_of(path.parent) == part.version
-        else part
-        for part, path in zip(parts, paths, strict=True)
-    ]
-
-
-async def after_gap(
-    coordinator: Coordinator,
-    parts: Sequence[PartId],
-    path: Path,
-    roots: Sequence[str],
-    bring: Callable[[Path], object] | None = None,
-) -> list[PartId]:
-    """Return the parts of a delta as starting from the engine's version, if that is shown.
-
-    A trainer counts up in steps without changes, too. If the folders of the versions between show
-    that these hold nothing, the delta starts from the engine's version. Else it is left alone, and
-    will be refused.
-
-    Args:
-        path: of the first part, or the folder that all are from.
-        bring: see `gap_is_empty`.
-    """
-    first = parts[0]
-    folder = path if os.path.isdir(path) else path.parent
-    if first.full or first.base_version is None or version_of(folder) != first.version:
-        return list(parts)
-    current, base = await coordinator.version(), first.base_version
-    if base <= current or any(part.base_version != base for part in parts):
-        return list(parts)
-    if not await asyncio.to_thread(gap_is_empty, folder, current + 1, base, roots, bring):
-        return list(parts)
-    return [msgspec.structs.replace(part, base_version=current) for part in parts]
+        A trainer counts up in steps without changes, too. If the folders of the versions between
+        show that these hold nothing, the delta starts from the engine's version. Else it is left
+        alone, and will be refused.
+        """
+        first, found = parts[0], self._found
+        folder = found.paths[0] if os.path.isdir(found.paths[0]) else found.paths[0].parent
+        if first.full or first.base_version is None or version_of(folder) != first.version:
+            return parts
+        current, base = await self.inlet.coordinator.version(), first.base_version
+        if base <= current or any(part.base_version != base for part in parts):
+            return parts
+        versions = range(current + 1, base + 1)
+        if not await asyncio.to_thread(
+            gap_is_empty, folder, versions, found.roots, found.bring_index
+        ):
+            return parts
+        return [msgspec.structs.replace(part, base_version=current) for part in parts]

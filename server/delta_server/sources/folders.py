@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_server.intake import Intake, VerifiedPart
+from delta_server.intake import VerifiedPart
 from delta_server.sources import Inlet
 from delta_server.sources.disk_files import list_names, open_file, spool_each, spool_files
 from delta_server.sources.store_files import ResolvedFiles
@@ -85,7 +85,15 @@ async def spool_request(inlet: Inlet, files: ResolvedFiles) -> list[VerifiedPart
         raise BaseMismatch("the engine was started without weights; its first version must be full")
     limits = Limits(max_part_bytes=inlet.settings.max_body_bytes)
     source = _Source(folder, roots, version, specs, limits)
-    return await _convert(intake, source, at_once)
+
+    def convert(file: str) -> Iterator[VerifiedPart]:
+        for body in _bodies(source, file):
+            yield intake.read(io.BytesIO(body))
+
+    verified = await spool_each(convert, list(version.index.files), at_once)
+    if not verified:  # a version without changes
+        verified = [await asyncio.to_thread(intake.read, io.BytesIO(_encode([], version)))]
+    return verified
 
 
 def version_folder(paths: Sequence[Path], roots: Sequence[str]) -> Path | None:
@@ -133,20 +141,6 @@ class _Source:
     version: Version
     specs: Mapping[str, _Spec]
     limits: Limits
-
-
-async def _convert(intake: Intake, source: _Source, concurrency: int) -> list[VerifiedPart]:
-    """Convert all files of a version; nothing is kept in the spool if that fails."""
-
-    def convert(file: str) -> Iterator[VerifiedPart]:
-        for body in _bodies(source, file):
-            yield intake.read(io.BytesIO(body))
-
-    verified = await spool_each(convert, list(source.version.index.files), concurrency)
-    if not verified:  # a version without changes
-        body = _encode([], source.version)
-        verified = [await asyncio.to_thread(intake.read, io.BytesIO(body))]
-    return verified
 
 
 def _bodies(source: _Source, name: str) -> Iterator[bytes]:
@@ -242,19 +236,18 @@ def holds_nothing(folder: Path, roots: Sequence[str]) -> bool:
 
 def gap_is_empty(
     folder: Path,
-    first: int,
-    last: int,
+    versions: Sequence[int],
     roots: Sequence[str],
     bring: Callable[[Path], object] | None = None,
 ) -> bool:
-    """Return whether the folders next to one show that the versions of a range hold nothing.
+    """Return whether the folders next to one show that versions hold nothing.
 
     Args:
         bring: brings what a folder has to show to this host, if it is elsewhere.
     """
-    if last - first >= _MAX_GAP:
+    if len(versions) > _MAX_GAP:
         return False
-    for version in range(first, last + 1):
+    for version in versions:
         other = beside(folder, version)
         if bring is not None:
             bring(other)

@@ -22,14 +22,12 @@ import msgspec
 
 from delta_server import metrics
 from delta_server.board import LOG, Item, Nothing
-from delta_server.engine import Engine
 from delta_server.follow_state import FollowState
 from delta_server.held_version import HeldVersion
 from delta_server.intake import VerifiedPart
-from delta_server.process_identity import new_name
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
-from delta_server.sources import Inlet, Outcome, deliver
+from delta_server.sources import Inlet, deliver
 from delta_server.sources.files import Files
 from delta_server.sources.log_history import Comparison, LogHistory
 from delta_server.sources.store_files import ResolvedFiles
@@ -114,13 +112,13 @@ class LogVersion(Files):
         ]
         return self._numbered
 
-    async def settled(self, outcome: Outcome) -> None:
+    async def settled(self, status: str | None) -> None:
         """Drop what stays staged of the version: it would keep out what leads around it."""
-        if outcome not in ("committed", "already_applied", *(["staged"] if self._holds else [])):
+        if status not in ("committed", "already_applied", *(["staged"] if self._holds else [])):
             for part, _ in self._numbered[:1]:
                 with contextlib.suppress(Exception):
-                    await self._inlet.coordinator.drop_staged(part)
-        await super().settled(outcome)
+                    await self.inlet.coordinator.drop_staged(part)
+        await super().settled(status)
 
 
 class LogReplay:
@@ -128,46 +126,36 @@ class LogReplay:
 
     Args:
         inlet: brings versions to the engine.
-        engine: the engine's adapter.
         log: the log.
         following: how far versions are applied; None applies all.
 
     Attributes:
         held: what the ranks hold of it until the engine's group has decided.
-        listing: the log as it was read last.
-        newest: its newest version; None before, and in an empty log.
+        listing: the log as it was read last; an empty one before.
         problem: what kept the engine from it at the last replay; None if nothing did.
         newest_at_start: the newest that this engine takes, when the log was first read; -1 in an
             empty log, None before.
     """
 
-    def __init__(
-        self,
-        inlet: Inlet,
-        engine: Engine,
-        log: DeltaLog,
-        following: FollowState | None = None,
-    ) -> None:
-        self._inlet, self._coordinator, self._engine = inlet, inlet.coordinator, engine
+    def __init__(self, inlet: Inlet, log: DeltaLog, following: FollowState | None = None) -> None:
+        self.inlet, self._coordinator = inlet, inlet.coordinator
         self.log = log
         self._following = following
         self.held = HeldVersion(self._coordinator, following)
-        self._history = LogHistory(engine, log)
-        self._name, self._turn = new_name(), Item(engine, LOG, Nothing)
+        self._history = LogHistory(inlet.engine, log)
+        self._turn = Item(inlet.engine, LOG, Nothing)
         self._lock = asyncio.Lock()
         self.listing = Listing()
-        self.newest: int | None = None
         self.newest_at_start: int | None = None
         self._has_caught_up = False
-        self._versions: list[int] = []
         self._is_gone = False  # the engine's version, from the log
         self._has_warned = False  # of a version without a digest
         self.problem: dict[str, Any] | None = None
-        self._was_read, self._read_at = False, 0.0
+        self._read_at = 0.0
 
     def describe(self, version: int) -> LogStatus:
         """Return the log's newest version, and the problem that keeps an older engine from it."""
-        newest, problem = self.newest, self.problem
+        newest, problem = self.listing.newest, self.problem
         if self._following is not None and (look := self._following.known.look) is not None:
             # Another process might have looked since this one did.
             if look.at > self._read_at and (look.newest is not None or look.error is None):
@@ -210,23 +198,19 @@ class LogReplay:
 
     def behind(self, version: int) -> int:
         """Return how many versions the log had after this one when it was read last."""
-        return sum(one > version for one in self._versions)
-
-    async def version(self) -> int:
-        """Return the engine's version."""
-        return await self._coordinator.version()
+        return len({one.version for one in self.listing.entries if one.version > version})
 
     @contextlib.asynccontextmanager
     async def idle(self) -> AsyncIterator[None]:
         """Wait for the replay of any process, and keep others from beginning."""
         async with self._lock:
             try:
-                while not await self._turn.acquire(self._name):
+                while not await self._turn.acquire():
                     await asyncio.sleep(_POLL_S)
                 yield
             finally:
                 try:  # also if the answer to the last request for the lease was lost
-                    await self._turn.release(self._name)
+                    await self._turn.release()
                 except Exception:
                     # This process can acquire it again, and others can if this one is dead.
                     logger.exception("the lease of the delta log could not be released")
@@ -239,7 +223,7 @@ class LogReplay:
         """
         # An engine that has served nothing has no KV to drop, which takes SGLang half a second of a
         # core per version then. Other processes might be serving already.
-        options = Options(flush_cache=self._engine.shared)
+        options = Options(flush_cache=self.inlet.engine.shared)
         try:
             async with self.idle():
                 await self._coordinator.publish()
@@ -248,7 +232,7 @@ class LogReplay:
             self.problem = self.problem or error.to_wire()
             why = shown(f"{type(error).__name__}: {error.message}")
             message = "delta log: replay failed, the engine serves the version that it has: %s"
-            if not self._was_read:
+            if not self._read_at:
                 message = "delta log: the engine waits for its log and serves what it has loaded: "
                 message += f"{self.log.location} was not read: %s"
             logger.error(message, why)
@@ -294,8 +278,7 @@ class LogReplay:
             await self._read_marks()  # first: what they name is in the listing
             listing = await asyncio.to_thread(self.log.listing, anew=anew)
             await self._note_read()
-            self.listing, self.newest = listing, listing.newest
-            self._versions = sorted({entry.version for entry in listing.entries})
+            self.listing = listing
             version, known, digest = await self._state()
             compared = Comparison()
             if known:
@@ -334,8 +317,8 @@ class LogReplay:
         self._report(listing, version if known else None, unusable, other)
         if applied or not is_look:
             message = "delta log: at version %d, the newest in %s is %s"
-            logger.info(message, version, self.log.location, self.newest)
-        found = {"version": version, "applied": applied, "newest": self.newest}
+            logger.info(message, version, self.log.location, self.listing.newest)
+        found = {"version": version, "applied": applied, "newest": self.listing.newest}
         return {"status": "caught_up", **found}
 
     def _taken(self, listing: Listing) -> Listing:
@@ -415,9 +398,9 @@ class LogReplay:
 
     async def _note_read(self) -> None:
         """Let every process of an engine that follows know that its log could be read."""
-        self._was_read, self._read_at = True, time.time()
+        self._read_at = time.time()
         if self._following is not None and not self._following.known.was_read:
-            await self._following.record_read()
+            await self._following.record(was_read=True)
             logger.info("delta log: %s is read", self.log.location)
 
     async def _follow(
@@ -473,7 +456,7 @@ class LogReplay:
         """
         try:
             size = sum(entry.nbytes for entry in entries)
-            make = partial(self._inlet.intake.scratch, "delta-fold-", size)
+            make = partial(self.inlet.intake.scratch, "delta-fold-", size)
             async with held_by_thread(make) as scratch:
                 log = open_log(Path(await asyncio.to_thread(os.path.realpath, scratch)))
                 record = await self._history.record(entries[-1])
@@ -551,10 +534,9 @@ class LogReplay:
             files = await asyncio.to_thread(_resolved, entry)
             reason = "from the delta log"
             request = RequestRecord(origin="log", reason=reason, commits=not holds)
-            source = LogVersion(self._inlet, files, at, request, records, holds=holds)
+            source = LogVersion(self.inlet, files, at, request, records, holds=holds)
             try:
-                async with self._coordinator.reporter.follow(request):
-                    answer = await deliver(source, self._coordinator, at, request)
+                answer = await deliver(source)
             except BaseMismatch as error:
                 if declared.before is None and not (entry.full or entry.foreign):
                     raise _starts_elsewhere(entry, error.message) from error

@@ -19,8 +19,7 @@ import time
 from typing import Any, Final
 
 from delta_server import metrics
-from delta_server.engine import Engine
-from delta_server.follow_state import Following, FollowState, LogLook
+from delta_server.follow_state import FollowState, LogLook
 from delta_server.request_options import Options
 from delta_server.sources.log import LogReplay, shown
 from delta_server.sources.log_group import FollowGroup
@@ -53,28 +52,20 @@ class LogFollower:
 
     Args:
         replay: replays the log.
-        engine: its name is in the heartbeat.
-        interval: seconds between two looks.
-        state: what this process shares with others; of `replay`, too.
-        peers: whom the log asks for parts, those with heartbeats included; None: nobody.
+        shared: what this process shares with others; of `replay`, too.
+        peers: whom the log asks for parts, those with heartbeats included.
+
+    Attributes:
         group: with which it takes versions together; None: it takes each alone.
     """
 
-    def __init__(
-        self,
-        replay: LogReplay,
-        engine: Engine,
-        interval: float,
-        state: FollowState,
-        peers: Peers | None = None,
-        group: str | None = None,
-    ) -> None:
-        self._replay, self._engine = replay, engine
-        self._interval, self._shared, self._peers = interval, state, peers
+    def __init__(self, replay: LogReplay, shared: FollowState, peers: Peers) -> None:
+        self._replay, self.shared, self._peers = replay, shared, peers
+        settings = replay.inlet.settings
+        self._interval, group = settings.follow_interval, settings.follow_group
         self.group: FollowGroup | None = None
-        if group is not None and state.marks is not None:
-            expires_s = self._expires_s()
-            self.group = FollowGroup(group, replay, state, state.marks, expires_s)
+        if group is not None and shared.marks is not None:
+            self.group = FollowGroup(group, replay, shared, shared.marks, self._expires_s())
         self._in_a_row = 0
         self._cannot_write = self._is_over = False
         self._asked = False  # for a look, whoever leads
@@ -83,12 +74,12 @@ class LogFollower:
 
     async def describe(self) -> FollowStatus:
         """Return how the engine follows."""
-        known = await self._shared.read()
+        known = await self.shared.read()
         return FollowStatus(
-            name=self._shared.name,
-            pid=self._shared.pid,
+            name=self.shared.name,
+            pid=self.shared.pid,
             interval=self._interval,
-            hold=self._shared.hold,
+            hold=self.shared.hold,
             pinned=known.pin,
             looked_at=None if known.look is None else known.look.at,
             failures=known.failures,
@@ -96,20 +87,15 @@ class LogFollower:
             group=None if self.group is None else self.group.describe(),
         )
 
-    async def read(self) -> Following:
-        """Ask the ranks how the engine follows; `waits_for_log` and `group` go by that."""
-        return await self._shared.read()
-
     @property
     def waits_for_log(self) -> bool:
         """Whether the log was never read since the engine's start, as far as is known."""
-        return not self._shared.known.was_read
+        return not self.shared.known.was_read
 
     async def at_start(self) -> None:
         """Replay the log before the engine serves; pruning sees the engine from here on."""
         with contextlib.suppress(Exception):  # ranks that do not answer: the replay finds out
-            await self._shared.lead()
-            await self._shared.read()
+            await self.shared.lead()
         await self._beat_meanwhile()
         await self._find_peers()
         replay = asyncio.ensure_future(self._replay.at_start())
@@ -134,8 +120,8 @@ class LogFollower:
                 await self._rest()
         finally:
             self._is_over = True
-            if self._shared.leads:
-                gone = asyncio.to_thread(remove_heartbeat, self._replay.log, self._shared.name)
+            if self.shared.leads:
+                gone = asyncio.to_thread(remove_heartbeat, self._replay.log, self.shared.name)
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(gone, _LONGEST_GOODBYE_S)
 
@@ -161,7 +147,7 @@ class LogFollower:
     async def _turn(self, asked: bool) -> None:
         """Look at the log if this process follows, or was asked to."""
         try:
-            looks = asked or await self._shared.lead()
+            looks = asked or await self.shared.lead()
         except Exception:
             looks = True  # which reports why the ranks do not answer
         if looks:
@@ -199,7 +185,7 @@ class LogFollower:
 
     async def _find_peers(self) -> None:
         """Find the engines that follow the log and say where they are, if this one does."""
-        if self._peers is None or self._peers.own is None:
+        if self._peers.own is None:
             return
         with contextlib.suppress(DeltaError, OSError):  # the look finds out
             beats = await asyncio.to_thread(live_heartbeats, self._replay.log)
@@ -215,14 +201,14 @@ class LogFollower:
             VersionConflict: the engine is past it; versions are not gone back to.
         """
         async with self._replay.idle():
-            current = await self._replay.version()
+            current = await self._replay.inlet.coordinator.version()
             if version is not None and version < current:
                 raise VersionConflict(
                     f"the engine is at version {current}, past {version}",
                     expected=version,
                     actual=current,
                 )
-            await self._shared.pin(version)
+            await self.shared.record(pin=version)
             if self.group is not None:
                 await self.group.pinned(self._beat_meanwhile)
         self._asked = True
@@ -244,23 +230,23 @@ class LogFollower:
         self._in_a_row = self._in_a_row + 1 if wire else 0
         # Ranks that do not answer have ended the look; the next one finds out if they do.
         with contextlib.suppress(Exception):
-            version = await self._replay.version()
+            version = await self._replay.inlet.coordinator.version()
             look = self._look(version, wire, asleep)
             metrics.BEHIND_LOG.set(look.behind)
-            await self._beat(version, look, self._shared.known.failures + (wire is not None))
+            await self._beat(version, look, self.shared.known.failures + (wire is not None))
             group = None
             if self.group is not None:
                 group = functools.partial(self.group.state, is_read=error is None)
-            self._in_a_row = (await self._shared.record(look, group)).in_a_row
+            self._in_a_row = (await self.shared.record_look(look, group)).in_a_row
 
     async def _beat_meanwhile(self) -> Heartbeat | None:
         """Write the heartbeat during a look, with the error of the last one.
 
         Return it; None if it could not be written.
         """
-        if not self._shared.leads and self.group is None:
+        if not self.shared.leads and self.group is None:
             return None
-        known = self._shared.known
+        known = self.shared.known
         error, asleep = (
             (None, False) if known.look is None else (known.look.error, known.look.asleep)
         )
@@ -269,17 +255,17 @@ class LogFollower:
             if self.group is not None:
                 await self.group.read_meanwhile()
         with contextlib.suppress(Exception):  # ranks that do not answer: the look finds out
-            version = await self._replay.version()
+            version = await self._replay.inlet.coordinator.version()
             look = self._look(version, error, asleep)
             written = await self._beat(version, look, known.failures)
             if self.group is not None:
-                await self._shared.record_group(self.group.state_meanwhile)
+                await self.shared.record_group(self.group.state_meanwhile)
         return written
 
     def _look(self, version: int, error: dict[str, Any] | None, asleep: bool) -> LogLook:
         return LogLook(
             at=time.time(),
-            newest=self._replay.newest,
+            newest=self._replay.listing.newest,
             behind=self._replay.behind(version),
             problem=self._replay.problem,
             error=error,
@@ -296,15 +282,15 @@ class LogFollower:
     async def _write(self, version: int, look: LogLook, failures: int) -> Heartbeat | None:
         error = look.error
         heartbeat = Heartbeat(
-            name=self._shared.name,
-            engine=self._engine.name,
+            name=self.shared.name,
+            engine=self._replay.inlet.engine.name,
             version=version,
             newest=look.newest,
             behind=look.behind,
             state=self._state(look),
             failures=failures,
             error=None if error is None else f"{error['type']}: {error['message']}",
-            url=None if self._peers is None else self._peers.own,
+            url=self._peers.own,
             at=look.at,
             expires_s=self._expires_s(),
         )
@@ -330,9 +316,9 @@ class LogFollower:
         if look.error is not None:
             diverged = look.error["type"] == LogDiverged.__name__
             return "diverged" if diverged else "failing"
-        if self._shared.known.pin is not None:
+        if self.shared.known.pin is not None:
             return "pinned"
-        if self._shared.hold:
+        if self.shared.hold:
             return "held"
         return "waiting" if self.group is not None and self.group.waits else "following"
 

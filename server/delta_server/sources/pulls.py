@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 from delta_server.board import PULLS, Item
-from delta_server.coordinator import Held
+from delta_server.engine import Held
 from delta_server.request_options import (
     DiskRequest,
     Options,
@@ -28,9 +28,9 @@ from delta_server.request_options import (
     parse_commit,
 )
 from delta_server.request_record import RequestRecord
-from delta_server.sources import Inlet
+from delta_server.sources import Inlet, deliver
 from delta_server.sources.disk_files import list_names, marks
-from delta_server.sources.files import deliver_files
+from delta_server.sources.files import Files
 from delta_server.sources.folders import folder_of, holds_nothing, spool_request
 from delta_server.sources.push import advance
 from delta_server.sources.store_files import ResolvedFiles, StoreFiles
@@ -116,7 +116,7 @@ async def pull(inlet: Inlet, wanted: PullRequest, record: RequestRecord) -> str:
         record.commits = False
         marks = await asyncio.to_thread(source.marks, following[0])  # before the files are read
         files = source.resolved(following[0])
-        answer = await deliver_files(inlet, files, options, record)
+        answer = await deliver(Files(inlet, files, options, record))
         identities = sorted(record.identities)
         folder = PulledFolder(version=following[0], identities=identities, marks=marks)
         sync_id = record.parts[0].sync_id
@@ -196,7 +196,7 @@ async def commit_pulled(
             answer = await inlet.coordinator.commit_staged(staged, options, own_record)
         else:  # not staged, or dropped since, or not known to be this one
             own = msgspec.structs.replace(options, weight_version=version)
-            answer = await deliver_files(inlet, source.resolved(version), own, own_record)
+            answer = await deliver(Files(inlet, source.resolved(version), own, own_record))
         if answer["status"] == "staged":
             await _refuse_incomplete(inlet, own_record)
         if version == target:

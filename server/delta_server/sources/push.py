@@ -7,18 +7,17 @@ import io
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from typing import Any
 
-from delta_server.coordinator import Coordinator
 from delta_server.intake import VerifiedPart
 from delta_server.request_options import Options
 from delta_server.request_record import RequestRecord
-from delta_server.sources import Inlet, Outcome, deliver
+from delta_server.sources import Inlet, Source, deliver
 from delta_server.sources.numbering import as_one_sync, is_anonymous, part_id
 from delta_server.staging import NumberedPart
 from engine_ext.errors import EngineUncertain, VersionConflict
 from engine_ext.format import Verifier, encode_part, optional_version, signing_key
 
 
-class SinglePart:
+class SinglePart(Source):
     """A source of one part. One without numbers, ids and base might be the rest of a version.
 
     Args:
@@ -27,13 +26,13 @@ class SinglePart:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        inlet: Inlet,
         arriving: Awaitable[VerifiedPart],
         options: Options,
         record: RequestRecord,
     ) -> None:
-        self._coordinator, self._arriving = coordinator, arriving
-        self._options, self._record = options, record
+        super().__init__(inlet, options, record)
+        self._arriving = arriving
 
     async def parts(self) -> AsyncGenerator[VerifiedPart, None]:
         """Yield the part."""
@@ -46,13 +45,10 @@ class SinglePart:
             MalformedPart: its metadata and the request's options disagree, or none has a version.
         """
         [one] = verified
-        part = part_id(one.manifest, one.identity, self._options, self._record.origin)
-        if is_anonymous(one.manifest, self._options):
-            return await as_one_sync(self._coordinator, [(part, one)], apart=True)
+        part = part_id(one.manifest, one.identity, self.options, self.record.origin)
+        if is_anonymous(one.manifest, self.options):
+            return await as_one_sync(self.inlet.coordinator, [(part, one)], apart=True)
         return [(part, one)]
-
-    async def settled(self, outcome: Outcome) -> None:
-        """Nothing is held."""
 
 
 async def received(
@@ -138,5 +134,4 @@ async def advance(
         sync_id=f"version:{version}",
     )
     made = asyncio.to_thread(inlet.intake.read, io.BytesIO(body))
-    source = SinglePart(inlet.coordinator, made, options, record)
-    return await deliver(source, inlet.coordinator, options, record)
+    return await deliver(SinglePart(inlet, made, options, record))

@@ -158,8 +158,7 @@ class WeightTransfer:
         inlet = self._inlet
         if info.model_path is not None:
             found = inlet.store_files.resolved(info.disk_request())
-            files = Files(inlet, found, options, record)
-            return await deliver(files, inlet.coordinator, options, record)
+            return await deliver(Files(inlet, found, options, record))
         async with contextlib.AsyncExitStack() as stack:
             if info.part is not None:
                 body = await asyncio.to_thread(_decoded, info.part)
@@ -171,8 +170,7 @@ class WeightTransfer:
                 path = await stack.enter_async_context(self._broadcast(size))
                 chunks = _read(path)
             arriving = received(inlet, chunks, size, info.signature, record)
-            source = SinglePart(inlet.coordinator, arriving, options, record)
-            return await deliver(source, inlet.coordinator, options, record)
+            return await deliver(SinglePart(inlet, arriving, options, record))
 
     @contextlib.asynccontextmanager
     async def _broadcast(self, size: int) -> AsyncIterator[Path]:

@@ -8,8 +8,7 @@ from typing import Any
 
 import httpx
 
-from delta_server.commit import total_digest
-from delta_server.engine import rank_statuses
+from delta_server.engine import rank_statuses, total_digest
 from tests.support.delta_bodies import (
     STEP,
     Changes,

@@ -334,12 +334,12 @@ def test_processes_write_one_record_per_change(two: Two, file: Path) -> None:
 def test_other_process_records_what_a_dead_one_did_not(
     two: Two, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def dies(audit: Audit, record: AuditRecord) -> None:
+    async def dies(audit: Audit, record: AuditRecord, written: Any) -> None:
         raise asyncio.CancelledError
 
     two.send(1, a_step(1))
     with monkeypatch.context() as patched:
-        patched.setattr(Audit, "end", dies)
+        patched.setattr(Audit, "done", dies)
         with pytest.raises(asyncio.CancelledError):
             two.send(0, a_step(2))
     two.send(1, a_step(3))

@@ -11,7 +11,6 @@ import pytest
 
 from delta_server import board
 from delta_server.board import Item
-from delta_server.process_identity import new_name
 from engine_ext.ranks.operations import GetItem, Operation
 from tests.support.endpoint_rig import Rig
 
@@ -89,20 +88,18 @@ def test_a_change_is_one_call_while_no_other_process_writes(
 
 
 def test_one_of_two_processes_gets_the_lease(rig: Rig, items: list[Item[Counts]]) -> None:
-    names = [new_name() for _ in items]
 
     async def both() -> list[bool]:
-        asked = (item.acquire(name) for item, name in zip(items, names, strict=True))
-        return list(await asyncio.gather(*asked))
+        return list(await asyncio.gather(*(item.acquire() for item in items)))
 
     granted = rig.run(both())
     assert sorted(granted) == [False, True]
     winner = granted.index(True)
-    assert [item.holder for item in items] == [names[winner]] * 2
-    rig.run(items[1 - winner].release(names[1 - winner]))  # it has none
-    assert not rig.run(items[1 - winner].acquire(names[1 - winner]))
-    rig.run(items[winner].release(names[winner], Counts(3)))
-    assert rig.run(items[1 - winner].acquire(names[1 - winner]))
+    assert [item.holder for item in items] == [items[winner].name] * 2
+    rig.run(items[1 - winner].release())  # it has none
+    assert not rig.run(items[1 - winner].acquire())
+    rig.run(items[winner].release(Counts(3)))
+    assert rig.run(items[1 - winner].acquire())
     assert items[1 - winner].value == Counts(3)
 
 
@@ -110,12 +107,11 @@ def test_a_dead_process_loses_its_lease_to_one(
     rig: Rig, items: list[Item[Counts]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     third = Item(rig.engine, "counts", Counts)
-    assert rig.run(third.acquire("dead", Counts(2)))
-    monkeypatch.setattr(board, "is_alive", lambda name: name != "dead")
+    assert rig.run(third.acquire(Counts(2)))
+    monkeypatch.setattr(board, "is_alive", lambda name: name != third.name)
 
     async def both() -> list[bool]:
-        asked = (item.acquire(name) for item, name in zip(items, "ab", strict=True))
-        return list(await asyncio.gather(*asked))
+        return list(await asyncio.gather(*(item.acquire() for item in items)))
 
     assert sorted(rig.run(both())) == [False, True]
     assert [item.value for item in items] == [Counts(2), Counts(2)]

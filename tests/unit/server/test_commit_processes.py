@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from delta_server import leased_engine, recent
+from delta_server import board, recent
 from delta_server.board import SERVED, Item
 from delta_server.request_options import Flush
 from engine_ext.errors import Conflict
@@ -115,8 +115,8 @@ def test_a_process_that_dies_in_its_commit(
         await asyncio.sleep(0.1)
         assert not repeat.done()  # the first one lives, as far as anybody knows
         assert rig.engine.paused
-        dead = rig.service.committer._name
-        monkeypatch.setattr(leased_engine, "is_alive", lambda name: name != dead)
+        dead = rig.service.committer._use.name
+        monkeypatch.setattr(board, "is_alive", lambda name: name != dead)
         assert (await repeat).json()["status"] == "already_applied"
         end.set()
         await commit
@@ -151,8 +151,9 @@ def test_starting_process_publishes_what_ranks_hold(rig: Rig, other: Process) ->
 
 def test_starting_process_ends_pause_of_dead_one(rig: Rig, other: Process) -> None:
     item = Item(rig.engine, ENGINE, EngineUse)
+    item.name = DEAD
     for _ in range(2):  # a value is put by who has the lease already
-        rig.run(item.try_lease(DEAD, EngineUse(resume_owed=True)))
+        rig.run(item.try_lease(EngineUse(resume_owed=True)))
     assert resume_owed(rig) == [True, True]
     rig.engine.paused = True
     rig.run(other.service.start())

@@ -145,8 +145,8 @@ def test_another_process_takes_over(
     processes.looked()
     [first] = {*seen}
     other = 1 - first
-    states = [service.follower._shared for service in processes.services]  # type: ignore[union-attr]
-    dead = states[first]._process
+    states = [service.follower.shared for service in processes.services]  # type: ignore[union-attr]
+    dead = states[first]._item.name
     hangs = asyncio.Event()
 
     async def hang() -> bool:

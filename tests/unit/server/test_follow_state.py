@@ -24,7 +24,7 @@ def listing(*versions: int) -> Listing:
 )
 def test_the_last_version(rig: Rig, hold: int, pin: int | None, last: int | None) -> None:
     state = FollowState(rig.engine, hold)
-    rig.run(state.pin(pin))
+    rig.run(state.record(pin=pin))
     assert state.last_version(listing(7, 8, 9)) == last
 
 
@@ -35,11 +35,11 @@ def test_two_processes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rig.run(one.lead())
     assert rig.run(one.lead())
     assert not rig.run(other.lead())
-    rig.run(one.pin(9))
+    rig.run(one.record(pin=9))
     assert rig.run(other.read()).pin == 9
     assert (one.leads, other.leads) == (True, False)
     assert (other.name, other.pid) == (one.name, one.pid)
-    dead = one._process
+    dead = one._item.name
     monkeypatch.setattr(board, "is_alive", lambda process: process != dead)
     assert rig.run(other.lead())
     assert rig.run(other.read()).pin == 9
@@ -60,11 +60,11 @@ def look(error: dict[str, str] | None = None) -> LogLook:
 
 def test_looks_of_all_processes_count(rig: Rig) -> None:
     one, other = FollowState(rig.engine, 0), FollowState(rig.engine, 0)
-    rig.run(other.pin(5))
+    rig.run(other.record(pin=5))
     for count, state in ((1, one), (2, other), (3, one)):
-        known = rig.run(state.record(look({"type": "LogDamaged"})))
+        known = rig.run(state.record_look(look({"type": "LogDamaged"})))
         assert (known.failures, known.in_a_row, known.pin) == (count, count, 5)
-    known = rig.run(other.record(look()))
+    known = rig.run(other.record_look(look()))
     assert (known.failures, known.in_a_row) == (3, 0)
 
 
@@ -73,9 +73,9 @@ def test_a_look_keeps_what_another_process_has_prepared(rig: Rig) -> None:
     one, other = FollowState(rig.engine, 0), FollowState(rig.engine, 0)
     rig.run(one.read())
     rig.run(other.record_prepared("of the other"))
-    known = rig.run(one.record(look(), lambda known: replace(known, complete=9)))
+    known = rig.run(one.record_look(look(), lambda known: replace(known, complete=9)))
     assert (known.group.prepared, known.group.complete) == ("of the other", 9)
-    rig.run(one.pin(5))
+    rig.run(one.record(pin=5))
     known = rig.run(other.record_prepared(None))
     assert (known.group.prepared, known.group.complete, known.pin) == (None, 9, 5)
     rig.run(other.record_group(lambda known: replace(known, complete=10)))

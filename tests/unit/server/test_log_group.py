@@ -310,7 +310,7 @@ def test_a_pin_during_a_look_drops_what_it_prepares(
 
     async def held(replay: LogReplay, target: int, cannot: Collection[int]) -> None:
         await hold(replay, target, cannot)
-        await other.pin(VERSION)
+        await other.record(pin=VERSION)
 
     with monkeypatch.context() as patch:
         patch.setattr(LogReplay, "hold", held)

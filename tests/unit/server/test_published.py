@@ -87,9 +87,9 @@ def test_an_index_without_a_signature_shows_nothing(
     rig: Rig, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_version(root, 8, {}, {})
-    assert gap_is_empty(folder, 8, 8, (str(root),))
+    assert gap_is_empty(folder, [8], [str(root)])
     monkeypatch.setenv("DELTA_HMAC_KEY", "a key of more than thirty-two bytes")
-    assert not gap_is_empty(folder, 8, 8, (str(root),))
+    assert not gap_is_empty(folder, [8], [str(root)])
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -22,16 +20,15 @@ def engine() -> Engine:
     return engine
 
 
-def process(engine: Engine, folder: Path, version: int = 1) -> ServedVersions:
+def process(engine: Engine, version: int = 1) -> ServedVersions:
     """What a process of an engine knows that has just started."""
-    folder.mkdir()
     served = ServedVersions()
-    asyncio.run(served.share(engine, folder, version, "digest"))
+    asyncio.run(served.share(engine, version, "digest"))
     return served
 
 
-def test_all_processes_see_a_change(engine: Engine, tmp_path: Path) -> None:
-    one, two = (process(engine, tmp_path / name) for name in ("one", "two"))
+def test_all_processes_see_a_change(engine: Engine) -> None:
+    one, two = process(engine), process(engine)
     since = one.changes
     two.move(2, "other")
     assert (one.version, two.version) == (2, 2)
@@ -39,17 +36,14 @@ def test_all_processes_see_a_change(engine: Engine, tmp_path: Path) -> None:
     assert not one.left(since, 1, 2)
 
 
-def test_a_later_process_joins_the_others(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if the one that has made the page is dead, and the others are on other file systems."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
-        one, two = process(engine, tmp_path / "one"), process(engine, Path(shared, "two"))
+def test_a_later_process_joins_the_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the one that has made the page is dead."""
+    one, two = process(engine), process(engine)
     item = Item(engine, SERVED, ServedFiles)
     [first, _] = asyncio.run(item.read()).paths
     monkeypatch.setattr(served_versions, "is_alive", lambda name: name != first)
     two.move(2, "other")
-    three = process(engine, tmp_path / "three")
+    three = process(engine)
     assert (one.version, three.version) == (2, 2)
     two.move(3, "third")
     assert three.version == 3
@@ -57,22 +51,18 @@ def test_a_later_process_joins_the_others(
 
 
 def test_the_page_of_dead_processes_is_not_used(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process(engine, tmp_path / "one").move(2, "other")
+    process(engine).move(2, "other")
     monkeypatch.setattr(served_versions, "is_alive", lambda name: False)
-    assert process(engine, tmp_path / "two", version=5).version == 5
+    assert process(engine, version=5).version == 5
 
 
-def test_processes_that_start_at_once_share_a_page(engine: Engine, tmp_path: Path) -> None:
+def test_processes_that_start_at_once_share_a_page(engine: Engine) -> None:
     both = [ServedVersions(), ServedVersions()]
 
     async def start() -> None:
-        folders = [tmp_path / "one", tmp_path / "two"]
-        for folder in folders:
-            folder.mkdir()
-        pairs = zip(both, folders, strict=True)
-        await asyncio.gather(*(one.share(engine, folder, 1, "") for one, folder in pairs))
+        await asyncio.gather(*(one.share(engine, 1, "") for one in both))
 
     asyncio.run(start())
     both[0].move(9, "other")

@@ -143,7 +143,6 @@ def test_a_log_of_folders_is_replayed(engine: Engine, tmp_path: Path) -> None:
     log = tmp_path / "log"
     engine.rig.service.log_replay = LogReplay(
         engine.rig.service.inlet,
-        engine.rig.engine,
         open_log(Path(os.path.realpath(log))),
     )
     write_version(log, NEXT, engine.base, engine.target)
