@@ -40,7 +40,6 @@ IN_PROCESS: Final = {
     "tensor_sizes": ["--elements", "65536", "--most", "50", *REPEATS],
 }
 IN_A_PROCESS_OF_ITS_OWN: Final = {
-    "param_share": ["--params", "20", "--changed", "3", *RUNS],
     "staging": ["--layers", "1", "--ranks", "2", "--parts", "2", *RUNS],
     "startup": ["--layers", "1", "--turns", "1", "--threads", "1", *RUNS],
     "full_sync": ["--layers", "1", "--threads", "1", *RUNS],
