@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -47,12 +46,12 @@ from engine_ext.store_urls import store_url
 from scripts import command_line
 from scripts.bench.pipeline_link import HOST, Direction
 from scripts.bench.pipeline_receiver import serve
+from scripts.bench.server_process import process
 from scripts.bench.synthetic_weights import change, make_weights
 
 _ENDPOINT: Final = "AWS_ENDPOINT_URL"
 _TENSORS: Final = 8
 _BUCKET_BYTES: Final = 8 << 20  # of a part before compression
-_START_S: Final = 600.0
 _LOOK_S: Final = 3600.0  # nobody looks without a request
 
 
@@ -117,8 +116,8 @@ def trained(tensors: dict[str, torch.Tensor], density: float) -> dict[str, torch
     }
 
 
-def _receive(pipe: Any, port: int, settings: Settings, elements: int, threads: int) -> None:
-    torch.set_num_threads(threads)
+def _receive(pipe: Any, port: int, settings: Settings, elements: int) -> None:
+    torch.set_num_threads(1)
     serve(pipe, make_tensors(elements), settings, port)
 
 
@@ -129,9 +128,7 @@ def receivers(
     """Run the receivers; yield the roots of their servers."""
     ports = _free_ports(options.receivers)
     urls = [f"http://{HOST}:{port}" for port in ports]
-    context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
-        pipes = []
         for number, port in enumerate(ports):
             cache = folder / f"cache{number}"
             cache.mkdir(mode=0o700)
@@ -143,17 +140,7 @@ def receivers(
                 peers=tuple(urls) if peers else (),
                 own_url=urls[number] if peers else None,
             )
-            ours, theirs = context.Pipe()
-            arguments = (theirs, port, settings, options.megaparams << 20, 1)
-            process = context.Process(target=_receive, args=arguments, daemon=True)
-            process.start()
-            stack.callback(process.join)
-            stack.callback(process.terminate)
-            pipes.append(ours)
-        for pipe in pipes:
-            if not pipe.poll(_START_S):
-                raise TimeoutError("a receiver has not started")
-            pipe.recv()
+            stack.enter_context(process(_receive, port, settings, options.megaparams << 20))
         yield urls
 
 

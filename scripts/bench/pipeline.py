@@ -26,12 +26,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,6 +53,7 @@ from engine_ext.format import ENCODINGS
 from engine_ext.resources import usable_cores
 from scripts import command_line
 from scripts.bench import pipeline_link, pipeline_receiver, synthetic_weights
+from scripts.bench.server_process import process
 
 SPEEDS: Final = (50, 200)  # megabytes per second
 STAGES: Final = ("diff", "encode", "link", "receive", "stage", "cores")
@@ -62,21 +61,6 @@ ENCODERS: Final = sync_round.MOST_ENCODERS
 _PARAM: Final = 1 << 22  # elements of one layer; half of a part, by default
 _NORM: Final = 1 << 12  # of these, in a tensor of their own, as a layer has small ones
 _Tensors = dict[str, torch.Tensor]
-
-
-@contextmanager
-def process(serve: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, int]]:
-    """Run a server in a process of its own; give the ports that it listens on, and its id."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        yield ours.recv(), child.pid or 0
-    finally:
-        child.terminate()
-        child.join()
 
 
 class Stages:
