@@ -23,12 +23,7 @@ columns:
   density, nnz          changed elements / elements, and changed elements
   ms, stage, commit     milliseconds of the whole apply and of its two phases
   x masked, x vLLM      how many times faster than these ways
-lines below the table:
-  reading               reading the old values alone, once they are found, over the whole scatter.
-                        An engine refuses a sync before the first byte is written, so it reads them
-                        in a pass of its own. If nothing else took time, that pass and a scatter
-                        would have "at most" this share of the scatter's speed; after it, the share
-                        of "scatter, with digest"
+  / scatter             share of the scatter's speed
 """
 
 from __future__ import annotations
@@ -54,11 +49,11 @@ if TYPE_CHECKING:
 
 _DENSITIES: Final = (0.006, 0.02, 0.03)
 _PHASES: Final = ("total", "stage", "commit")
-_COMPARED: Final = ("masked", "vLLM's own")
+_COMPARED: Final = ("masked", "vLLM's own", "scatter")
 _EPILOG: Final = """\
 With --json the last line on stdout is one JSON object: scatter_vs_masked, scatter_vs_vllm,
-served_vs_masked, served_vs_vllm, served_vs_scatter and two_passes_vs_scatter (density to how many
-times faster the first is; "served" is with digest, "two_passes" reading alone, then scatter).
+served_vs_masked, served_vs_vllm and served_vs_scatter (density to how many times faster the first
+is; "served" is with digest).
 
 exit status: 0 measured and verified; 1 a way left other weights than a load, or vLLM failed;
 2 bad usage; 130 interrupted
@@ -162,7 +157,7 @@ def report(
         "all ways leave a load's bits"
     )
     table = Table(box=box.SIMPLE_HEAD)
-    columns = ("density", "nnz", "way", "ms", "stage", "commit", "x masked", "x vLLM")
+    columns = ("density", "nnz", "way", "ms", "stage", "commit", "x masked", "x vLLM", "/ scatter")
     for column in columns:
         table.add_column(column, justify="right")
     for density, found in times.items():
@@ -171,23 +166,10 @@ def report(
             cells += [f"{phases[p] * 1e3:.1f}" if p in phases else "" for p in _PHASES]
             for way in _COMPARED:
                 faster = found[way]["total"] / phases["total"] if way in found else None
-                cells.append("" if faster is None else f"{faster:.1f}")
+                digits = 2 if way == "scatter" else 1
+                cells.append("" if faster is None else f"{faster:.{digits}f}")
             table.add_row(*cells)
     console.print(table)
-    bare = {density: found["scatter"]["total"] for density, found in times.items()}
-    two_passes = {d: seconds / (seconds + bench.reading[d]) for d, seconds in bare.items()}
-    for density, found in times.items():
-        with_digest, without = found["scatter, with digest"], found["scatter"]
-        share = 1 - without["stage"] / with_digest["stage"]
-        console.print(
-            f"{density:.1%}: commit {with_digest['commit'] / bench.nnz[density] * 1e9:.1f} ns per "
-            f"element; gathering and digesting old values is {share:.0%} of staging"
-        )
-        console.print(
-            f"{density:.1%}: reading takes {bench.reading[density] / without['total']:.2f} of a "
-            f"scatter, so at most {two_passes[density]:.2f} of its speed; served "
-            f"{without['total'] / with_digest['total']:.2f}"
-        )
     result: dict[str, Any] = {}
     ways = {"scatter": "scatter", "served": "scatter, with digest"}
     for short, way in ways.items():
@@ -198,8 +180,7 @@ def report(
                     str(density): round(found[other]["total"] / found[way]["total"], 2)
                     for density, found in times.items()
                 }
-    two_ways = {str(density): round(ratio, 2) for density, ratio in two_passes.items()}
-    return {**result, "two_passes_vs_scatter": two_ways}
+    return result
 
 
 if __name__ == "__main__":

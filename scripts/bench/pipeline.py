@@ -16,10 +16,10 @@ stages, each alone, with all threads that it has in a sync:
   stage    every part, at once, on the receiver; nothing is written yet
   cores    processor time of all of a sync's processes but the relay, over the cores: less than this
            no sync can take on this machine
-syncs:
+the sync:
   wall ms          from the trainer's tensors to the answer that the receiver has committed
   / slowest stage  that over the slowest stage alone; "cores" is none
-Every time is the least of --repeats; the ways to sync, and the stages, are timed in turn.
+Every time is the least of --repeats; syncs and stages are timed in turn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from rich.table import Table
 
 from delta_sender import DeltaSender
 from delta_sender.diff.snapshot import Snapshot
-from delta_sender.encode import sync_round
 from delta_sender.encode.acked_state import AckedState
 from delta_sender.encode.encoding_policy import EncodingPolicy
 from delta_sender.encode.part_builder import ChangedTensors, PartBuilder
@@ -57,7 +56,6 @@ from scripts.bench.server_process import process
 
 SPEEDS: Final = (50, 200)  # megabytes per second
 STAGES: Final = ("diff", "encode", "link", "receive", "stage", "cores")
-ENCODERS: Final = sync_round.MOST_ENCODERS
 _PARAM: Final = 1 << 22  # elements of one layer; half of a part, by default
 _NORM: Final = 1 << 12  # of these, in a tensor of their own, as a layer has small ones
 _Tensors = dict[str, torch.Tensor]
@@ -119,22 +117,16 @@ class Syncs:
         self._sides, self._options = sides, options
         self._version = 0
 
-    def sync(self, posts: int, encoders: int) -> tuple[float, float, SyncReport]:
-        """Sync by a new sender that has read the plan; return seconds, processor time and report.
-
-        Args:
-            posts: in flight at once.
-            encoders: parts that are encoded at once, if the cores are enough.
-        """
+    def sync(self) -> tuple[float, float, SyncReport]:
+        """Sync by a sender that has read the plan; return seconds, processor time and report."""
         held, wanted = self._sides
-        sync_round.MOST_ENCODERS = encoders
         with DeltaSender(
             self._url,
             held.items(),
             base_version=self._version,
             encoding=self._options.encoding,
             bucket_bytes=self._options.bucket_bytes,
-            posts_in_flight=posts,
+            posts_in_flight=self._options.posts_in_flight,
         ) as sender:
             sender.sync(held.items())  # without changes; it also opens a connection
             start, before = time.perf_counter(), processor_time(self._pids)
@@ -144,15 +136,6 @@ class Syncs:
         self._version = report.version
         self._sides.reverse()
         return seconds, processors, report
-
-
-def ways(posts_in_flight: int) -> dict[str, tuple[int, int]]:
-    """Return the ways to sync: posts in flight, and encoders at most."""
-    return {
-        "one by one": (1, 1),
-        "posts side by side": (posts_in_flight, 1),
-        "all side by side": (posts_in_flight, ENCODERS),
-    }
 
 
 def make_tensors(bits: synthetic_weights.Bits) -> _Tensors:
@@ -182,8 +165,7 @@ def measure(
     theirs = pipeline_receiver.Stages(old, bodies)
     nbytes = sum(map(len, bodies))
     stages: dict[str, list[float]] = {name: [] for name in STAGES}
-    tried = ways(options.posts_in_flight)
-    syncs: dict[str, list[float]] = {way: [] for way in tried}
+    syncs: list[float] = []
     with (
         process(pipeline_receiver.serve, old) as (port, server),
         process(pipeline_link.serve, port, speed, round_trip) as ((port, sink), _),
@@ -196,12 +178,11 @@ def measure(
             stages["link"].append(pipeline_link.send_through(sink, nbytes))
             stages["receive"].append(theirs.receive())
             stages["stage"].append(theirs.stage())
-            for way, (posts, encoders) in tried.items():
-                seconds, processors, report = syncing.sync(posts, encoders)
-                syncs[way].append(seconds)
-                stages["cores"].append(processors / usable_cores())
-                if report.parts != len(bodies):
-                    raise RuntimeError(f"{report.parts} parts, not {len(bodies)}")
+            seconds, processors, report = syncing.sync()
+            syncs.append(seconds)
+            stages["cores"].append(processors / usable_cores())
+            if report.parts != len(bodies):
+                raise RuntimeError(f"{report.parts} parts, not {len(bodies)}")
     theirs.close()
     least = {name: min(times) for name, times in stages.items()}
     slowest = max(least[name] for name in STAGES if name != "cores")
@@ -209,23 +190,19 @@ def measure(
         "bytes": nbytes,
         "parts": len(bodies),
         "stages_ms": {name: round(seconds * 1e3, 1) for name, seconds in least.items()},
-        "wall_ms": {way: round(min(times) * 1e3, 1) for way, times in syncs.items()},
-        "over_slowest": {way: round(min(times) / slowest, 2) for way, times in syncs.items()},
+        "wall_ms": round(min(syncs) * 1e3, 1),
+        "over_slowest": round(min(syncs) / slowest, 2),
     }
 
 
 def show(found: dict[int, dict[str, Any]], console: Console) -> None:
-    """Print the stages, and the syncs."""
-    table = Table("link", "parts", "bytes", *(f"{n} ms" for n in STAGES), box=box.MARKDOWN)
+    """Print the stages and the sync of each link."""
+    columns = ("link", "parts", "bytes", *(f"{n} ms" for n in STAGES), "wall ms", "/ slowest stage")
+    table = Table(*columns, box=box.MARKDOWN)
     for speed, one in found.items():
         cells = [f"{one['stages_ms'][name]:.0f}" for name in STAGES]
+        cells += [f"{one['wall_ms']:.0f}", f"{one['over_slowest']:.2f}"]
         table.add_row(f"{speed} MB/s", str(one["parts"]), f"{one['bytes']:,}", *cells)
-    console.print(table)
-    table = Table("link", "sync", "wall ms", "/ slowest stage", box=box.MARKDOWN)
-    for speed, one in found.items():
-        for way, wall in one["wall_ms"].items():
-            ratio = f"{one['over_slowest'][way]:.2f}"
-            table.add_row(f"{speed} MB/s", way, f"{wall:.0f}", ratio)
     console.print(table)
 
 
@@ -239,7 +216,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--bucket-bytes", type=int, default=8 << 20, help=bucket_help)
     speed_help = "of the link in each direction; repeatable (default: 50 and 200)"
     add("--megabytes-per-second", type=int, action="append", metavar="N", help=speed_help)
-    posts_help = "unless they are posted one by one (default: %(default)s)"
+    posts_help = "parts that are posted at once (default: %(default)s)"
     add("--posts-in-flight", type=command_line.at_least(1), default=4, help=posts_help)
     trip_help = "milliseconds there and back (default: %(default)s)"
     add("--round-trip", type=float, default=40.0, help=trip_help)
