@@ -29,20 +29,15 @@ columns:
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from scripts import command_line
+from scripts.bench import frame
 
 if TYPE_CHECKING:
     from scripts.bench.live_vllm import Bench
@@ -73,20 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
     )
-
-    def program() -> int:
-        with tempfile.TemporaryDirectory(prefix="delta-bench-") as folder:
-            result = run(options, Path(folder))
-        if options.json:
-            print(json.dumps(result), flush=True)
-        return 0
-
-    return command_line.run(program, (Exception,), "interrupted; the model is deleted")
+    stopped = "interrupted; the model is deleted"
+    return frame.run(options, lambda folder: run(options, folder), (Exception,), stopped)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.apply", __doc__, _EPILOG)
-    command_line.add_model_options(parser, runs=9, layers=13)
+    parser = frame.make_parser("apply", __doc__, _EPILOG)
+    frame.add_model_options(parser, runs=9, layers=13)
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="of the model (%(default)s)")
     without_help = "load the models by a plain loop instead of vLLM, which need not be installed"
@@ -108,8 +96,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
         bench = _bench(options, folder, step)
         times = {density: bench.compare(density) for density in _DENSITIES}
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
-    return report(console, options, bench, times)
+    return report(options, bench, times)
 
 
 def _bench(options: argparse.Namespace, folder: Path, step: Callable[[str], None]) -> Bench:
@@ -143,7 +130,6 @@ def _bench(options: argparse.Namespace, folder: Path, step: Callable[[str], None
 
 
 def report(
-    console: Console,
     options: argparse.Namespace,
     bench: Bench,
     times: dict[float, dict[str, dict[str, float]]],
@@ -151,15 +137,7 @@ def report(
     """Print the tables; return the JSON object."""
     live = bench.model
     numel = sum(tensor.numel() for tensor in live.base.values())
-    console.print(
-        f"Qwen3, {numel / 1e6:.0f} million parameters, {live.nbytes / 1e6:.0f} MB, on "
-        f"{options.device}; {options.threads} threads, fastest of {options.runs} runs; "
-        "all ways leave a load's bits"
-    )
-    table = Table(box=box.SIMPLE_HEAD)
-    columns = ("density", "nnz", "way", "ms", "stage", "commit", "x masked", "x vLLM", "/ scatter")
-    for column in columns:
-        table.add_column(column, justify="right")
+    rows = []
     for density, found in times.items():
         for name, phases in found.items():
             cells = [f"{density:.1%}", f"{bench.nnz[density]:,}", name]
@@ -168,8 +146,14 @@ def report(
                 faster = found[way]["total"] / phases["total"] if way in found else None
                 digits = 2 if way == "scatter" else 1
                 cells.append("" if faster is None else f"{faster:.{digits}f}")
-            table.add_row(*cells)
-    console.print(table)
+            rows.append(cells)
+    frame.show(
+        f"Qwen3, {numel / 1e6:.0f} million parameters, {live.nbytes / 1e6:.0f} MB, on "
+        f"{options.device}; {options.threads} threads, fastest of {options.runs} runs; "
+        "all ways leave a load's bits",
+        ("density", "nnz", "way", "ms", "stage", "commit", "x masked", "x vLLM", "/ scatter"),
+        rows,
+    )
     result: dict[str, Any] = {}
     ways = {"scatter": "scatter", "served": "scatter, with digest"}
     for short, way in ways.items():
@@ -184,4 +168,4 @@ def report(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

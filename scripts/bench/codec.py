@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,9 +46,6 @@ import numpy as np
 import torch
 import zstandard
 from msgspec.structs import replace
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from delta_sender.diff.compare import compare
 from engine_ext.format import (
@@ -62,7 +58,7 @@ from engine_ext.format import (
 )
 from engine_ext.kernels import gather_scatter
 from engine_ext.resources import usable_cores
-from scripts import command_line
+from scripts.bench import frame
 from scripts.bench.memory_read import fastest, read_time
 from scripts.bench.synthetic_weights import (
     DENSITIES,
@@ -233,14 +229,12 @@ def compare_speed(
     return fastest(ours, repeats), fastest(lambda: plain_torch(before, after), repeats), reading
 
 
-def show(title: str, sizes: Sequence[Size], console: Console) -> None:
+def show(title: str, sizes: Sequence[Size]) -> None:
     """Print a table of sizes and speeds."""
     columns = ["density", "encoding", "bytes", "floor", "ratio"]
     columns += ["encode ms", "/ read", "decode ms", "/ read", "apply"]
-    console.print(f"\n{title}\n")
-    table = Table(*columns, box=box.MARKDOWN)
-    for size in sizes:
-        table.add_row(
+    rows = (
+        (
             f"{size.density:.2%}",
             size.encoding,
             *(f"{value:.3f}" for value in (size.nbytes, size.floor, size.nbytes / size.floor)),
@@ -250,7 +244,9 @@ def show(title: str, sizes: Sequence[Size], console: Console) -> None:
             f"{size.decode_ms / size.read_ms:.2f}".replace("nan", "-"),
             f"{size.apply_ratio:.2f}",
         )
-    console.print(table)
+        for size in sizes
+    )
+    frame.show(title, columns, rows)
 
 
 def positions_floor(density: Any) -> Any:
@@ -299,7 +295,7 @@ def plot(synthetic: Sequence[Size], real: Sequence[Size], file: Path) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.codec", __doc__)
+    parser = frame.make_parser("codec", __doc__)
     add = parser.add_argument
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
     add("--threads", type=int, default=usable_cores(), help="threads (default: all cores)")
@@ -310,7 +306,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     steps_help = "steps of the real training runs, 0 for none (default: %(default)s)"
     add("--real-steps", type=int, default=5, help=steps_help)
     add("--plot", type=Path, metavar="FILE", help="draw the sizes, as PNG or SVG")
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
@@ -320,6 +315,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
+    return frame.run(options, lambda _: run(options))
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure and print; return what the JSON has."""
     threads, repeats, dtype = options.threads, options.repeats, options.dtype
     weights = make_weights(options.elements, np.random.default_rng(0), dtype)
     sizes: list[Size] = []
@@ -330,8 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if density == TIMED_AT:
             ours, plain, reading = compare_speed(weights, new, threads, repeats, dtype)
 
-    console = Console(width=100)
-    show(f"synthetic, {options.elements:,} elements of {dtype}", sizes, console)
+    show(f"synthetic, {options.elements:,} elements of {dtype}", sizes)
     real: list[Size] = []
     positions: list[str] = []
     for learning_rate in LEARNING_RATES if options.real_steps else ():
@@ -339,36 +338,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         real += of_rate
         positions.append(f"{alone:.2f} and {known:.2f}")
     if real:
-        show("real, by learning rate", real, console)
+        show("real, by learning rate", real)
         saved = ", ".join(positions)
-        console.print(f"bits of a position, without and with the old exponents: {saved}")
+        print(f"bits of a position, without and with the old exponents: {saved}")
     if options.plot:
         plot(sizes, real, options.plot)
-    console.print(
+    print(
         f"{options.elements:,} elements, {threads} thread(s), {TIMED_AT:.0%} changed: diff "
         f"and encode of gap8_exp {ours * 1e3:.0f} ms, {ours / reading:.2f} times reading both "
         f"copies; deltas_zstd in plain torch {plain * 1e3:.0f} ms: {plain / ours:.2f} times "
         "as fast"
     )
-    if options.json:
-        found: dict[str, Any] = {}
-        for prefix, group in (("", sizes), ("real_", real)):
-            for size in group:
-                columns = {
-                    "bytes_per_element": size.nbytes,
-                    "floor": size.floor,
-                    "decode_and_scatter_vs_scatter": size.apply_ratio,
-                }
-                if not prefix:
-                    columns["encode_alone_vs_read"] = size.encode_ms / size.read_ms
-                    columns["decode_vs_read"] = size.decode_ms / size.read_ms
-                for key, value in columns.items():
-                    row = found.setdefault(prefix + key, {}).setdefault(size.encoding, {})
-                    row[f"{size.density:.4g}"] = round(value, 4)
-        found["encode_vs_read"] = round(ours / reading, 3)
-        found["encode_vs_plain_torch"] = round(plain / ours, 3)
-        print(json.dumps(found))
-    return 0
+    found: dict[str, Any] = {}
+    for prefix, group in (("", sizes), ("real_", real)):
+        for size in group:
+            columns = {
+                "bytes_per_element": size.nbytes,
+                "floor": size.floor,
+                "decode_and_scatter_vs_scatter": size.apply_ratio,
+            }
+            if not prefix:
+                columns["encode_alone_vs_read"] = size.encode_ms / size.read_ms
+                columns["decode_vs_read"] = size.decode_ms / size.read_ms
+            for key, value in columns.items():
+                row = found.setdefault(prefix + key, {}).setdefault(size.encoding, {})
+                row[f"{size.density:.4g}"] = round(value, 4)
+    found["encode_vs_read"] = round(ours / reading, 3)
+    found["encode_vs_plain_torch"] = round(plain / ours, 3)
+    return found
 
 
 if __name__ == "__main__":

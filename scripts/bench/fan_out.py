@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import tempfile
@@ -35,15 +34,13 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from delta_sender import LogSender
 from engine_ext.log import open_log
 from engine_ext.settings import Settings
 from engine_ext.store_urls import store_url
 from scripts import command_line
+from scripts.bench import frame
 from scripts.bench.pipeline_link import HOST, Direction
 from scripts.bench.pipeline_receiver import serve
 from scripts.bench.server_process import process
@@ -192,34 +189,34 @@ def _catch_up(url: str) -> dict[str, Any]:
     return found
 
 
-def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
+def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
     names = ("receivers", "peers", "parts", "MB of the version", "MB from the store", "times")
-    table = Table(*names, "MB from peers", "seconds", box=box.MARKDOWN)
-    for row in rows:
-        size = row["version_bytes"]
-        table.add_row(
+    cells = (
+        (
             str(row["receivers"]),
             "yes" if row["peers"] else "no",
             str(row["parts"]),
-            f"{size / 1e6:.1f}",
+            f"{row['version_bytes'] / 1e6:.1f}",
             f"{row['from_store'] / 1e6:.1f}",
-            f"{row['from_store'] / size:.2f}",
+            f"{row['from_store'] / row['version_bytes']:.2f}",
             f"{row['from_peers'] / 1e6:.1f}",
             f"{row['seconds']:.1f}",
         )
-    console.print(table)
+        for row in rows
+    )
+    link = f"a link of {rows[0]['megabytes_per_second']:g} MB/s to the store"
+    frame.show(link, (*names, "MB from peers", "seconds"), cells)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.fan_out", __doc__)
+    parser = frame.make_parser("fan_out", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
     add("url", type=store_url, help="where the logs are put; on a store on this host")
     add("--receivers", type=positive, default=8, metavar="N", help="(%(default)s)")
     add("--megaparams", type=positive, default=64, metavar="N", help="of the model (%(default)s)")
     add("--density", type=float, default=0.1, help="share that changes (%(default)s)")
     add("--megabytes-per-second", type=float, default=25.0, help="of the link (%(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     if not os.environ.get(_ENDPOINT):
         parser.error(f"set {_ENDPOINT} to the store's endpoint on this host")
@@ -229,11 +226,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
+    return frame.run(options, lambda _: run(options))
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and print; return the rows of the table."""
     rows = [measure(options, peers=peers) for peers in (False, True)]
-    show(rows, Console(width=140))
-    if options.json:
-        print(json.dumps(rows))
-    return 0
+    show(rows)
+    return rows
 
 
 if __name__ == "__main__":

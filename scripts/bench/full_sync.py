@@ -23,19 +23,13 @@ columns:
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from scripts import command_line
+from scripts.bench import frame
 
 _READ: Final = "read, three times"
 _PART_BYTES: Final = 64 << 20  # a sender's default; a larger tensor is a part of its own
@@ -52,19 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # torch reads it when it is imported
-
-    def program() -> int:
-        result = run(options)
-        if options.json:
-            print(json.dumps(result), flush=True)
-        return 0
-
-    return command_line.run(program, (RuntimeError,), "interrupted")
+    return frame.run(options, lambda _: run(options), (RuntimeError,))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.full_sync", __doc__, _EPILOG)
-    command_line.add_model_options(parser, runs=7, layers=8)
+    parser = frame.make_parser("full_sync", __doc__, _EPILOG)
+    frame.add_model_options(parser, runs=7, layers=8)
     change_help = "the parts have the digests of their changes"
     parser.add_argument("--change", action="store_true", help=change_help)
     return parser.parse_args(arguments)
@@ -184,20 +171,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     seconds["full sync"] = sum(one[0] for one in ours), sum(one[1] for one in ours)
     size, ratio = sum(p.nbytes for p in model.parameters()), seconds["full sync"][0]
     ratio /= seconds[_READ][0]
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
-    console.print(
+    frame.show(
         f"{size / 1e6:.0f} MB of bfloat16 weights, {options.threads} threads, fastest of "
-        f"{2 * options.runs} runs"
+        f"{2 * options.runs} runs",
+        ("stage", "ms", "x read", "CPU ms"),
+        (
+            (stage, f"{ms * 1e3:.1f}", f"{ms / seconds[_READ][0]:.2f}", f"{cpu * 1e3:.1f}")
+            for stage, (ms, cpu) in seconds.items()
+        ),
     )
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("stage", "ms", "x read", "CPU ms"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    for stage, (clock, processors) in seconds.items():
-        read = clock / seconds[_READ][0]
-        table.add_row(stage, f"{clock * 1e3:.1f}", f"{read:.2f}", f"{processors * 1e3:.1f}")
-    console.print(table)
     return {"bytes": size, "threads": options.threads, "seconds": seconds, "ratio": ratio}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

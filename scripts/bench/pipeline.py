@@ -25,7 +25,6 @@ Every time is the least of --repeats; syncs and stages are timed in turn.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -35,9 +34,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from delta_sender import DeltaSender
 from delta_sender.diff.snapshot import Snapshot
@@ -51,7 +47,7 @@ from delta_sender.run import Run
 from engine_ext.format import ENCODINGS
 from engine_ext.resources import usable_cores
 from scripts import command_line
-from scripts.bench import pipeline_link, pipeline_receiver, synthetic_weights
+from scripts.bench import frame, pipeline_link, pipeline_receiver, synthetic_weights
 from scripts.bench.server_process import process
 
 SPEEDS: Final = (50, 200)  # megabytes per second
@@ -195,19 +191,8 @@ def measure(
     }
 
 
-def show(found: dict[int, dict[str, Any]], console: Console) -> None:
-    """Print the stages and the sync of each link."""
-    columns = ("link", "parts", "bytes", *(f"{n} ms" for n in STAGES), "wall ms", "/ slowest stage")
-    table = Table(*columns, box=box.MARKDOWN)
-    for speed, one in found.items():
-        cells = [f"{one['stages_ms'][name]:.0f}" for name in STAGES]
-        cells += [f"{one['wall_ms']:.0f}", f"{one['over_slowest']:.2f}"]
-        table.add_row(f"{speed} MB/s", str(one["parts"]), f"{one['bytes']:,}", *cells)
-    console.print(table)
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.pipeline", __doc__)
+    parser = frame.make_parser("pipeline", __doc__)
     add = parser.add_argument
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
     add("--density", type=float, default=0.2, help="share that changes (default: %(default)s)")
@@ -221,7 +206,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     trip_help = "milliseconds there and back (default: %(default)s)"
     add("--round-trip", type=float, default=40.0, help=trip_help)
     add("--repeats", type=command_line.at_least(1), default=5, help="(default: %(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     options.elements = max(1, options.elements // _PARAM) * _PARAM  # whole layers
     return options
@@ -230,20 +214,28 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
-    console = Console(width=120)
+    return frame.run(options, lambda _: run(options))
+
+
+def run(options: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """Measure and print; return the figures by the link's speed."""
     old = synthetic_weights.make_weights(options.elements, np.random.default_rng(0))
     new = synthetic_weights.change(old, options.density, np.random.default_rng(1))
     sides = [make_tensors(old), make_tensors(new)]
     speeds = options.megabytes_per_second or SPEEDS
     found = {speed: measure(speed, sides, options) for speed in speeds}
-    console.print(
+    rows = []
+    for speed, one in found.items():
+        rows.append([f"{speed} MB/s", str(one["parts"]), f"{one['bytes']:,}"])
+        rows[-1] += [f"{one['stages_ms'][name]:.0f}" for name in STAGES]
+        rows[-1] += [f"{one['wall_ms']:.0f}", f"{one['over_slowest']:.2f}"]
+    frame.show(
         f"{options.elements:,} weights, {options.density:.0%} changed, {options.encoding}, round "
-        f"trip {options.round_trip:g} ms, {usable_cores()} cores"
+        f"trip {options.round_trip:g} ms, {usable_cores()} cores",
+        ("link", "parts", "bytes", *(f"{n} ms" for n in STAGES), "wall ms", "/ slowest stage"),
+        rows,
     )
-    show(found, console)
-    if options.json:
-        print(json.dumps(found))
-    return 0
+    return found
 
 
 if __name__ == "__main__":

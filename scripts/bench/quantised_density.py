@@ -20,16 +20,12 @@ columns:
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from delta_sender import quantize_weight
 from delta_sender.diff.compare import compare
@@ -37,6 +33,7 @@ from delta_sender.diff.quantize import FORMS
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.format import ENCODINGS, ParamDelta, encode_part
 from scripts import command_line
+from scripts.bench import frame
 from scripts.bench.synthetic_weights import change, make_weights
 
 _REPEATS = 3
@@ -88,20 +85,24 @@ def measure(old: torch.Tensor, new: torch.Tensor, form: str, encoding: str) -> d
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.quantised_density", __doc__)
+    parser = frame.make_parser("quantised_density", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
     add("--rows", type=positive, default=4096, help="of the matrix (default: %(default)s)")
     add("--columns", type=positive, default=4096, help="of the matrix (default: %(default)s)")
     density_help = "share of the weights that change; repeatable (default: 0.5 %% to 3 %%)"
     add("--density", type=float, action="append", help=density_help)
     add("--encoding", choices=ENCODINGS, default="deltas_zstd", help="(default: %(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
+    return frame.run(options, lambda _: run(options))
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and print; return the rows of the table."""
     torch.set_num_threads(1)
     shape = options.rows, options.columns
     weights = make_weights(options.rows * options.columns, np.random.default_rng(0))
@@ -111,15 +112,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bits = change(weights, density, np.random.default_rng([0, number]))
         new = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).view(shape)
         found += [{"form": form, **measure(old, new, form, options.encoding)} for form in FORMS]
-    table = Table("bf16", "form", "weight", "scale", "bytes", "/ full", "ms", box=box.MARKDOWN)
+    rows = []
     for row in found:
         shares = (f"{row[column]:.2%}" for column in ("weight", "scale"))
         bytes_ = f"{row['bytes']:.2f}", f"{row['/ full']:.2%}"
-        table.add_row(f"{row['bf16']:.2%}", row["form"], *shares, *bytes_, f"{row['ms']:.1f}")
-    Console(width=100).print(table)
-    if options.json:
-        print(json.dumps(found))
-    return 0
+        rows.append([f"{row['bf16']:.2%}", row["form"], *shares, *bytes_, f"{row['ms']:.1f}"])
+    title = f"{options.rows} x {options.columns} weights, {options.encoding}"
+    frame.show(title, ("bf16", "form", "weight", "scale", "bytes", "/ full", "ms"), rows)
+    return found
 
 
 if __name__ == "__main__":

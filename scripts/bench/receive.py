@@ -26,20 +26,18 @@ import argparse
 import contextlib
 import http.client
 import json
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from engine_ext.format import ParamDelta, encode_part
 from scripts import command_line
+from scripts.bench import frame
 from scripts.bench.pipeline_link import HOST
 from scripts.bench.receive_server import serve
 from scripts.bench.server_process import process
@@ -54,7 +52,7 @@ class ServerError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    parser = command_line.make_parser("scripts.bench.receive", __doc__)
+    parser = frame.make_parser("receive", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
     add("--part-mb", type=positive, metavar="N", default=128, help="of 2**20 bytes (%(default)s)")
     add("--parts", type=positive, metavar="N", default=8, help="in a turn (%(default)s)")
@@ -63,17 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     encodings = ("deltas", "deltas_zstd", "gap8_exp")
     add("--encoding", choices=encodings, default="deltas", help="(%(default)s)")
     add("--http", choices=("httptools", "h11"), default="httptools", help="(%(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
-
-    def program() -> int:
-        found = run(options)
-        if options.json:
-            print(json.dumps(found), flush=True)
-        return 0
-
     failures = (ServerError, OSError, EOFError, http.client.HTTPException)
-    return command_line.run(program, failures, "interrupted; the servers are stopped")
+    stopped = "interrupted; the servers are stopped"
+    return frame.run(options, lambda _: run(options), failures, stopped)
 
 
 def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -92,7 +83,13 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
                 if turn:  # the first one warms up
                     turns[way].append(figures)
     found = {way: _best(figures) for way, figures in turns.items()}
-    _print(found, options, len(body))
+    keys = ("cpu", "user", "system", "rate", *_PERCENTILES)
+    frame.show(
+        f"{options.parts} parts of {len(body) / 1e6:.0f} MB ({options.encoding}), "
+        f"{options.streams} at once; {options.http}; {options.runs} turns",
+        ("", "CPU-s/GB", "user", "sys", "GB/s", "late ms: p50", "p99", "max"),
+        ((way, *(f"{figures[key]:.2f}" for key in keys)) for way, figures in found.items()),
+    )
     return found
 
 
@@ -148,20 +145,5 @@ def _best(turns: Sequence[dict[str, float]]) -> dict[str, float]:
     return {**best, **lowest, "rate": max(figures["rate"] for figures in turns)}
 
 
-def _print(found: dict[str, dict[str, float]], options: argparse.Namespace, size: int) -> None:
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
-    console.print(
-        f"{options.parts} parts of {size / 1e6:.0f} MB ({options.encoding}), "
-        f"{options.streams} at once; {options.http}; {options.runs} turns"
-    )
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("", "CPU-s/GB", "user", "sys", "GB/s", "late ms: p50", "p99", "max"):
-        table.add_column(column, justify="right")
-    for way, figures in found.items():
-        cells = [f"{figures[key]:.2f}" for key in ("cpu", "user", "system", "rate", *_PERCENTILES)]
-        table.add_row(way, *cells)
-    console.print(table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -31,22 +31,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import multiprocessing
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from scripts import command_line
+from scripts.bench import frame
 from scripts.bench.loaded_model import load_weights, make_model, read_checkpoint, write_checkpoint
 
 if TYPE_CHECKING:
@@ -68,20 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # torch reads it when it is imported
-
-    def program() -> int:
-        with tempfile.TemporaryDirectory(prefix="delta-bench-") as folder:
-            result = run(options, Path(folder))
-        if options.json:
-            print(json.dumps(result), flush=True)
-        return 0
-
-    return command_line.run(program, (RuntimeError,), "interrupted; the checkpoint is deleted")
+    stopped = "interrupted; the checkpoint is deleted"
+    return frame.run(options, lambda folder: run(options, folder), (RuntimeError,), stopped)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.startup", __doc__, _EPILOG)
-    command_line.add_model_options(parser, runs=3, layers=35)
+    parser = frame.make_parser("startup", __doc__, _EPILOG)
+    frame.add_model_options(parser, runs=3, layers=35)
     turns, turns_help = command_line.at_least(1), "processes (%(default)s)"
     parser.add_argument("--turns", type=turns, metavar="N", default=3, help=turns_help)
     return parser.parse_args(arguments)
@@ -211,26 +198,18 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             turns.append(process.submit(one_turn, options, folder).result())
     found = least(one for turn in turns for one in turn)
     first = least(turn[0] for turn in turns)
-    _print(options, size, found, first)
+    per_gb, rows = 1e9 / size, []
+    for stage, (clock, processors) in found.items():
+        cells = [clock * per_gb, first[stage][0] * per_gb, clock / found["load"][0]]
+        rows.append([stage, *(f"{cell:.2f}" for cell in (*cells, processors * per_gb))])
+    frame.show(
+        f"{size / 1e9:.2f} GB of bfloat16 weights, {options.threads} threads, least of "
+        f"{options.turns} processes with {options.runs} runs each",
+        ("stage", "s per GB", "first", "x load", "CPU s per GB"),
+        rows,
+    )
     return {"bytes": size, "threads": options.threads, "seconds": found, "first": first}
 
 
-def _print(options: argparse.Namespace, size: int, times: Times, first: Times) -> None:
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
-    console.print(
-        f"{size / 1e9:.2f} GB of bfloat16 weights, {options.threads} threads, least of "
-        f"{options.turns} processes with {options.runs} runs each"
-    )
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("stage", "s per GB", "first", "x load", "CPU s per GB"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    per_gb = 1e9 / size
-    for stage, (clock, processors) in times.items():
-        cells = [clock * per_gb, first[stage][0] * per_gb, clock / times["load"][0]]
-        cells.append(processors * per_gb)
-        table.add_row(stage, *(f"{cell:.2f}" for cell in cells))
-    console.print(table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -21,10 +21,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import json
 import multiprocessing
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -34,14 +31,13 @@ from typing import Final
 
 import httpx
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from engine_ext.format import ParamDelta, encode_part
 from engine_ext.kernels import bits_of, host_bits
 from scripts import command_line
+from scripts.bench import frame
 from scripts.bench.synthetic_weights import QWEN3_SIZES
 from scripts.live_engine.process import HOST, EngineError
 from scripts.live_engine.tiny_models import build, load_tensors
@@ -59,24 +55,16 @@ Gap = tuple[float, float]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    parser = command_line.make_parser("scripts.bench.upload_latency", __doc__)
+    parser = frame.make_parser("upload_latency", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
     add("--runs", type=positive, metavar="N", default=8, help="turns of each (%(default)s)")
     add("--layers", type=positive, metavar="N", default=8, help="of the model (%(default)s)")
     add("--clients", type=positive, metavar="N", default=2, help="at once (%(default)s)")
     add("--rounds", type=positive, metavar="N", default=1, help="servers (%(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
-
-    def program() -> int:
-        with tempfile.TemporaryDirectory(prefix="delta-bench-") as folder:
-            found = run(options, Path(folder))
-        if options.json:
-            print(json.dumps(found), flush=True)
-        return 0
-
     failures = (EngineError, OSError, http.client.HTTPException, httpx.HTTPError, RuntimeError)
-    return command_line.run(program, failures, "interrupted; the engine is stopped")
+    stopped = "interrupted; the engine is stopped"
+    return frame.run(options, lambda folder: run(options, folder), failures, stopped)
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
@@ -91,7 +79,17 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]
     for _ in track(range(options.rounds), "measuring", console=Console(stderr=True)):
         measure(model, folder, options, measured)
     found = measured.figures()
-    _print(found, options, (folder / "0").stat().st_size)
+    rows = []
+    for way, figures in found.items():
+        cells = [f"{figures[name]:.1f}" for name in _FIGURES]
+        ratios = [f"{figures[name] / found['none'][name]:.2f}" for name in _FIGURES]
+        rows.append([way, f"{figures['tokens']:,.0f}", *cells, " ".join(ratios)])
+    nbytes = (folder / "0").stat().st_size
+    frame.show(
+        f"parts of {nbytes / 1e6:.0f} MB; {options.clients} clients; {options.runs} turns",
+        ("upload", "tokens", "p50, ms", "p99, ms", "max, ms", "x none"),
+        rows,
+    )
     return found
 
 
@@ -229,20 +227,5 @@ def _figures(gaps: Sequence[Gap], windows: Sequence[Gap]) -> dict[str, float]:
     return {"tokens": len(within), "p50": p50, "p99": p99, "max": max(within) * 1e3}
 
 
-def _print(found: dict[str, dict[str, float]], options: argparse.Namespace, nbytes: int) -> None:
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
-    console.print(
-        f"parts of {nbytes / 1e6:.0f} MB; {options.clients} clients; {options.runs} turns"
-    )
-    table = Table(box=box.MARKDOWN)
-    for column in ("upload", "tokens", "p50, ms", "p99, ms", "max, ms", "x none"):
-        table.add_column(column, justify="right")
-    for way, figures in found.items():
-        cells = [f"{figures[name]:.1f}" for name in _FIGURES]
-        ratios = [f"{figures[name] / found['none'][name]:.2f}" for name in _FIGURES]
-        table.add_row(way, f"{figures['tokens']:,.0f}", *cells, " ".join(ratios))
-    console.print(table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())
