@@ -31,8 +31,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import track
 
@@ -47,8 +45,6 @@ LINKS: Final = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9, "no l
 SENT_AS: Final = ("deltas", "deltas_zstd", "gap8_exp", "gap8_ulp", "auto")
 _BUCKET_BYTES: Final = 4 << 20
 _TIMEOUT_S: Final = 600.0
-
-Tensors = dict[str, torch.Tensor]
 
 
 class SlowTransport(httpx.HTTPTransport):
@@ -97,8 +93,8 @@ class LiveEngine:
     """
 
     process: EngineProcess
-    tensors: Tensors
-    other: Tensors
+    tensors: synthetic_weights.Tensors
+    other: synthetic_weights.Tensors
     runs: int
     version: int = 0
 
@@ -155,16 +151,6 @@ class LiveEngine:
         return (time.perf_counter() - start) * 1e3
 
 
-def change(tensors: Tensors, density: float) -> Tensors:
-    """Return the tensors with some elements changed, see `synthetic_weights`."""
-    rng, changed = np.random.default_rng(0), {}
-    for name, tensor in tensors.items():
-        bits = tensor.contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
-        after = synthetic_weights.change(bits, density, rng).view(np.int16)
-        changed[name] = torch.from_numpy(after).view(torch.bfloat16).view(tensor.shape)
-    return changed
-
-
 def measure(
     options: argparse.Namespace, scratch: Path, console: Console
 ) -> dict[str, dict[str, Measured]]:
@@ -182,7 +168,12 @@ def measure(
     log = scratch / "engine.log"
     with kind(base, enable_delta=True, extra_env=threads, log_path=log) as process:
         tensors = load_tensors(base)
-        engine = LiveEngine(process, tensors, change(tensors, options.density), options.runs)
+        engine = LiveEngine(
+            process,
+            tensors,
+            synthetic_weights.change_tensors(tensors, options.density),
+            options.runs,
+        )
         found: dict[str, dict[str, Measured]] = {link: {} for link in LINKS}
         rounds = [(way, link) for way in (*SENT_AS, "full") for link in LINKS]
         for way, link in track(rounds, "syncing", console=console, transient=True):

@@ -44,7 +44,7 @@ from scripts.bench import frame
 from scripts.bench.pipeline_link import HOST, Direction
 from scripts.bench.pipeline_receiver import serve
 from scripts.bench.server_process import process
-from scripts.bench.synthetic_weights import change, make_weights
+from scripts.bench.synthetic_weights import Tensors, as_tensor, change_tensors, make_weights
 
 _ENDPOINT: Final = "AWS_ENDPOINT_URL"
 _TENSORS: Final = 8
@@ -87,29 +87,12 @@ class _Counted:
         return data
 
 
-def make_tensors(elements: int) -> dict[str, torch.Tensor]:
+def make_tensors(elements: int) -> Tensors:
     """Return the weights that all receivers load."""
-    rng, share = np.random.default_rng(0), elements // _TENSORS
+    rng, share = np.random.default_rng(1), elements // _TENSORS
     return {
-        f"layers.{n}.weight": torch.from_numpy(make_weights(share, rng).view(np.int16))
-        .view(torch.bfloat16)
-        .reshape(-1, 1024)
+        f"layers.{n}.weight": as_tensor(make_weights(share, rng)).reshape(-1, 1024)
         for n in range(_TENSORS)
-    }
-
-
-def trained(tensors: dict[str, torch.Tensor], density: float) -> dict[str, torch.Tensor]:
-    """Return the weights after a step."""
-    rng = np.random.default_rng(1)
-    return {
-        name: torch.from_numpy(
-            change(tensor.reshape(-1).view(torch.int16).numpy().view(np.uint16), density, rng).view(
-                np.int16
-            )
-        )
-        .view(torch.bfloat16)
-        .reshape(tensor.shape)
-        for name, tensor in tensors.items()
     }
 
 
@@ -158,7 +141,7 @@ def measure(options: argparse.Namespace, *, peers: bool) -> dict[str, Any]:
             try:
                 with receivers(log, Path(folder), options, peers) as urls:
                     os.environ[_ENDPOINT] = direct
-                    sender.sync(trained(tensors, options.density).items())
+                    sender.sync(change_tensors(tensors, options.density).items())
                     before, start = relay.carried, time.perf_counter()
                     with ThreadPoolExecutor(len(urls)) as pool:
                         answers = list(pool.map(_catch_up, urls))

@@ -12,8 +12,7 @@ engines do whose weights fit into it; all but the first one use the memory of th
 stages:
   read, three times     of all weights, by as many threads
   decode                verify the parts' checksums and headers, several parts at once
-  stage                 find the places, digest the new values (and, if the parts say what they
-                        change, the old ones)
+  stage                 find the places, digest the new values
   commit                checks, old values into the undo log, new ones into memory
 columns:
   ms, x read            milliseconds, and over three reads
@@ -52,8 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = frame.make_parser("full_sync", __doc__, _EPILOG)
     frame.add_model_options(parser, runs=7, layers=8)
-    change_help = "the parts have the digests of their changes"
-    parser.add_argument("--change", action="store_true", help=change_help)
     return parser.parse_args(arguments)
 
 
@@ -118,17 +115,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for flipped in (1, 0):
         bodies = []
         for number, names in enumerate(groups):
-            deltas, change = [], Digest.ZERO
+            deltas = []
             for name in names:
                 values = host_bits(bits_of(base[name].view(-1))) ^ flipped
                 shape = tuple(base[name].shape)
                 deltas.append(ParamDelta(name, "bfloat16", shape, None, values))
-                after = tensor_digest(name, values, threads=options.threads)
-                change, digests[name] = change + after - digests[name], after
+                digests[name] = tensor_digest(name, values, threads=options.threads)
             metadata: Any = {"current_version": 1, "full": True}
             metadata |= {"part": number, "num_parts": len(groups)}
-            if options.change:
-                metadata["digest_part"] = change.hex()
             # Memory that could be written to, like the spool file that an engine maps.
             bodies.append(bytearray(encode_part(deltas, encoding="indices", **metadata)))
         syncs.append(bodies)

@@ -32,8 +32,7 @@ from delta_sender import DeltaSender, SyncError
 from engine_ext.resources import usable_cores
 from scripts import command_line
 from scripts.bench import frame
-from scripts.bench.end_to_end import Tensors, change
-from scripts.bench.synthetic_weights import QWEN3_SIZES
+from scripts.bench.synthetic_weights import QWEN3_SIZES, Tensors, change_tensors
 from scripts.live_engine.process import EngineError, EngineProcess
 from scripts.live_engine.tiny_models import build, load_tensors
 from scripts.live_engine.vllm import VllmProcess
@@ -117,7 +116,7 @@ def _generate(engine: EngineProcess, options: argparse.Namespace) -> float:
 
 def _sync(engine: EngineProcess, base: Tensors, runs: int) -> dict[str, float]:
     """Sync an engine back and forth; return the figures of the fastest sync."""
-    held, other = base, change(base, _DENSITY)
+    held, other = base, change_tensors(base, _DENSITY)
     best = {"sync_ms": float("inf"), "pause_ms": 0.0}
     with DeltaSender(engine.url, held.items()) as sender:
         sender.sync(held.items())  # gets the plan and digests every tensor

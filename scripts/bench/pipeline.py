@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 
 from delta_sender import DeltaSender
 from delta_sender.diff.snapshot import Snapshot
@@ -49,12 +48,12 @@ from engine_ext.resources import usable_cores
 from scripts import command_line
 from scripts.bench import frame, pipeline_link, pipeline_receiver, synthetic_weights
 from scripts.bench.server_process import process
+from scripts.bench.synthetic_weights import Tensors
 
 SPEEDS: Final = (50, 200)  # megabytes per second
 STAGES: Final = ("diff", "encode", "link", "receive", "stage", "cores")
 _PARAM: Final = 1 << 22  # elements of one layer; half of a part, by default
 _NORM: Final = 1 << 12  # of these, in a tensor of their own, as a layer has small ones
-_Tensors = dict[str, torch.Tensor]
 
 
 class Stages:
@@ -64,7 +63,7 @@ class Stages:
         old, new: what the snapshot holds, and what is sent.
     """
 
-    def __init__(self, old: _Tensors, new: _Tensors, options: argparse.Namespace) -> None:
+    def __init__(self, old: Tensors, new: Tensors, options: argparse.Namespace) -> None:
         self._snapshot = Snapshot(old.items(), options.encoding)
         self._new, self._options = new, options
 
@@ -107,7 +106,7 @@ class Syncs:
     """
 
     def __init__(
-        self, url: str, server: int, sides: list[_Tensors], options: argparse.Namespace
+        self, url: str, server: int, sides: list[Tensors], options: argparse.Namespace
     ) -> None:
         self._url, self._pids = url, [os.getpid(), server]
         self._sides, self._options = sides, options
@@ -134,9 +133,9 @@ class Syncs:
         return seconds, processors, report
 
 
-def make_tensors(bits: synthetic_weights.Bits) -> _Tensors:
+def make_tensors(bits: synthetic_weights.Bits) -> Tensors:
     """Return weights as a trainer's tensors."""
-    weights = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    weights = synthetic_weights.as_tensor(bits)
     tensors = {}
     for number, start in enumerate(range(0, bits.size, _PARAM)):
         tensors[f"model.layers.{number}.norm.weight"] = weights[start : start + _NORM]
@@ -151,7 +150,7 @@ def processor_time(pids: Sequence[int]) -> float:
 
 
 def measure(
-    megabytes_per_s: int, sides: list[_Tensors], options: argparse.Namespace
+    megabytes_per_s: int, sides: list[Tensors], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Time stages and syncs over a link of one speed."""
     old, new = sides

@@ -13,14 +13,11 @@ columns:
   weight    changed elements / elements of the quantised weight
   scale     changed elements / elements of the scale
   bytes     of the parts with both, over that of the changes in bfloat16
-  / full    bytes of the parts over those of the quantised weight and its scale
-  ms        of one core, quantising a million weights
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,9 +31,8 @@ from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.format import ENCODINGS, ParamDelta, encode_part
 from scripts import command_line
 from scripts.bench import frame
-from scripts.bench.synthetic_weights import change, make_weights
+from scripts.bench.synthetic_weights import as_tensor, change, make_weights
 
-_REPEATS = 3
 DENSITIES = (0.005, 0.01, 0.02, 0.03)
 Tensors = Mapping[str, torch.Tensor]
 
@@ -69,18 +65,11 @@ def measure(old: torch.Tensor, new: torch.Tensor, form: str, encoding: str) -> d
     deltas = deltas_of(before, after)
     weight, scale = (delta.nnz / delta.numel for delta in deltas)
     size = part_bytes(deltas, encoding)
-    times = []
-    for _ in range(_REPEATS):
-        started = time.thread_time()
-        quantize_weight(new, form)
-        times.append(time.thread_time() - started)
     return {
         "bf16": (old != new).float().mean().item(),
         "weight": weight,
         "scale": scale,
         "bytes": size / part_bytes(deltas_of({"": old}, {"": new}), encoding),
-        "/ full": size / sum(tensor.nbytes for tensor in before.values()),
-        "ms": 1e9 * min(times) / old.numel(),
     }
 
 
@@ -106,19 +95,17 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     shape = options.rows, options.columns
     weights = make_weights(options.rows * options.columns, np.random.default_rng(0))
-    old = torch.from_numpy(weights.view(np.int16)).view(torch.bfloat16).view(shape)
+    old = as_tensor(weights).view(shape)
     found: list[dict[str, Any]] = []
     for number, density in enumerate(options.density or DENSITIES):
-        bits = change(weights, density, np.random.default_rng([0, number]))
-        new = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).view(shape)
+        new = as_tensor(change(weights, density, np.random.default_rng([0, number]))).view(shape)
         found += [{"form": form, **measure(old, new, form, options.encoding)} for form in FORMS]
     rows = []
     for row in found:
         shares = (f"{row[column]:.2%}" for column in ("weight", "scale"))
-        bytes_ = f"{row['bytes']:.2f}", f"{row['/ full']:.2%}"
-        rows.append([f"{row['bf16']:.2%}", row["form"], *shares, *bytes_, f"{row['ms']:.1f}"])
+        rows.append([f"{row['bf16']:.2%}", row["form"], *shares, f"{row['bytes']:.2f}"])
     title = f"{options.rows} x {options.columns} weights, {options.encoding}"
-    frame.show(title, ("bf16", "form", "weight", "scale", "bytes", "/ full", "ms"), rows)
+    frame.show(title, ("bf16", "form", "weight", "scale", "bytes"), rows)
     return found
 
 

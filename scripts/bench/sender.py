@@ -26,10 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from delta_sender.diff.compare import Comparisons, Difference
+from delta_sender.diff.compare import Difference
 from delta_sender.diff.device import SNAPSHOT_ON
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
@@ -38,9 +36,7 @@ from engine_ext.kernels import gather_scatter
 from engine_ext.resources import usable_cores
 from scripts.bench import frame, sender_device, synthetic_weights
 from scripts.bench.memory_read import fastest, read_time
-
-_Bits = NDArray[np.uint16]
-_Tensors = dict[str, torch.Tensor]
+from scripts.bench.synthetic_weights import Bits, Tensors
 
 
 class SimulatedDestination(Destination):
@@ -60,7 +56,7 @@ class SimulatedDestination(Destination):
         return answer
 
 
-def simulated_sender(base: _Tensors, bytes_per_s: float, **options: Any) -> MultiSender:
+def simulated_sender(base: Tensors, bytes_per_s: float, **options: Any) -> MultiSender:
     """Return a sender whose only engine is behind a simulated link."""
     return MultiSender(
         ["http://nobody"],
@@ -70,21 +66,7 @@ def simulated_sender(base: _Tensors, bytes_per_s: float, **options: Any) -> Mult
     )
 
 
-def diff(old: _Bits, new: _Bits, pool: ThreadPoolExecutor) -> list[Difference]:
-    """Find the changes as a sync does."""
-    comparisons = Comparisons(pool, streams=True)
-    begun = [
-        comparisons.begin(
-            gather_scatter.signed(old[param]),
-            gather_scatter.signed(new[param]),
-            f"model.layers.{number}.weight",
-        )
-        for number, param in enumerate(synthetic_weights.params(old))
-    ]
-    return [wait() for wait in begun]
-
-
-def refresh(snapshot: _Bits, found: Sequence[Difference], pool: ThreadPoolExecutor) -> None:
+def refresh(snapshot: Bits, found: Sequence[Difference], pool: ThreadPoolExecutor) -> None:
     """Write the changes into the snapshot as a sync does."""
 
     def write(item: tuple[slice, Difference]) -> None:
@@ -95,7 +77,7 @@ def refresh(snapshot: _Bits, found: Sequence[Difference], pool: ThreadPoolExecut
         pass
 
 
-def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str, float]:
+def measure(old: Bits, density: float, options: argparse.Namespace) -> dict[str, float]:
     """Return the seconds of every pass at one density."""
     threads, repeats = options.threads, options.repeats
     number = synthetic_weights.DENSITIES.index(density)
@@ -107,7 +89,7 @@ def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str
             here, there, options.snapshot_on, nnz, lambda do: fastest(do, repeats)
         )
     with ThreadPoolExecutor(threads) as pool:
-        found = diff(old, new, pool)
+        found = synthetic_weights.compare(old, new, pool, digested=True)
         if sum(one.indices.size for one in found) != np.count_nonzero(old != new):
             raise AssertionError("the diff did not find every change")
         snapshot = old.copy()
@@ -118,7 +100,9 @@ def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str
         rounds = [
             {
                 "read": read_time(old, new, pool, 1),
-                "diff": fastest(lambda: diff(old, new, pool), 1),
+                "diff": fastest(
+                    lambda: synthetic_weights.compare(old, new, pool, digested=True), 1
+                ),
                 "refresh": fastest(lambda: refresh(snapshot, found, pool), 1),
             }
             for _ in range(repeats)
@@ -126,16 +110,12 @@ def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str
         return {what: min(times[what] for times in rounds) for what in rounds[0]}
 
 
-def tensors(weights: _Bits, device: str = "cpu") -> _Tensors:
+def tensors(weights: Bits, device: str = "cpu") -> Tensors:
     """Return the weights as a trainer's tensors."""
     return {
-        f"model.layers.{number}.weight": _tensor(weights[param]).to(device)
+        f"model.layers.{number}.weight": synthetic_weights.as_tensor(weights[param]).to(device)
         for number, param in enumerate(synthetic_weights.params(weights))
     }
-
-
-def _tensor(bits: _Bits) -> torch.Tensor:
-    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
 def show_passes(rows: dict[float, dict[str, float]], options: argparse.Namespace) -> None:

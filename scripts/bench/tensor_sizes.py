@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import torch
 
 from scripts import command_line
 from scripts.bench import frame, synthetic_weights
@@ -42,8 +41,7 @@ def measure(
     names = [f"model.layers.{number}.weight" for number in range(tensors)]
     rows = bits.reshape(tensors, elements)
     weights = {
-        name: torch.from_numpy(row.view(np.int16)).view(torch.bfloat16)
-        for name, row in zip(names, rows, strict=True)
+        name: synthetic_weights.as_tensor(row) for name, row in zip(names, rows, strict=True)
     }
     times = []
     with simulated_sender(
