@@ -11,8 +11,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engine_ext.resources import usable_cores
-
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -42,21 +40,6 @@ def at_least(least: int) -> Callable[[str], int]:
         return number
 
     return parse
-
-
-def add_model_options(parser: argparse.ArgumentParser, *, runs: int, layers: int) -> None:
-    """Add the options of a benchmark that builds a model: threads, runs, layers, JSON.
-
-    Args:
-        runs: the default of ``--runs``.
-        layers: the default of ``--layers``.
-    """
-    add, positive, cores = parser.add_argument, at_least(1), usable_cores()
-    add("--threads", type=positive, metavar="N", default=cores, help="(%(default)s)")
-    add("--runs", type=positive, metavar="N", default=runs, help="of each way (%(default)s)")
-    layers_help = "of 12.6 million parameters each, besides 66 million others (%(default)s)"
-    add("--layers", type=positive, metavar="N", default=layers, help=layers_help)
-    add("--json", action="store_true", help="end with one line of JSON")
 
 
 def run(program: Callable[[], int], failures: tuple[type[Exception], ...], interrupted: str) -> int:

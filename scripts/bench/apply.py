@@ -23,42 +23,32 @@ columns:
   density, nnz          changed elements / elements, and changed elements
   ms, stage, commit     milliseconds of the whole apply and of its two phases
   x masked, x vLLM      how many times faster than these ways
-lines below the table:
-  reading               reading the old values alone, once they are found, over the whole scatter.
-                        An engine refuses a sync before the first byte is written, so it reads them
-                        in a pass of its own. If nothing else took time, that pass and a scatter
-                        would have "at most" this share of the scatter's speed; after it, the share
-                        of "scatter, with digest"
+  / scatter             share of the scatter's speed
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from scripts import command_line
+from scripts.bench import frame
 
 if TYPE_CHECKING:
     from scripts.bench.live_vllm import Bench
 
 _DENSITIES: Final = (0.006, 0.02, 0.03)
 _PHASES: Final = ("total", "stage", "commit")
-_COMPARED: Final = ("masked", "vLLM's own")
+_COMPARED: Final = ("masked", "vLLM's own", "scatter")
 _EPILOG: Final = """\
 With --json the last line on stdout is one JSON object: scatter_vs_masked, scatter_vs_vllm,
-served_vs_masked, served_vs_vllm, served_vs_scatter and two_passes_vs_scatter (density to how many
-times faster the first is; "served" is with digest, "two_passes" reading alone, then scatter).
+served_vs_masked, served_vs_vllm and served_vs_scatter (density to how many times faster the first
+is; "served" is with digest).
 
 exit status: 0 measured and verified; 1 a way left other weights than a load, or vLLM failed;
 2 bad usage; 130 interrupted
@@ -78,20 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
     )
-
-    def program() -> int:
-        with tempfile.TemporaryDirectory(prefix="delta-bench-") as folder:
-            result = run(options, Path(folder))
-        if options.json:
-            print(json.dumps(result), flush=True)
-        return 0
-
-    return command_line.run(program, (Exception,), "interrupted; the model is deleted")
+    stopped = "interrupted; the model is deleted"
+    return frame.run(options, lambda folder: run(options, folder), (Exception,), stopped)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.apply", __doc__, _EPILOG)
-    command_line.add_model_options(parser, runs=9, layers=13)
+    parser = frame.make_parser("apply", __doc__, _EPILOG)
+    frame.add_model_options(parser, runs=9, layers=13)
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="of the model (%(default)s)")
     without_help = "load the models by a plain loop instead of vLLM, which need not be installed"
@@ -113,8 +96,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
         bench = _bench(options, folder, step)
         times = {density: bench.compare(density) for density in _DENSITIES}
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
-    return report(console, options, bench, times)
+    return report(options, bench, times)
 
 
 def _bench(options: argparse.Namespace, folder: Path, step: Callable[[str], None]) -> Bench:
@@ -148,7 +130,6 @@ def _bench(options: argparse.Namespace, folder: Path, step: Callable[[str], None
 
 
 def report(
-    console: Console,
     options: argparse.Namespace,
     bench: Bench,
     times: dict[float, dict[str, dict[str, float]]],
@@ -156,38 +137,23 @@ def report(
     """Print the tables; return the JSON object."""
     live = bench.model
     numel = sum(tensor.numel() for tensor in live.base.values())
-    console.print(
-        f"Qwen3, {numel / 1e6:.0f} million parameters, {live.nbytes / 1e6:.0f} MB, on "
-        f"{options.device}; {options.threads} threads, fastest of {options.runs} runs; "
-        "all ways leave a load's bits"
-    )
-    table = Table(box=box.SIMPLE_HEAD)
-    columns = ("density", "nnz", "way", "ms", "stage", "commit", "x masked", "x vLLM")
-    for column in columns:
-        table.add_column(column, justify="right")
+    rows = []
     for density, found in times.items():
         for name, phases in found.items():
             cells = [f"{density:.1%}", f"{bench.nnz[density]:,}", name]
             cells += [f"{phases[p] * 1e3:.1f}" if p in phases else "" for p in _PHASES]
             for way in _COMPARED:
                 faster = found[way]["total"] / phases["total"] if way in found else None
-                cells.append("" if faster is None else f"{faster:.1f}")
-            table.add_row(*cells)
-    console.print(table)
-    bare = {density: found["scatter"]["total"] for density, found in times.items()}
-    two_passes = {d: seconds / (seconds + bench.reading[d]) for d, seconds in bare.items()}
-    for density, found in times.items():
-        with_digest, without = found["scatter, with digest"], found["scatter"]
-        share = 1 - without["stage"] / with_digest["stage"]
-        console.print(
-            f"{density:.1%}: commit {with_digest['commit'] / bench.nnz[density] * 1e9:.1f} ns per "
-            f"element; gathering and digesting old values is {share:.0%} of staging"
-        )
-        console.print(
-            f"{density:.1%}: reading takes {bench.reading[density] / without['total']:.2f} of a "
-            f"scatter, so at most {two_passes[density]:.2f} of its speed; served "
-            f"{without['total'] / with_digest['total']:.2f}"
-        )
+                digits = 2 if way == "scatter" else 1
+                cells.append("" if faster is None else f"{faster:.{digits}f}")
+            rows.append(cells)
+    frame.show(
+        f"Qwen3, {numel / 1e6:.0f} million parameters, {live.nbytes / 1e6:.0f} MB, on "
+        f"{options.device}; {options.threads} threads, fastest of {options.runs} runs; "
+        "all ways leave a load's bits",
+        ("density", "nnz", "way", "ms", "stage", "commit", "x masked", "x vLLM", "/ scatter"),
+        rows,
+    )
     result: dict[str, Any] = {}
     ways = {"scatter": "scatter", "served": "scatter, with digest"}
     for short, way in ways.items():
@@ -198,9 +164,8 @@ def report(
                     str(density): round(found[other]["total"] / found[way]["total"], 2)
                     for density, found in times.items()
                 }
-    two_ways = {str(density): round(ratio, 2) for density, ratio in two_passes.items()}
-    return {**result, "two_passes_vs_scatter": two_ways}
+    return result
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

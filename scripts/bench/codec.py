@@ -4,7 +4,6 @@
     python -m scripts.bench.codec --json     # the last line is JSON
     python -m scripts.bench.codec --plot docs/bytes_per_element.png      # needs matplotlib
     python -m scripts.bench.codec --real-steps 0     # needs no transformers
-    python -m scripts.bench.codec --dtype float16    # of the synthetic weights
 
 See scripts/bench/synthetic_weights.py for the synthetic weights and their changes. The real deltas
 come from a few steps of REINFORCE on the demo's policy (3M bf16 weights with fp32 masters, AdamW),
@@ -23,9 +22,7 @@ columns:
   / read     the time left of it, over that of reading both copies of the weights once, in the same
              run; "-" for the real model, which is too small to time
   apply      time of decoding and scattering over that of scattering, which uses one thread
-lines below the tables:
-  bits of a position  entropy by each tensor's density, and by the density of the elements that have
-                      the same exponent in the old weights; one pair per learning rate
+line below the tables:
   diff and encode     from two snapshots to the part of gap8_exp, compared with deltas_zstd in plain
                       torch (!=, nonzero, indexing, numpy's differences, zstd) and with reading both
                       snapshots once; all with the same number of threads
@@ -35,7 +32,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,9 +43,6 @@ import numpy as np
 import torch
 import zstandard
 from msgspec.structs import replace
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from delta_sender.diff.compare import compare
 from engine_ext.format import (
@@ -62,20 +55,19 @@ from engine_ext.format import (
 )
 from engine_ext.kernels import gather_scatter
 from engine_ext.resources import usable_cores
-from scripts import command_line
+from scripts.bench import frame
 from scripts.bench.memory_read import fastest, read_time
 from scripts.bench.synthetic_weights import (
     DENSITIES,
-    DTYPES,
     PARAM,
     Bits,
     as_differences,
+    as_tensor,
     change,
     counts_of,
     deltas_of,
     floors,
     make_weights,
-    positions_by_exponent,
 )
 
 LEARNING_RATES = (3e-7, 1e-6, 3e-6)
@@ -184,10 +176,10 @@ def measure(
 
 
 def measure_synthetic(
-    old: Bits, new: Bits, density: float, threads: int, repeats: int, dtype: str
+    old: Bits, new: Bits, density: float, threads: int, repeats: int
 ) -> list[Size]:
     """Measure all encodings of a synthetic change."""
-    values = deltas_of(old, new, threads, dtype)
+    values = deltas_of(old, new, threads)
     differences = as_differences(values, old)
     floor = floors(values, differences, counts_of(new))
     with ThreadPoolExecutor(threads) as pool:
@@ -195,10 +187,8 @@ def measure_synthetic(
     return measure(values, differences, floor, density, repeats, read_ms)
 
 
-def measure_real(
-    learning_rate: float, steps: int, repeats: int
-) -> tuple[list[Size], tuple[float, float]]:
-    """Measure all encodings of a training run's last step; also `positions_by_exponent`."""
+def measure_real(learning_rate: float, steps: int, repeats: int) -> list[Size]:
+    """Measure all encodings of a training run's last step."""
     from scripts.bench.real_steps import train
 
     training = train(learning_rate, steps)
@@ -211,20 +201,16 @@ def measure_real(
             values.append(delta)
             differences.append(replace(delta, values=found.new - found.old, differences=True))
     floor = floors(values, differences, None)
-    pairs = [(old, training.new[name]) for name, old in training.old.items()]
-    sizes = measure(values, differences, floor, training.density, repeats)
-    return sizes, positions_by_exponent(pairs)
+    return measure(values, differences, floor, training.density, repeats)
 
 
-def compare_speed(
-    old: Bits, new: Bits, threads: int, repeats: int, dtype: str
-) -> tuple[float, float, float]:
+def compare_speed(old: Bits, new: Bits, threads: int, repeats: int) -> tuple[float, float, float]:
     """Return seconds from two snapshots to a part, ours and in plain torch; and of reading them."""
     torch.set_num_threads(threads)
-    before, after = (torch.from_numpy(w.view(np.int16)).view(DTYPES[dtype]) for w in (old, new))
+    before, after = (as_tensor(one) for one in (old, new))
 
     def ours() -> bytes:
-        deltas = deltas_of(old, new, threads, dtype)
+        deltas = deltas_of(old, new, threads)
         return encode_part(deltas, encoding="gap8_exp", current_version=1)
 
     ours()
@@ -233,14 +219,12 @@ def compare_speed(
     return fastest(ours, repeats), fastest(lambda: plain_torch(before, after), repeats), reading
 
 
-def show(title: str, sizes: Sequence[Size], console: Console) -> None:
+def show(title: str, sizes: Sequence[Size]) -> None:
     """Print a table of sizes and speeds."""
     columns = ["density", "encoding", "bytes", "floor", "ratio"]
     columns += ["encode ms", "/ read", "decode ms", "/ read", "apply"]
-    console.print(f"\n{title}\n")
-    table = Table(*columns, box=box.MARKDOWN)
-    for size in sizes:
-        table.add_row(
+    rows = (
+        (
             f"{size.density:.2%}",
             size.encoding,
             *(f"{value:.3f}" for value in (size.nbytes, size.floor, size.nbytes / size.floor)),
@@ -250,7 +234,9 @@ def show(title: str, sizes: Sequence[Size], console: Console) -> None:
             f"{size.decode_ms / size.read_ms:.2f}".replace("nan", "-"),
             f"{size.apply_ratio:.2f}",
         )
-    console.print(table)
+        for size in sizes
+    )
+    frame.show(title, columns, rows)
 
 
 def positions_floor(density: Any) -> Any:
@@ -299,18 +285,15 @@ def plot(synthetic: Sequence[Size], real: Sequence[Size], file: Path) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.codec", __doc__)
+    parser = frame.make_parser("codec", __doc__)
     add = parser.add_argument
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
     add("--threads", type=int, default=usable_cores(), help="threads (default: all cores)")
     repeats_help = "runs of each measurement; the fastest counts (%(default)s)"
     add("--repeats", type=int, default=3, help=repeats_help)
-    dtype_help = "of the synthetic weights (default: %(default)s)"
-    add("--dtype", choices=[*DTYPES], default="bfloat16", help=dtype_help)
     steps_help = "steps of the real training runs, 0 for none (default: %(default)s)"
     add("--real-steps", type=int, default=5, help=steps_help)
     add("--plot", type=Path, metavar="FILE", help="draw the sizes, as PNG or SVG")
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
@@ -320,55 +303,52 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
-    threads, repeats, dtype = options.threads, options.repeats, options.dtype
-    weights = make_weights(options.elements, np.random.default_rng(0), dtype)
+    return frame.run(options, lambda _: run(options))
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure and print; return what the JSON has."""
+    threads, repeats = options.threads, options.repeats
+    weights = make_weights(options.elements, np.random.default_rng(0))
     sizes: list[Size] = []
     ours = plain = reading = 0.0
     for number, density in enumerate(DENSITIES):
         new = change(weights, density, np.random.default_rng([0, number]))
-        sizes += measure_synthetic(weights, new, density, threads, repeats, dtype)
+        sizes += measure_synthetic(weights, new, density, threads, repeats)
         if density == TIMED_AT:
-            ours, plain, reading = compare_speed(weights, new, threads, repeats, dtype)
+            ours, plain, reading = compare_speed(weights, new, threads, repeats)
 
-    console = Console(width=100)
-    show(f"synthetic, {options.elements:,} elements of {dtype}", sizes, console)
+    show(f"synthetic, {options.elements:,} elements of bfloat16", sizes)
     real: list[Size] = []
-    positions: list[str] = []
     for learning_rate in LEARNING_RATES if options.real_steps else ():
-        of_rate, (alone, known) = measure_real(learning_rate, options.real_steps, repeats)
-        real += of_rate
-        positions.append(f"{alone:.2f} and {known:.2f}")
+        real += measure_real(learning_rate, options.real_steps, repeats)
     if real:
-        show("real, by learning rate", real, console)
-        saved = ", ".join(positions)
-        console.print(f"bits of a position, without and with the old exponents: {saved}")
+        show("real, by learning rate", real)
     if options.plot:
         plot(sizes, real, options.plot)
-    console.print(
+    print(
         f"{options.elements:,} elements, {threads} thread(s), {TIMED_AT:.0%} changed: diff "
         f"and encode of gap8_exp {ours * 1e3:.0f} ms, {ours / reading:.2f} times reading both "
         f"copies; deltas_zstd in plain torch {plain * 1e3:.0f} ms: {plain / ours:.2f} times "
         "as fast"
     )
-    if options.json:
-        found: dict[str, Any] = {}
-        for prefix, group in (("", sizes), ("real_", real)):
-            for size in group:
-                columns = {
-                    "bytes_per_element": size.nbytes,
-                    "floor": size.floor,
-                    "decode_and_scatter_vs_scatter": size.apply_ratio,
-                }
-                if not prefix:
-                    columns["encode_alone_vs_read"] = size.encode_ms / size.read_ms
-                    columns["decode_vs_read"] = size.decode_ms / size.read_ms
-                for key, value in columns.items():
-                    row = found.setdefault(prefix + key, {}).setdefault(size.encoding, {})
-                    row[f"{size.density:.4g}"] = round(value, 4)
-        found["encode_vs_read"] = round(ours / reading, 3)
-        found["encode_vs_plain_torch"] = round(plain / ours, 3)
-        print(json.dumps(found))
-    return 0
+    found: dict[str, Any] = {}
+    for prefix, group in (("", sizes), ("real_", real)):
+        for size in group:
+            columns = {
+                "bytes_per_element": size.nbytes,
+                "floor": size.floor,
+                "decode_and_scatter_vs_scatter": size.apply_ratio,
+            }
+            if not prefix:
+                columns["encode_alone_vs_read"] = size.encode_ms / size.read_ms
+                columns["decode_vs_read"] = size.decode_ms / size.read_ms
+            for key, value in columns.items():
+                row = found.setdefault(prefix + key, {}).setdefault(size.encoding, {})
+                row[f"{size.density:.4g}"] = round(value, 4)
+    found["encode_vs_read"] = round(ours / reading, 3)
+    found["encode_vs_plain_torch"] = round(plain / ours, 3)
+    return found
 
 
 if __name__ == "__main__":

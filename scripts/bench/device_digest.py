@@ -20,21 +20,18 @@ columns:
 from __future__ import annotations
 
 import argparse
-import json
 import timeit
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 from unittest import mock
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from engine_ext.format import Digest, device_digest, digest_on_device, tensor_digest
 from engine_ext.kernels import bits_of, host_bits
 from engine_ext.kernels.triton import runs_kernels
 from scripts import command_line
+from scripts.bench import frame
 from scripts.bench.sender_device import missing_device
 
 _HOST_ELEMENTS: Final = 1 << 30
@@ -44,28 +41,19 @@ _NAME: Final = "model.layers.0.mlp.down_proj.weight"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    parser = command_line.make_parser("scripts.bench.device_digest", __doc__)
+    parser = frame.make_parser("device_digest", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
     add("--elements", type=positive, metavar="N", default=1 << 32, help="(%(default)s)")
     add("--runs", type=positive, metavar="N", default=10, help="of each way (%(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="of the weights (%(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     if missing := missing_device(options.device):
         parser.error(missing)
-
-    def program() -> int:
-        found = _measure(options)
-        _print(options, found)
-        if options.json:
-            print(json.dumps(found), flush=True)
-        return 0
-
-    return command_line.run(program, (RuntimeError,), "interrupted")
+    return frame.run(options, lambda _: _measure(options), (RuntimeError,))
 
 
 def _measure(options: argparse.Namespace) -> dict[str, float]:
-    """Return the nanoseconds per element of each way.
+    """Print and return the nanoseconds per element of each way.
 
     Raises:
         RuntimeError: two ways disagree.
@@ -101,19 +89,16 @@ def _measure(options: argparse.Namespace) -> dict[str, float]:
     digests["host"] = tensor_digest(_NAME, host_bits(bits.cpu()), threads=8)
     if len(set(digests.values())) != 1:
         raise RuntimeError(f"the ways disagree: {digests}")
-    return found
-
-
-def _print(options: argparse.Namespace, found: dict[str, float]) -> None:
-    console = Console(markup=False, highlight=False, width=100)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "the CPU"
-    console.print(f"{options.elements:,} elements of 2 bytes on {name}; fastest of {options.runs}")
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("way", "ns", "GB/s", "x reading"):
-        table.add_column(column, justify="right")
-    for way, each in found.items():
-        table.add_row(way, f"{each:.5f}", f"{2 / each:.1f}", f"{each / found['reading']:.1f}")
-    console.print(table)
+    frame.show(
+        f"{options.elements:,} elements of 2 bytes on {name}; fastest of {options.runs}",
+        ("way", "ns", "GB/s", "x reading"),
+        (
+            (way, f"{each:.5f}", f"{2 / each:.1f}", f"{each / found['reading']:.1f}")
+            for way, each in found.items()
+        ),
+    )
+    return found
 
 
 if __name__ == "__main__":

@@ -17,16 +17,12 @@ columns:
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from engine_ext.format import (
     Limits,
@@ -46,6 +42,7 @@ from engine_ext.resources import usable_cores
 from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import DeltaApplier, StagedPart
 from scripts import command_line
+from scripts.bench import frame
 from scripts.bench.sender_device import missing_device
 
 _MATRIX: Final = (1024, 4096)
@@ -54,7 +51,7 @@ _EXPERT: Final = (768, 256)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    parser = command_line.make_parser("scripts.bench.device_staging", __doc__)
+    parser = frame.make_parser("device_staging", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
     add("--elements", type=positive, metavar="N", default=4 << 30, help="weights (%(default)s)")
     add("--runs", type=positive, metavar="N", default=5, help="of each way (%(default)s)")
@@ -62,19 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--encoding", default="gap8_ulp", help="of the part (%(default)s)")
     add("--reserved", type=positive, metavar="MB", default=1024, help="on it (%(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="of the weights (%(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     if missing := missing_device(options.device):
         parser.error(missing)
-
-    def program() -> int:
-        found = _measure(options)
-        _print(found)
-        if options.json:
-            print(json.dumps(found), flush=True)
-        return 0
-
-    return command_line.run(program, (RuntimeError,), "interrupted")
+    return frame.run(options, lambda _: _measure(options), (RuntimeError,))
 
 
 class _Model(torch.nn.Module):
@@ -128,7 +116,7 @@ def _part(model: _Model, density: float, encoding: str) -> UnpackedPart:
 
 
 def _measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the figures of each way.
+    """Print and return the figures of each way.
 
     Raises:
         RuntimeError: the kernels do not run on the device, or the ways disagree.
@@ -173,17 +161,12 @@ def _measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         found[way] = {"wall ms": min(walls) * 1e3, "CPU ms": min(cpus) * 1e3, "GPU MB": peak / 1e6}
     if any(change != changes[0] for change in changes):
         raise RuntimeError(f"the ways disagree: {changes}")
+    frame.show(
+        f"{options.elements:,} weights; {options.density:.1%} changed, {options.encoding}",
+        ("way", *found["streams"]),
+        ((way, *(f"{one:.1f}" for one in figures.values())) for way, figures in found.items()),
+    )
     return found
-
-
-def _print(found: dict[str, dict[str, float]]) -> None:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("way")
-    for column in next(iter(found.values())):
-        table.add_column(column, justify="right")
-    for way, figures in found.items():
-        table.add_row(way, *(f"{figure:.1f}" for figure in figures.values()))
-    Console(markup=False, highlight=False, width=100).print(table)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,6 @@ columns:
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -34,17 +31,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-import numpy as np
-import torch
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from delta_sender import DeltaSender, SyncError, SyncReport
 from engine_ext.resources import usable_cores
-from scripts import command_line
-from scripts.bench import synthetic_weights
+from scripts.bench import frame, synthetic_weights
 from scripts.live_engine.process import EngineError, EngineProcess
 from scripts.live_engine.registry import ENGINES
 from scripts.live_engine.tiny_models import build, load_tensors, save_checkpoint
@@ -53,8 +45,6 @@ LINKS: Final = {"1 Gbit/s": 125e6, "300 MB/s": 300e6, "10 Gbit/s": 1.25e9, "no l
 SENT_AS: Final = ("deltas", "deltas_zstd", "gap8_exp", "gap8_ulp", "auto")
 _BUCKET_BYTES: Final = 4 << 20
 _TIMEOUT_S: Final = 600.0
-
-Tensors = dict[str, torch.Tensor]
 
 
 class SlowTransport(httpx.HTTPTransport):
@@ -103,8 +93,8 @@ class LiveEngine:
     """
 
     process: EngineProcess
-    tensors: Tensors
-    other: Tensors
+    tensors: synthetic_weights.Tensors
+    other: synthetic_weights.Tensors
     runs: int
     version: int = 0
 
@@ -161,16 +151,6 @@ class LiveEngine:
         return (time.perf_counter() - start) * 1e3
 
 
-def change(tensors: Tensors, density: float) -> Tensors:
-    """Return the tensors with some elements changed, see `synthetic_weights`."""
-    rng, changed = np.random.default_rng(0), {}
-    for name, tensor in tensors.items():
-        bits = tensor.contiguous().view(-1).view(torch.int16).numpy().view(np.uint16)
-        after = synthetic_weights.change(bits, density, rng).view(np.int16)
-        changed[name] = torch.from_numpy(after).view(torch.bfloat16).view(tensor.shape)
-    return changed
-
-
 def measure(
     options: argparse.Namespace, scratch: Path, console: Console
 ) -> dict[str, dict[str, Measured]]:
@@ -188,7 +168,12 @@ def measure(
     log = scratch / "engine.log"
     with kind(base, enable_delta=True, extra_env=threads, log_path=log) as process:
         tensors = load_tensors(base)
-        engine = LiveEngine(process, tensors, change(tensors, options.density), options.runs)
+        engine = LiveEngine(
+            process,
+            tensors,
+            synthetic_weights.change_tensors(tensors, options.density),
+            options.runs,
+        )
         found: dict[str, dict[str, Measured]] = {link: {} for link in LINKS}
         rounds = [(way, link) for way in (*SENT_AS, "full") for link in LINKS]
         for way, link in track(rounds, "syncing", console=console, transient=True):
@@ -203,9 +188,9 @@ def measure(
     return found
 
 
-def show(found: Mapping[str, Mapping[str, Measured]], console: Console) -> None:
+def show(title: str, found: Mapping[str, Mapping[str, Measured]]) -> None:
     """Print the figures by way and link."""
-    table = Table("", *(f"{link}: ms" for link in found), "pause ms", "bytes", box=box.MARKDOWN)
+    rows = []
     first = next(iter(found.values()))
     for way in first:
         cells = [of_link[way] for of_link in found.values()]
@@ -213,13 +198,13 @@ def show(found: Mapping[str, Mapping[str, Measured]], console: Console) -> None:
         sizes = ", ".join(f"{size:,}" for size in sorted({cell.nbytes for cell in cells}))
         sizes = sizes if way in ("auto", "full") else f"{cells[-1].nbytes:,}"
         times = [f"{cell.ms:.0f}-{cell.slowest_ms:.0f}" for cell in cells]
-        table.add_row(way, *times, f"{pause:.0f}", sizes)
-    console.print(table)
+        rows.append([way, *times, f"{pause:.0f}", sizes])
+    frame.show(title, ["", *(f"{link}: ms" for link in found), "pause ms", "bytes"], rows)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     epilog = "exit status: 0 measured; 1 the engine failed; 2 bad usage; 130 interrupted"
-    parser = command_line.make_parser("scripts.bench.end_to_end", __doc__, epilog)
+    parser = frame.make_parser("end_to_end", __doc__, epilog)
     add = parser.add_argument
     add("--engine", choices=sorted(ENGINES), default="vllm", help="engine to sync (%(default)s)")
     add("--layers", type=int, default=8, help="layers of its model (default: %(default)s)")
@@ -227,30 +212,26 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--runs", type=int, default=5, help="syncs of each way (default: %(default)s)")
     cores = usable_cores()
     add("--threads", type=int, default=cores, help="the engine's OMP_NUM_THREADS (%(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
-
-    def program() -> int:
-        console = Console(width=120, markup=False, highlight=False)
-        with tempfile.TemporaryDirectory(prefix="delta-bench-") as scratch:
-            found = measure(options, Path(scratch), console)
-        nbytes = next(iter(found.values()))["reload"].nbytes
-        kind = ENGINES[options.engine].name
-        console.print(f"{kind}, {nbytes:,} bytes of weights, {options.density:.1%} changed")
-        show(found, console)
-        if options.json:
-            rows = {link: {way: asdict(m) for way, m in by.items()} for link, by in found.items()}
-            print(json.dumps({"engine": options.engine, "syncs": rows}))
-        return 0
-
     failures = (EngineError, SyncError, httpx.HTTPError)
-    return command_line.run(program, failures, "interrupted; the engine is stopped")
+    stopped = "interrupted; the engine is stopped"
+    return frame.run(options, lambda folder: run(options, folder), failures, stopped)
+
+
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Measure and print; return what the JSON has."""
+    found = measure(options, folder, Console(width=120, markup=False, highlight=False))
+    nbytes = next(iter(found.values()))["reload"].nbytes
+    kind = ENGINES[options.engine].name
+    show(f"{kind}, {nbytes:,} bytes of weights, {options.density:.1%} changed", found)
+    rows = {link: {way: asdict(m) for way, m in by.items()} for link, by in found.items()}
+    return {"engine": options.engine, "syncs": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -19,8 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -36,23 +34,21 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from delta_sender import LogSender
 from engine_ext.log import open_log
 from engine_ext.settings import Settings
 from engine_ext.store_urls import store_url
 from scripts import command_line
+from scripts.bench import frame
 from scripts.bench.pipeline_link import HOST, Direction
 from scripts.bench.pipeline_receiver import serve
-from scripts.bench.synthetic_weights import change, make_weights
+from scripts.bench.server_process import process
+from scripts.bench.synthetic_weights import Tensors, as_tensor, change_tensors, make_weights
 
 _ENDPOINT: Final = "AWS_ENDPOINT_URL"
 _TENSORS: Final = 8
 _BUCKET_BYTES: Final = 8 << 20  # of a part before compression
-_START_S: Final = 600.0
 _LOOK_S: Final = 3600.0  # nobody looks without a request
 
 
@@ -91,34 +87,17 @@ class _Counted:
         return data
 
 
-def make_tensors(elements: int) -> dict[str, torch.Tensor]:
+def make_tensors(elements: int) -> Tensors:
     """Return the weights that all receivers load."""
-    rng, share = np.random.default_rng(0), elements // _TENSORS
+    rng, share = np.random.default_rng(1), elements // _TENSORS
     return {
-        f"layers.{n}.weight": torch.from_numpy(make_weights(share, rng).view(np.int16))
-        .view(torch.bfloat16)
-        .reshape(-1, 1024)
+        f"layers.{n}.weight": as_tensor(make_weights(share, rng)).reshape(-1, 1024)
         for n in range(_TENSORS)
     }
 
 
-def trained(tensors: dict[str, torch.Tensor], density: float) -> dict[str, torch.Tensor]:
-    """Return the weights after a step."""
-    rng = np.random.default_rng(1)
-    return {
-        name: torch.from_numpy(
-            change(tensor.reshape(-1).view(torch.int16).numpy().view(np.uint16), density, rng).view(
-                np.int16
-            )
-        )
-        .view(torch.bfloat16)
-        .reshape(tensor.shape)
-        for name, tensor in tensors.items()
-    }
-
-
-def _receive(pipe: Any, port: int, settings: Settings, elements: int, threads: int) -> None:
-    torch.set_num_threads(threads)
+def _receive(pipe: Any, port: int, settings: Settings, elements: int) -> None:
+    torch.set_num_threads(1)
     serve(pipe, make_tensors(elements), settings, port)
 
 
@@ -129,9 +108,7 @@ def receivers(
     """Run the receivers; yield the roots of their servers."""
     ports = _free_ports(options.receivers)
     urls = [f"http://{HOST}:{port}" for port in ports]
-    context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
-        pipes = []
         for number, port in enumerate(ports):
             cache = folder / f"cache{number}"
             cache.mkdir(mode=0o700)
@@ -143,17 +120,7 @@ def receivers(
                 peers=tuple(urls) if peers else (),
                 own_url=urls[number] if peers else None,
             )
-            ours, theirs = context.Pipe()
-            arguments = (theirs, port, settings, options.megaparams << 20, 1)
-            process = context.Process(target=_receive, args=arguments, daemon=True)
-            process.start()
-            stack.callback(process.join)
-            stack.callback(process.terminate)
-            pipes.append(ours)
-        for pipe in pipes:
-            if not pipe.poll(_START_S):
-                raise TimeoutError("a receiver has not started")
-            pipe.recv()
+            stack.enter_context(process(_receive, port, settings, options.megaparams << 20))
         yield urls
 
 
@@ -174,7 +141,7 @@ def measure(options: argparse.Namespace, *, peers: bool) -> dict[str, Any]:
             try:
                 with receivers(log, Path(folder), options, peers) as urls:
                     os.environ[_ENDPOINT] = direct
-                    sender.sync(trained(tensors, options.density).items())
+                    sender.sync(change_tensors(tensors, options.density).items())
                     before, start = relay.carried, time.perf_counter()
                     with ThreadPoolExecutor(len(urls)) as pool:
                         answers = list(pool.map(_catch_up, urls))
@@ -205,34 +172,34 @@ def _catch_up(url: str) -> dict[str, Any]:
     return found
 
 
-def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
+def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
     names = ("receivers", "peers", "parts", "MB of the version", "MB from the store", "times")
-    table = Table(*names, "MB from peers", "seconds", box=box.MARKDOWN)
-    for row in rows:
-        size = row["version_bytes"]
-        table.add_row(
+    cells = (
+        (
             str(row["receivers"]),
             "yes" if row["peers"] else "no",
             str(row["parts"]),
-            f"{size / 1e6:.1f}",
+            f"{row['version_bytes'] / 1e6:.1f}",
             f"{row['from_store'] / 1e6:.1f}",
-            f"{row['from_store'] / size:.2f}",
+            f"{row['from_store'] / row['version_bytes']:.2f}",
             f"{row['from_peers'] / 1e6:.1f}",
             f"{row['seconds']:.1f}",
         )
-    console.print(table)
+        for row in rows
+    )
+    link = f"a link of {rows[0]['megabytes_per_second']:g} MB/s to the store"
+    frame.show(link, (*names, "MB from peers", "seconds"), cells)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.fan_out", __doc__)
+    parser = frame.make_parser("fan_out", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
     add("url", type=store_url, help="where the logs are put; on a store on this host")
     add("--receivers", type=positive, default=8, metavar="N", help="(%(default)s)")
     add("--megaparams", type=positive, default=64, metavar="N", help="of the model (%(default)s)")
     add("--density", type=float, default=0.1, help="share that changes (%(default)s)")
     add("--megabytes-per-second", type=float, default=25.0, help="of the link (%(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     if not os.environ.get(_ENDPOINT):
         parser.error(f"set {_ENDPOINT} to the store's endpoint on this host")
@@ -242,11 +209,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
+    return frame.run(options, lambda _: run(options))
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and print; return the rows of the table."""
     rows = [measure(options, peers=peers) for peers in (False, True)]
-    show(rows, Console(width=140))
-    if options.json:
-        print(json.dumps(rows))
-    return 0
+    show(rows)
+    return rows
 
 
 if __name__ == "__main__":

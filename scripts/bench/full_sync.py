@@ -12,8 +12,7 @@ engines do whose weights fit into it; all but the first one use the memory of th
 stages:
   read, three times     of all weights, by as many threads
   decode                verify the parts' checksums and headers, several parts at once
-  stage                 find the places, digest the new values (and, if the parts say what they
-                        change, the old ones)
+  stage                 find the places, digest the new values
   commit                checks, old values into the undo log, new ones into memory
 columns:
   ms, x read            milliseconds, and over three reads
@@ -23,19 +22,13 @@ columns:
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from scripts import command_line
+from scripts.bench import frame
 
 _READ: Final = "read, three times"
 _PART_BYTES: Final = 64 << 20  # a sender's default; a larger tensor is a part of its own
@@ -52,21 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # torch reads it when it is imported
-
-    def program() -> int:
-        result = run(options)
-        if options.json:
-            print(json.dumps(result), flush=True)
-        return 0
-
-    return command_line.run(program, (RuntimeError,), "interrupted")
+    return frame.run(options, lambda _: run(options), (RuntimeError,))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.full_sync", __doc__, _EPILOG)
-    command_line.add_model_options(parser, runs=7, layers=8)
-    change_help = "the parts have the digests of their changes"
-    parser.add_argument("--change", action="store_true", help=change_help)
+    parser = frame.make_parser("full_sync", __doc__, _EPILOG)
+    frame.add_model_options(parser, runs=7, layers=8)
     return parser.parse_args(arguments)
 
 
@@ -131,17 +115,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for flipped in (1, 0):
         bodies = []
         for number, names in enumerate(groups):
-            deltas, change = [], Digest.ZERO
+            deltas = []
             for name in names:
                 values = host_bits(bits_of(base[name].view(-1))) ^ flipped
                 shape = tuple(base[name].shape)
                 deltas.append(ParamDelta(name, "bfloat16", shape, None, values))
-                after = tensor_digest(name, values, threads=options.threads)
-                change, digests[name] = change + after - digests[name], after
+                digests[name] = tensor_digest(name, values, threads=options.threads)
             metadata: Any = {"current_version": 1, "full": True}
             metadata |= {"part": number, "num_parts": len(groups)}
-            if options.change:
-                metadata["digest_part"] = change.hex()
             # Memory that could be written to, like the spool file that an engine maps.
             bodies.append(bytearray(encode_part(deltas, encoding="indices", **metadata)))
         syncs.append(bodies)
@@ -184,20 +165,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     seconds["full sync"] = sum(one[0] for one in ours), sum(one[1] for one in ours)
     size, ratio = sum(p.nbytes for p in model.parameters()), seconds["full sync"][0]
     ratio /= seconds[_READ][0]
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
-    console.print(
+    frame.show(
         f"{size / 1e6:.0f} MB of bfloat16 weights, {options.threads} threads, fastest of "
-        f"{2 * options.runs} runs"
+        f"{2 * options.runs} runs",
+        ("stage", "ms", "x read", "CPU ms"),
+        (
+            (stage, f"{ms * 1e3:.1f}", f"{ms / seconds[_READ][0]:.2f}", f"{cpu * 1e3:.1f}")
+            for stage, (ms, cpu) in seconds.items()
+        ),
     )
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("stage", "ms", "x read", "CPU ms"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    for stage, (clock, processors) in seconds.items():
-        read = clock / seconds[_READ][0]
-        table.add_row(stage, f"{clock * 1e3:.1f}", f"{read:.2f}", f"{processors * 1e3:.1f}")
-    console.print(table)
     return {"bytes": size, "threads": options.threads, "seconds": seconds, "ratio": ratio}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

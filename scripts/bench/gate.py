@@ -26,7 +26,7 @@ from scripts.bench import codec
 
 STORED: Final = Path(__file__).with_name("ratios.json")
 
-_ARGUMENTS: Final = ("--elements", "16000000", "--real-steps", "0", "--threads", "1", "--json")
+_ARGUMENTS: Final = ("--elements", "16000000", "--real-steps", "0", "--threads", "1")
 _DENSITY: Final = "0.02"
 _MORE_BYTES: Final = 1.01
 _MORE_TIME: Final = 1.5
@@ -36,10 +36,11 @@ Ratios = Mapping[str, float]
 
 def measure(runs: int) -> Iterator[dict[str, Any]]:
     """Yield what `scripts.bench.codec` has measured, once for each run."""
+    options = codec.parse_arguments(_ARGUMENTS)
     for _ in range(runs):
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            codec.main(_ARGUMENTS)
-        yield json.loads(printed.getvalue().splitlines()[-1])
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = codec.run(options)
+        yield found
 
 
 def ratios(measured: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -89,4 +90,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -17,10 +17,7 @@ columns:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,16 +25,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from delta_sender import DeltaSender, SyncError
 from engine_ext.resources import usable_cores
 from scripts import command_line
-from scripts.bench.end_to_end import Tensors, change
-from scripts.bench.synthetic_weights import QWEN3_SIZES
+from scripts.bench import frame
+from scripts.bench.synthetic_weights import QWEN3_SIZES, Tensors, change_tensors
 from scripts.live_engine.process import EngineError, EngineProcess
 from scripts.live_engine.tiny_models import build, load_tensors
 from scripts.live_engine.vllm import VllmProcess
@@ -48,7 +43,7 @@ _DENSITY: Final = 0.02
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    parser = command_line.make_parser("scripts.bench.generation", __doc__)
+    parser = frame.make_parser("generation", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
     cores = usable_cores()
     add("--threads", type=positive, metavar="N", default=cores, help="of each (%(default)s)")
@@ -56,18 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--layers", type=positive, metavar="N", default=6, help="of the model (%(default)s)")
     add("--requests", type=positive, metavar="N", default=8, help="at once (%(default)s)")
     add("--tokens", type=positive, metavar="N", default=48, help="of each request (%(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
-
-    def program() -> int:
-        with tempfile.TemporaryDirectory(prefix="delta-bench-") as folder:
-            found = run(options, Path(folder))
-        if options.json:
-            print(json.dumps(found), flush=True)
-        return 0
-
-    failures = (EngineError, SyncError, OSError)
-    return command_line.run(program, failures, "interrupted; the engines are stopped")
+    failures, stopped = (EngineError, SyncError, OSError), "interrupted; the engines are stopped"
+    return frame.run(options, lambda folder: run(options, folder), failures, stopped)
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
@@ -100,20 +86,17 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]
         for way in _WAYS[1:]:
             found[way] |= _sync(engines[way], base, options.runs)
     numel = sum(tensor.numel() for tensor in base.values())
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
-    console.print(
-        f"Qwen3, {numel / 1e6:.0f} million parameters; {options.threads} threads; "
-        f"{options.requests} requests of {options.tokens} tokens at once"
-    )
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("vLLM", "tokens/s", "x stock", "sync ms", "pause ms"):
-        table.add_column(column, justify="right")
+    rows = []
     for way, figures in found.items():
         ratio = figures["tokens_per_s"] / found["stock"]["tokens_per_s"]
-        cells = [f"{figures['tokens_per_s']:.1f}", f"{ratio:.2f}"]
-        cells += [f"{figures[key]:.0f}" for key in ("sync_ms", "pause_ms") if key in figures]
-        table.add_row(way, *cells)
-    console.print(table)
+        rows.append([way, f"{figures['tokens_per_s']:.1f}", f"{ratio:.2f}"])
+        rows[-1] += [f"{figures[key]:.0f}" for key in ("sync_ms", "pause_ms") if key in figures]
+    frame.show(
+        f"Qwen3, {numel / 1e6:.0f} million parameters; {options.threads} threads; "
+        f"{options.requests} requests of {options.tokens} tokens at once",
+        ("vLLM", "tokens/s", "x stock", "sync ms", "pause ms"),
+        rows,
+    )
     return found
 
 
@@ -133,7 +116,7 @@ def _generate(engine: EngineProcess, options: argparse.Namespace) -> float:
 
 def _sync(engine: EngineProcess, base: Tensors, runs: int) -> dict[str, float]:
     """Sync an engine back and forth; return the figures of the fastest sync."""
-    held, other = base, change(base, _DENSITY)
+    held, other = base, change_tensors(base, _DENSITY)
     best = {"sync_ms": float("inf"), "pause_ms": 0.0}
     with DeltaSender(engine.url, held.items()) as sender:
         sender.sync(held.items())  # gets the plan and digests every tensor
@@ -149,4 +132,4 @@ def _sync(engine: EngineProcess, base: Tensors, runs: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

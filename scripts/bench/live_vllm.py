@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -184,21 +183,6 @@ def scatter_apply(applier: DeltaApplier, part: DecodedPart) -> Timings:
     return {"total": end - start, "stage": middle - start, "commit": end - middle}
 
 
-def read_alone(applier: DeltaApplier, part: DecodedPart) -> float:
-    """Return the seconds in which the elements that a part changes are read, once they are found.
-
-    By as many threads as PyTorch has.
-    """
-    staged = applier.stage(part)
-    writes = [*staged.together, *(write for param in staged.params for write in param.writes)]
-    found = [write.elements for write in writes]
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        list(threads.map(lambda elements: elements.nbytes, found))  # starts the threads
-        start = time.perf_counter()
-        list(threads.map(lambda elements: elements.read(), found))
-        return time.perf_counter() - start
-
-
 def commit(applier: DeltaApplier, staged: list[StagedPart]) -> Any:
     """Commit staged parts as a rank does; return the undo log."""
     applier.check_sync(staged, full=False)
@@ -259,13 +243,11 @@ class Bench:
 
     Attributes:
         nnz: changed elements, by density; of `compare`.
-        reading: the shortest seconds of `read_alone`, by density; of `compare`.
     """
 
     def __init__(self, model: LiveModel, runs: int, seed: int, step: Callable[[str], None]) -> None:
         self.model = model
         self.nnz: dict[float, int] = {}
-        self.reading: dict[float, float] = {}
         self._runs, self._seed, self._step = runs, seed, step
 
     def compare(self, density: float) -> dict[str, Timings]:
@@ -290,8 +272,6 @@ class Bench:
                 known = found.setdefault(name, times)
                 found[name] = {phase: min(known[phase], times[phase]) for phase in times}
                 scatter_apply(self.model.plain, undo)
-            alone = read_alone(self.model.plain, part)
-            self.reading[density] = min(alone, self.reading.get(density, alone))
         return found
 
     def _loaded(self, deltas: Sequence[ParamDelta]) -> str:

@@ -20,23 +20,18 @@ columns:
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import zstandard
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from engine_ext.format import DIFFERENCES, Digest, ParamDelta, change_digest, encode_part
 from engine_ext.log import open_log
 from engine_ext.resources import usable_cores
 from scripts import command_line
+from scripts.bench import frame
 from scripts.bench.synthetic_weights import (
     Bits,
     as_differences,
@@ -52,42 +47,35 @@ _EPILOG: Final = "exit status: 0 measured; 2 bad usage; 130 interrupted"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    options = parse_arguments(arguments)
-
-    def program() -> int:
-        result = run(options.elements)
-        if options.json:
-            print(json.dumps(result), flush=True)
-        return 0
-
-    return command_line.run(program, (), "interrupted")
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.log_size", __doc__, _EPILOG)
+    parser = frame.make_parser("log_size", __doc__, _EPILOG)
     positive = command_line.at_least(1)
     parser.add_argument("--elements", type=positive, metavar="N", default=50_000_000)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    return frame.run(options, lambda _: run(options.elements))
 
 
 def run(elements: int) -> list[dict[str, Any]]:
     """Measure and print every density; return the rows."""
     rng = np.random.default_rng(0)
-    old, console = make_weights(elements, rng), Console()
+    old = make_weights(elements, rng)
     rows: list[dict[str, Any]] = []
     for density in _DENSITIES:
         new = change(old, density, rng)
         found = sizes(old, new)
         changed = int(np.count_nonzero(old != new))
         least = found["log, differences"]
-        table = Table("kept as", box=box.SIMPLE, title=f"{changed / elements:.2%} changed")
-        for column in ("bytes", "per change", "x differences"):
-            table.add_column(column, justify="right")
-        for name, size in found.items():
-            table.add_row(name, f"{size:,}", f"{size / changed:.2f}", f"{size / least:.2f}")
-            rows.append({"density": density, "kept": name, "bytes": size, "changed": changed})
-        console.print(table)
+        frame.show(
+            f"{changed / elements:.2%} changed",
+            ("kept as", "bytes", "per change", "x differences"),
+            (
+                (name, f"{size:,}", f"{size / changed:.2f}", f"{size / least:.2f}")
+                for name, size in found.items()
+            ),
+        )
+        rows += [
+            {"density": density, "kept": name, "bytes": size, "changed": changed}
+            for name, size in found.items()
+        ]
     return rows
 
 
@@ -137,4 +125,4 @@ def _logged(deltas: Sequence[ParamDelta], encoding: str, digest_part: str) -> in
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

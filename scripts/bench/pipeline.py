@@ -16,34 +16,26 @@ stages, each alone, with all threads that it has in a sync:
   stage    every part, at once, on the receiver; nothing is written yet
   cores    processor time of all of a sync's processes but the relay, over the cores: less than this
            no sync can take on this machine
-syncs:
+the sync:
   wall ms          from the trainer's tensors to the answer that the receiver has committed
   / slowest stage  that over the slowest stage alone; "cores" is none
-Every time is the least of --repeats; the ways to sync, and the stages, are timed in turn.
+Every time is the least of --repeats; syncs and stages are timed in turn.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from delta_sender import DeltaSender
 from delta_sender.diff.snapshot import Snapshot
-from delta_sender.encode import sync_round
 from delta_sender.encode.acked_state import AckedState
 from delta_sender.encode.encoding_policy import EncodingPolicy
 from delta_sender.encode.part_builder import ChangedTensors, PartBuilder
@@ -54,29 +46,14 @@ from delta_sender.run import Run
 from engine_ext.format import ENCODINGS
 from engine_ext.resources import usable_cores
 from scripts import command_line
-from scripts.bench import pipeline_link, pipeline_receiver, synthetic_weights
+from scripts.bench import frame, pipeline_link, pipeline_receiver, synthetic_weights
+from scripts.bench.server_process import process
+from scripts.bench.synthetic_weights import Tensors
 
 SPEEDS: Final = (50, 200)  # megabytes per second
 STAGES: Final = ("diff", "encode", "link", "receive", "stage", "cores")
-ENCODERS: Final = sync_round.MOST_ENCODERS
 _PARAM: Final = 1 << 22  # elements of one layer; half of a part, by default
 _NORM: Final = 1 << 12  # of these, in a tensor of their own, as a layer has small ones
-_Tensors = dict[str, torch.Tensor]
-
-
-@contextmanager
-def process(serve: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, int]]:
-    """Run a server in a process of its own; give the ports that it listens on, and its id."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        yield ours.recv(), child.pid or 0
-    finally:
-        child.terminate()
-        child.join()
 
 
 class Stages:
@@ -86,7 +63,7 @@ class Stages:
         old, new: what the snapshot holds, and what is sent.
     """
 
-    def __init__(self, old: _Tensors, new: _Tensors, options: argparse.Namespace) -> None:
+    def __init__(self, old: Tensors, new: Tensors, options: argparse.Namespace) -> None:
         self._snapshot = Snapshot(old.items(), options.encoding)
         self._new, self._options = new, options
 
@@ -129,28 +106,22 @@ class Syncs:
     """
 
     def __init__(
-        self, url: str, server: int, sides: list[_Tensors], options: argparse.Namespace
+        self, url: str, server: int, sides: list[Tensors], options: argparse.Namespace
     ) -> None:
         self._url, self._pids = url, [os.getpid(), server]
         self._sides, self._options = sides, options
         self._version = 0
 
-    def sync(self, posts: int, encoders: int) -> tuple[float, float, SyncReport]:
-        """Sync by a new sender that has read the plan; return seconds, processor time and report.
-
-        Args:
-            posts: in flight at once.
-            encoders: parts that are encoded at once, if the cores are enough.
-        """
+    def sync(self) -> tuple[float, float, SyncReport]:
+        """Sync by a sender that has read the plan; return seconds, processor time and report."""
         held, wanted = self._sides
-        sync_round.MOST_ENCODERS = encoders
         with DeltaSender(
             self._url,
             held.items(),
             base_version=self._version,
             encoding=self._options.encoding,
             bucket_bytes=self._options.bucket_bytes,
-            posts_in_flight=posts,
+            posts_in_flight=self._options.posts_in_flight,
         ) as sender:
             sender.sync(held.items())  # without changes; it also opens a connection
             start, before = time.perf_counter(), processor_time(self._pids)
@@ -162,18 +133,9 @@ class Syncs:
         return seconds, processors, report
 
 
-def ways(posts_in_flight: int) -> dict[str, tuple[int, int]]:
-    """Return the ways to sync: posts in flight, and encoders at most."""
-    return {
-        "one by one": (1, 1),
-        "posts side by side": (posts_in_flight, 1),
-        "all side by side": (posts_in_flight, ENCODERS),
-    }
-
-
-def make_tensors(bits: synthetic_weights.Bits) -> _Tensors:
+def make_tensors(bits: synthetic_weights.Bits) -> Tensors:
     """Return weights as a trainer's tensors."""
-    weights = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    weights = synthetic_weights.as_tensor(bits)
     tensors = {}
     for number, start in enumerate(range(0, bits.size, _PARAM)):
         tensors[f"model.layers.{number}.norm.weight"] = weights[start : start + _NORM]
@@ -188,7 +150,7 @@ def processor_time(pids: Sequence[int]) -> float:
 
 
 def measure(
-    megabytes_per_s: int, sides: list[_Tensors], options: argparse.Namespace
+    megabytes_per_s: int, sides: list[Tensors], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Time stages and syncs over a link of one speed."""
     old, new = sides
@@ -198,8 +160,7 @@ def measure(
     theirs = pipeline_receiver.Stages(old, bodies)
     nbytes = sum(map(len, bodies))
     stages: dict[str, list[float]] = {name: [] for name in STAGES}
-    tried = ways(options.posts_in_flight)
-    syncs: dict[str, list[float]] = {way: [] for way in tried}
+    syncs: list[float] = []
     with (
         process(pipeline_receiver.serve, old) as (port, server),
         process(pipeline_link.serve, port, speed, round_trip) as ((port, sink), _),
@@ -212,12 +173,11 @@ def measure(
             stages["link"].append(pipeline_link.send_through(sink, nbytes))
             stages["receive"].append(theirs.receive())
             stages["stage"].append(theirs.stage())
-            for way, (posts, encoders) in tried.items():
-                seconds, processors, report = syncing.sync(posts, encoders)
-                syncs[way].append(seconds)
-                stages["cores"].append(processors / usable_cores())
-                if report.parts != len(bodies):
-                    raise RuntimeError(f"{report.parts} parts, not {len(bodies)}")
+            seconds, processors, report = syncing.sync()
+            syncs.append(seconds)
+            stages["cores"].append(processors / usable_cores())
+            if report.parts != len(bodies):
+                raise RuntimeError(f"{report.parts} parts, not {len(bodies)}")
     theirs.close()
     least = {name: min(times) for name, times in stages.items()}
     slowest = max(least[name] for name in STAGES if name != "cores")
@@ -225,28 +185,13 @@ def measure(
         "bytes": nbytes,
         "parts": len(bodies),
         "stages_ms": {name: round(seconds * 1e3, 1) for name, seconds in least.items()},
-        "wall_ms": {way: round(min(times) * 1e3, 1) for way, times in syncs.items()},
-        "over_slowest": {way: round(min(times) / slowest, 2) for way, times in syncs.items()},
+        "wall_ms": round(min(syncs) * 1e3, 1),
+        "over_slowest": round(min(syncs) / slowest, 2),
     }
 
 
-def show(found: dict[int, dict[str, Any]], console: Console) -> None:
-    """Print the stages, and the syncs."""
-    table = Table("link", "parts", "bytes", *(f"{n} ms" for n in STAGES), box=box.MARKDOWN)
-    for speed, one in found.items():
-        cells = [f"{one['stages_ms'][name]:.0f}" for name in STAGES]
-        table.add_row(f"{speed} MB/s", str(one["parts"]), f"{one['bytes']:,}", *cells)
-    console.print(table)
-    table = Table("link", "sync", "wall ms", "/ slowest stage", box=box.MARKDOWN)
-    for speed, one in found.items():
-        for way, wall in one["wall_ms"].items():
-            ratio = f"{one['over_slowest'][way]:.2f}"
-            table.add_row(f"{speed} MB/s", way, f"{wall:.0f}", ratio)
-    console.print(table)
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.pipeline", __doc__)
+    parser = frame.make_parser("pipeline", __doc__)
     add = parser.add_argument
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
     add("--density", type=float, default=0.2, help="share that changes (default: %(default)s)")
@@ -255,12 +200,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--bucket-bytes", type=int, default=8 << 20, help=bucket_help)
     speed_help = "of the link in each direction; repeatable (default: 50 and 200)"
     add("--megabytes-per-second", type=int, action="append", metavar="N", help=speed_help)
-    posts_help = "unless they are posted one by one (default: %(default)s)"
+    posts_help = "parts that are posted at once (default: %(default)s)"
     add("--posts-in-flight", type=command_line.at_least(1), default=4, help=posts_help)
     trip_help = "milliseconds there and back (default: %(default)s)"
     add("--round-trip", type=float, default=40.0, help=trip_help)
     add("--repeats", type=command_line.at_least(1), default=5, help="(default: %(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     options.elements = max(1, options.elements // _PARAM) * _PARAM  # whole layers
     return options
@@ -269,20 +213,28 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
-    console = Console(width=120)
+    return frame.run(options, lambda _: run(options))
+
+
+def run(options: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """Measure and print; return the figures by the link's speed."""
     old = synthetic_weights.make_weights(options.elements, np.random.default_rng(0))
     new = synthetic_weights.change(old, options.density, np.random.default_rng(1))
     sides = [make_tensors(old), make_tensors(new)]
     speeds = options.megabytes_per_second or SPEEDS
     found = {speed: measure(speed, sides, options) for speed in speeds}
-    console.print(
+    rows = []
+    for speed, one in found.items():
+        rows.append([f"{speed} MB/s", str(one["parts"]), f"{one['bytes']:,}"])
+        rows[-1] += [f"{one['stages_ms'][name]:.0f}" for name in STAGES]
+        rows[-1] += [f"{one['wall_ms']:.0f}", f"{one['over_slowest']:.2f}"]
+    frame.show(
         f"{options.elements:,} weights, {options.density:.0%} changed, {options.encoding}, round "
-        f"trip {options.round_trip:g} ms, {usable_cores()} cores"
+        f"trip {options.round_trip:g} ms, {usable_cores()} cores",
+        ("link", "parts", "bytes", *(f"{n} ms" for n in STAGES), "wall ms", "/ slowest stage"),
+        rows,
     )
-    show(found, console)
-    if options.json:
-        print(json.dumps(found))
-    return 0
+    return found
 
 
 if __name__ == "__main__":

@@ -13,23 +13,16 @@ columns:
   weight    changed elements / elements of the quantised weight
   scale     changed elements / elements of the scale
   bytes     of the parts with both, over that of the changes in bfloat16
-  / full    bytes of the parts over those of the quantised weight and its scale
-  ms        of one core, quantising a million weights
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from delta_sender import quantize_weight
 from delta_sender.diff.compare import compare
@@ -37,9 +30,9 @@ from delta_sender.diff.quantize import FORMS
 from engine_ext.dtypes import NAME_OF_TORCH, bits_dtype
 from engine_ext.format import ENCODINGS, ParamDelta, encode_part
 from scripts import command_line
-from scripts.bench.synthetic_weights import change, make_weights
+from scripts.bench import frame
+from scripts.bench.synthetic_weights import as_tensor, change, make_weights
 
-_REPEATS = 3
 DENSITIES = (0.005, 0.01, 0.02, 0.03)
 Tensors = Mapping[str, torch.Tensor]
 
@@ -72,54 +65,48 @@ def measure(old: torch.Tensor, new: torch.Tensor, form: str, encoding: str) -> d
     deltas = deltas_of(before, after)
     weight, scale = (delta.nnz / delta.numel for delta in deltas)
     size = part_bytes(deltas, encoding)
-    times = []
-    for _ in range(_REPEATS):
-        started = time.thread_time()
-        quantize_weight(new, form)
-        times.append(time.thread_time() - started)
     return {
         "bf16": (old != new).float().mean().item(),
         "weight": weight,
         "scale": scale,
         "bytes": size / part_bytes(deltas_of({"": old}, {"": new}), encoding),
-        "/ full": size / sum(tensor.nbytes for tensor in before.values()),
-        "ms": 1e9 * min(times) / old.numel(),
     }
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.quantised_density", __doc__)
+    parser = frame.make_parser("quantised_density", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
     add("--rows", type=positive, default=4096, help="of the matrix (default: %(default)s)")
     add("--columns", type=positive, default=4096, help="of the matrix (default: %(default)s)")
     density_help = "share of the weights that change; repeatable (default: 0.5 %% to 3 %%)"
     add("--density", type=float, action="append", help=density_help)
     add("--encoding", choices=ENCODINGS, default="deltas_zstd", help="(default: %(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
+    return frame.run(options, lambda _: run(options))
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and print; return the rows of the table."""
     torch.set_num_threads(1)
     shape = options.rows, options.columns
     weights = make_weights(options.rows * options.columns, np.random.default_rng(0))
-    old = torch.from_numpy(weights.view(np.int16)).view(torch.bfloat16).view(shape)
+    old = as_tensor(weights).view(shape)
     found: list[dict[str, Any]] = []
     for number, density in enumerate(options.density or DENSITIES):
-        bits = change(weights, density, np.random.default_rng([0, number]))
-        new = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).view(shape)
+        new = as_tensor(change(weights, density, np.random.default_rng([0, number]))).view(shape)
         found += [{"form": form, **measure(old, new, form, options.encoding)} for form in FORMS]
-    table = Table("bf16", "form", "weight", "scale", "bytes", "/ full", "ms", box=box.MARKDOWN)
+    rows = []
     for row in found:
         shares = (f"{row[column]:.2%}" for column in ("weight", "scale"))
-        bytes_ = f"{row['bytes']:.2f}", f"{row['/ full']:.2%}"
-        table.add_row(f"{row['bf16']:.2%}", row["form"], *shares, *bytes_, f"{row['ms']:.1f}")
-    Console(width=100).print(table)
-    if options.json:
-        print(json.dumps(found))
-    return 0
+        rows.append([f"{row['bf16']:.2%}", row["form"], *shares, f"{row['bytes']:.2f}"])
+    title = f"{options.rows} x {options.columns} weights, {options.encoding}"
+    frame.show(title, ("bf16", "form", "weight", "scale", "bytes"), rows)
+    return found
 
 
 if __name__ == "__main__":

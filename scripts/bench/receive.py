@@ -1,7 +1,7 @@
 """Time how an HTTP process receives large parts: its CPU time, and how long its event loop stalls.
 
-    python -m scripts.bench.receive                         # 1 GiB with each server; 1 GB of memory
-    python -m scripts.bench.receive --base ../other-tree    # in turns with another source tree's
+    python -m scripts.bench.receive                # 1 GiB with each server; 1 GB of memory
+    python -m scripts.bench.receive --http h11
 
 Starts uvicorn on uvloop, as both engines run it, with the delta endpoints over an engine that does
 nothing, and posts the same part again and again from this process over loopback, as fast as it
@@ -10,16 +10,14 @@ h11 (``--http h11``). An event loop that stalls delays the tokens of every reque
 beats every millisecond.
 
 rows:
-  discard     the body is read and dropped: what uvicorn and the socket cost
-  base        the endpoint of --base
-  this tree   the endpoint
+  dropped     the body is read and dropped: what uvicorn and the socket cost
+  received    the endpoint
 columns:
   CPU-s/GB    user and system time of the server per 1e9 bytes of the body, the lowest turn
   user, sys   of it
   GB/s        in the fastest turn
   late ms     how much later than due a beat was: median, 99th percentile and maximum of a turn,
               each the lowest of all turns
-  x base      CPU-s/GB, over the base's
 """
 
 from __future__ import annotations
@@ -28,39 +26,33 @@ import argparse
 import contextlib
 import http.client
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from engine_ext.format import ParamDelta, encode_part
 from scripts import command_line
+from scripts.bench import frame
+from scripts.bench.pipeline_link import HOST
+from scripts.bench.receive_server import serve
+from scripts.bench.server_process import process
 
-_SERVER: Final = Path(__file__).with_name("receive_server.py")
-_TREE: Final = _SERVER.parents[2]
-_PATHS: Final = {"discard": "/discard"}
-_STARTS_WITHIN_S: Final = 60.0
+_PATHS: Final = {"dropped": "/discard", "received": "/update_weights_delta"}
 _PERCENTILES: Final = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 class ServerError(Exception):
-    """The server did not start, or has refused a part."""
+    """The server has refused a part."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    parser = command_line.make_parser("scripts.bench.receive", __doc__)
+    parser = frame.make_parser("receive", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
     add("--part-mb", type=positive, metavar="N", default=128, help="of 2**20 bytes (%(default)s)")
     add("--parts", type=positive, metavar="N", default=8, help="in a turn (%(default)s)")
@@ -69,39 +61,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     encodings = ("deltas", "deltas_zstd", "gap8_exp")
     add("--encoding", choices=encodings, default="deltas", help="(%(default)s)")
     add("--http", choices=("httptools", "h11"), default="httptools", help="(%(default)s)")
-    add("--base", type=Path, metavar="TREE", help="a source tree to compare with")
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
-
-    def program() -> int:
-        found = run(options)
-        if options.json:
-            print(json.dumps(found), flush=True)
-        return 0
-
-    failures = (ServerError, OSError, http.client.HTTPException)
-    return command_line.run(program, failures, "interrupted; the servers are stopped")
+    failures = (ServerError, OSError, EOFError, http.client.HTTPException)
+    stopped = "interrupted; the servers are stopped"
+    return frame.run(options, lambda _: run(options), failures, stopped)
 
 
 def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Start the servers, measure and print; return the figures of each row."""
     body = part(options.part_mb << 20, options.encoding)
-    trees = {"discard": _TREE, "base": options.base, "this tree": _TREE}
     errors = Console(stderr=True)
     with contextlib.ExitStack() as stack:
         servers = {
-            way: stack.enter_context(Server(tree.resolve(), options))
-            for way, tree in trees.items()
-            if tree is not None
+            way: Server(stack.enter_context(process(serve, options.http))[0], path)
+            for way, path in _PATHS.items()
         }
         turns: dict[str, list[dict[str, float]]] = {way: [] for way in servers}
         for turn in track(range(options.runs + 1), "receiving", console=errors):
             for way, server in servers.items():
-                figures = server.take(body, way, options)
+                figures = server.take(body, options)
                 if turn:  # the first one warms up
                     turns[way].append(figures)
     found = {way: _best(figures) for way, figures in turns.items()}
-    _print(found, options, len(body))
+    keys = ("cpu", "user", "system", "rate", *_PERCENTILES)
+    frame.show(
+        f"{options.parts} parts of {len(body) / 1e6:.0f} MB ({options.encoding}), "
+        f"{options.streams} at once; {options.http}; {options.runs} turns",
+        ("", "CPU-s/GB", "user", "sys", "GB/s", "late ms: p50", "p99", "max"),
+        ((way, *(f"{figures[key]:.2f}" for key in keys)) for way, figures in found.items()),
+    )
     return found
 
 
@@ -113,36 +101,17 @@ def part(nbytes: int, encoding: str) -> bytes:
     return encode_part([delta], encoding=encoding, current_version=1, base_version=0, part=0)
 
 
-class Server(contextlib.AbstractContextManager["Server"]):
-    """A server of a source tree's endpoints, stopped on leaving the context."""
+class Server:
+    """One path of the server that listens on a port."""
 
-    def __init__(self, tree: Path, options: argparse.Namespace) -> None:
-        path = [str(tree), str(tree / "server")]
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            self._port = listening.getsockname()[1]
-            descriptor = listening.fileno()
-            # -P: the modules next to the server's file must not hide others of the same name.
-            command = [sys.executable, "-P", str(_SERVER), "--descriptor", str(descriptor)]
-            self._process = subprocess.Popen(
-                [*command, "--http", options.http],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-                pass_fds=[descriptor],
-            )
-        try:
-            self._usage()
-        except BaseException:
-            self._stop()
-            raise
+    def __init__(self, port: int, path: str) -> None:
+        self._port, self._path = port, path
 
-    def __exit__(self, *exception: object) -> None:
-        self._stop()
-
-    def take(self, body: bytes, way: str, options: argparse.Namespace) -> dict[str, float]:
+    def take(self, body: bytes, options: argparse.Namespace) -> dict[str, float]:
         """Post a part again and again; return what that took."""
-        path = _PATHS.get(way, "/update_weights_delta")
         before, start = self._usage(), time.perf_counter()
         with ThreadPoolExecutor(options.streams) as threads:
-            list(threads.map(lambda _: self._post(path, body), range(options.parts)))
+            list(threads.map(lambda _: self._post(body), range(options.parts)))
         seconds, after = time.perf_counter() - start, self._usage()
         gigabytes = len(body) * options.parts / 1e9
         figures = {key: (after[key] - before[key]) / gigabytes for key in ("user", "system")}
@@ -153,30 +122,21 @@ class Server(contextlib.AbstractContextManager["Server"]):
         }
         return {"cpu": figures["user"] + figures["system"], "rate": gigabytes / seconds, **figures}
 
-    def _post(self, path: str, body: bytes) -> None:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port)) as connection:
+    def _post(self, body: bytes) -> None:
+        with contextlib.closing(http.client.HTTPConnection(HOST, self._port)) as connection:
             headers = {"Content-Type": "application/octet-stream"}
-            connection.request("POST", path, body, headers)
+            connection.request("POST", self._path, body, headers)
             answer = connection.getresponse()
             text = answer.read()
         if answer.status != 200:
-            raise ServerError(f"{path} answered {answer.status}: {text[:500]!r}")
+            raise ServerError(f"{self._path} answered {answer.status}: {text[:500]!r}")
 
     def _usage(self) -> dict[str, Any]:
         """Return the CPU seconds of the server, and how late its beats were since the last call."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_STARTS_WITHIN_S)
-        with contextlib.closing(connection):
+        with contextlib.closing(http.client.HTTPConnection(HOST, self._port)) as connection:
             connection.request("GET", "/bench")
             usage: dict[str, Any] = json.loads(connection.getresponse().read())
         return usage
-
-    def _stop(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 def _best(turns: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -185,22 +145,5 @@ def _best(turns: Sequence[dict[str, float]]) -> dict[str, float]:
     return {**best, **lowest, "rate": max(figures["rate"] for figures in turns)}
 
 
-def _print(found: dict[str, dict[str, float]], options: argparse.Namespace, size: int) -> None:
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
-    console.print(
-        f"{options.parts} parts of {size / 1e6:.0f} MB ({options.encoding}), "
-        f"{options.streams} at once; {options.http}; {options.runs} turns"
-    )
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("", "CPU-s/GB", "user", "sys", "GB/s", "late ms: p50", "p99", "max", "x base"):
-        table.add_column(column, justify="right")
-    for way, figures in found.items():
-        cells = [f"{figures[key]:.2f}" for key in ("cpu", "user", "system", "rate", *_PERCENTILES)]
-        if way == "this tree" and "base" in found:
-            cells.append(f"{figures['cpu'] / found['base']['cpu']:.2f}")
-        table.add_row(way, *cells)
-    console.print(table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,12 +1,10 @@
 """Serve the delta endpoints over an engine that does nothing, for scripts/bench/receive.py.
 
-Run by file, so that the endpoints are those of the source tree in PYTHONPATH. The listening socket
-is inherited; every answer of ``/bench`` begins a new measurement.
+Every answer of ``/bench`` begins a new measurement.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import resource
@@ -24,6 +22,7 @@ from delta_server.routes import attach
 from delta_server.service import DeltaService
 from engine_ext.ranks import operations as ops
 from engine_ext.settings import Settings
+from scripts.bench.pipeline_link import HOST
 
 _BEAT_S = 0.001
 
@@ -63,13 +62,18 @@ class Heart:
             self.late.append(time.perf_counter() - due)
 
 
-async def serve(listening: socket.socket, http: Any) -> None:
-    """Serve until the process is stopped."""
+def serve(pipe: Any, http: Any) -> None:
+    """Serve until the process is stopped, on a port that is sent through `pipe`."""
+    uvloop.run(_serve(pipe, http))
+
+
+async def _serve(pipe: Any, http: Any) -> None:
     service, heart = DeltaService(cast(Engine, IdleEngine()), Settings()), Heart()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         beating = asyncio.create_task(heart.beat())
+        pipe.send(listening.getsockname()[1])
         yield
         beating.cancel()
         service.intake.close()
@@ -88,22 +92,6 @@ async def serve(listening: socket.socket, http: Any) -> None:
 
     app.add_api_route("/bench", bench)
     app.add_api_route("/discard", discard, methods=["POST"])
+    listening = socket.create_server((HOST, 0))
     server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="error", access_log=False))
     await server.serve([listening])
-
-
-def main() -> None:
-    """Serve on the socket whose descriptor is given."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--descriptor", type=int, required=True)
-    parser.add_argument("--http", choices=("httptools", "h11"), required=True)
-    options = parser.parse_args()
-    with (
-        socket.socket(fileno=options.descriptor) as listening,
-        contextlib.suppress(KeyboardInterrupt),
-    ):
-        uvloop.run(serve(listening, options.http))
-
-
-if __name__ == "__main__":
-    main()

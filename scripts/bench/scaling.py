@@ -29,12 +29,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Final
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from delta_sender.encode.part_builder import most_bytes
 from scripts import command_line
+from scripts.bench import frame
 
 # By element, tensor (`param`) and byte: nanoseconds of one core. By part and sync: seconds.
 COSTS: Final = SimpleNamespace(
@@ -142,18 +139,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engines = parser.parse_args(arguments).engines
     names = list(stages(MODELS[0], _DENSITIES[0]))
     links = [f"{gbit} Gbit/s" for gbit in _GBIT]
-    table = Table("model", "changed", "GB", *names, *links, box=box.MARKDOWN)
+    rows = []
     for model in MODELS:
         for density in _DENSITIES:
             found = [least(model, density, gbit, engines) for gbit in _GBIT]
-            table.add_row(
-                model.name,
-                f"{density:.1%}",
-                f"{wire_bytes(model, density) / 1e9:.2f}",
-                *(f"{seconds:.2f}" for seconds in stages(model, density).values()),
-                *(f"{seconds:.2f} {bound}" for seconds, bound in found),
+            rows.append(
+                (
+                    model.name,
+                    f"{density:.1%}",
+                    f"{wire_bytes(model, density) / 1e9:.2f}",
+                    *(f"{seconds:.2f}" for seconds in stages(model, density).values()),
+                    *(f"{seconds:.2f} {bound}" for seconds, bound in found),
+                )
             )
-    Console(width=200).print(table)
+    frame.show(f"{engines} engine(s)", ("model", "changed", "GB", *names, *links), rows)
     return 0
 
 

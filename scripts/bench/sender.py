@@ -20,32 +20,23 @@ are copied to the host. With --snapshot-on host every diff copies the snapshot t
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from delta_sender.diff.compare import Comparisons, Difference
+from delta_sender.diff.compare import Difference
 from delta_sender.diff.device import SNAPSHOT_ON
 from delta_sender.publish.bandwidth import LinkSpeed
 from delta_sender.publish.destination import Destination
 from delta_sender.publish.multi_sender import MultiSender
 from engine_ext.kernels import gather_scatter
 from engine_ext.resources import usable_cores
-from scripts import command_line
-from scripts.bench import sender_device, synthetic_weights
+from scripts.bench import frame, sender_device, synthetic_weights
 from scripts.bench.memory_read import fastest, read_time
-
-_Bits = NDArray[np.uint16]
-_Tensors = dict[str, torch.Tensor]
+from scripts.bench.synthetic_weights import Bits, Tensors
 
 
 class SimulatedDestination(Destination):
@@ -65,7 +56,7 @@ class SimulatedDestination(Destination):
         return answer
 
 
-def simulated_sender(base: _Tensors, bytes_per_s: float, **options: Any) -> MultiSender:
+def simulated_sender(base: Tensors, bytes_per_s: float, **options: Any) -> MultiSender:
     """Return a sender whose only engine is behind a simulated link."""
     return MultiSender(
         ["http://nobody"],
@@ -75,21 +66,7 @@ def simulated_sender(base: _Tensors, bytes_per_s: float, **options: Any) -> Mult
     )
 
 
-def diff(old: _Bits, new: _Bits, pool: ThreadPoolExecutor) -> list[Difference]:
-    """Find the changes as a sync does."""
-    comparisons = Comparisons(pool, streams=True)
-    begun = [
-        comparisons.begin(
-            gather_scatter.signed(old[param]),
-            gather_scatter.signed(new[param]),
-            f"model.layers.{number}.weight",
-        )
-        for number, param in enumerate(synthetic_weights.params(old))
-    ]
-    return [wait() for wait in begun]
-
-
-def refresh(snapshot: _Bits, found: Sequence[Difference], pool: ThreadPoolExecutor) -> None:
+def refresh(snapshot: Bits, found: Sequence[Difference], pool: ThreadPoolExecutor) -> None:
     """Write the changes into the snapshot as a sync does."""
 
     def write(item: tuple[slice, Difference]) -> None:
@@ -100,7 +77,7 @@ def refresh(snapshot: _Bits, found: Sequence[Difference], pool: ThreadPoolExecut
         pass
 
 
-def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str, float]:
+def measure(old: Bits, density: float, options: argparse.Namespace) -> dict[str, float]:
     """Return the seconds of every pass at one density."""
     threads, repeats = options.threads, options.repeats
     number = synthetic_weights.DENSITIES.index(density)
@@ -112,7 +89,7 @@ def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str
             here, there, options.snapshot_on, nnz, lambda do: fastest(do, repeats)
         )
     with ThreadPoolExecutor(threads) as pool:
-        found = diff(old, new, pool)
+        found = synthetic_weights.compare(old, new, pool, digested=True)
         if sum(one.indices.size for one in found) != np.count_nonzero(old != new):
             raise AssertionError("the diff did not find every change")
         snapshot = old.copy()
@@ -123,7 +100,9 @@ def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str
         rounds = [
             {
                 "read": read_time(old, new, pool, 1),
-                "diff": fastest(lambda: diff(old, new, pool), 1),
+                "diff": fastest(
+                    lambda: synthetic_weights.compare(old, new, pool, digested=True), 1
+                ),
                 "refresh": fastest(lambda: refresh(snapshot, found, pool), 1),
             }
             for _ in range(repeats)
@@ -131,34 +110,34 @@ def measure(old: _Bits, density: float, options: argparse.Namespace) -> dict[str
         return {what: min(times[what] for times in rounds) for what in rounds[0]}
 
 
-def tensors(weights: _Bits, device: str = "cpu") -> _Tensors:
+def tensors(weights: Bits, device: str = "cpu") -> Tensors:
     """Return the weights as a trainer's tensors."""
     return {
-        f"model.layers.{number}.weight": _tensor(weights[param]).to(device)
+        f"model.layers.{number}.weight": synthetic_weights.as_tensor(weights[param]).to(device)
         for number, param in enumerate(synthetic_weights.params(weights))
     }
 
 
-def _tensor(bits: _Bits) -> torch.Tensor:
-    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-
-
-def show_passes(rows: dict[float, dict[str, float]], numel: int, console: Console) -> None:
+def show_passes(rows: dict[float, dict[str, float]], options: argparse.Namespace) -> None:
     """Print the seconds of the passes by density."""
     columns = ("density", "read ms", "diff ms", "diff / read", "refresh ms", "refresh / read")
-    table = Table(*columns, box=box.MARKDOWN)
+    table = []
     for density, times in rows.items():
         cells = [f"{density:.1%}", f"{times['read'] * 1e3:.1f}"]
         for what in ("diff", "refresh"):
             cells += [f"{times[what] * 1e3:.1f}", f"{times[what] / times['read']:.2f}"]
-        table.add_row(*cells)
-    console.print(table)
-    rate = 4 * numel / min(times["read"] for times in rows.values()) / 1e9
-    console.print(f"both copies are read at {rate:.1f} GB/s")
+        table.append(cells)
+    rate = 4 * options.elements / min(times["read"] for times in rows.values()) / 1e9
+    frame.show(
+        f"{options.elements:,} elements, {options.threads} thread(s); both copies are read at "
+        f"{rate:.1f} GB/s",
+        columns,
+        table,
+    )
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.sender", __doc__)
+    parser = frame.make_parser("sender", __doc__)
     add = parser.add_argument
     add("--elements", type=int, default=200_000_000, help="weights (default: %(default)s)")
     add("--threads", type=int, default=usable_cores(), help="threads (default: all cores)")
@@ -166,7 +145,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of the tensors (%(default)s)")
     on_help = "where the snapshot of CUDA tensors is, see DeltaSender (default: %(default)s)"
     add("--snapshot-on", choices=SNAPSHOT_ON, default="auto", help=on_help)
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     if missing := sender_device.missing_device(options.device):
         parser.error(missing)
@@ -177,21 +155,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
-    console = Console(width=120)
+    return frame.run(options, lambda _: run(options))
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure and print; return the passes' times over those of reading."""
     old = synthetic_weights.make_weights(options.elements, np.random.default_rng(0))
     rows = {density: measure(old, density, options) for density in synthetic_weights.DENSITIES}
-    console.print(f"{options.elements:,} elements, {options.threads} thread(s)")
-    show_passes(rows, options.elements, console)
-
-    found: dict[str, Any] = {
+    show_passes(rows, options)
+    return {
         f"{what}_vs_read": {
             str(density): round(times[what] / times["read"], 3) for density, times in rows.items()
         }
         for what in ("diff", "refresh")
     }
-    if options.json:
-        print(json.dumps(found))
-    return 0
 
 
 if __name__ == "__main__":

@@ -22,10 +22,8 @@ columns:
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -35,9 +33,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from engine_ext.format import (
     Limits,
@@ -55,6 +50,7 @@ from engine_ext.resources import usable_cores
 from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import BackgroundStaging, DeltaApplier
 from scripts import command_line
+from scripts.bench import frame
 
 _ROWS: Final = 4096
 _COLUMNS: Final = 3072
@@ -65,7 +61,7 @@ _Weights = dict[str, torch.Tensor]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    parser = command_line.make_parser("scripts.bench.staging", __doc__)
+    parser = frame.make_parser("staging", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
     add("--ranks", type=positive, metavar="N", default=8, help="(%(default)s)")
     add("--runs", type=positive, metavar="N", default=5, help="of each way (%(default)s)")
@@ -74,18 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--density", type=float, metavar="X", default=0.02, help="changed (%(default)s)")
     add("--encoding", default="gap8_exp", help="of the parts (%(default)s)")
     add("--read-workers", type=positive, metavar="N", default=4, help="of a rank (%(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
-
-    def program() -> int:
-        with tempfile.TemporaryDirectory(prefix="delta-bench-", dir=_folder()) as folder:
-            found = _run(options, Path(folder))
-        _print(options, found)
-        if options.json:
-            print(json.dumps(found), flush=True)
-        return 0
-
-    return command_line.run(program, (RuntimeError, OSError), "interrupted")
+    return frame.run(options, lambda _: _run(options), (RuntimeError, OSError))
 
 
 def _folder() -> str | None:
@@ -264,8 +250,24 @@ def _take_in(body: bytes, folder: Path) -> Path:
     return path
 
 
-def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    rig = _Rig(options, folder)
+def _run(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="delta-bench-", dir=_folder()) as folder:
+        found = _measure(_Rig(options, Path(folder)), options)
+    figures = ("intake_ms", "cpu_s", "wall_ms", "peak_mb")
+    frame.show(
+        f"{found['elements'] / 1e6:.0f} million weights on {options.ranks} ranks, "
+        f"{options.density:.1%} changed, {found['bytes'] / 1e6:.1f} MB of {options.encoding}; "
+        f"{usable_cores()} cores, least of {options.runs} runs",
+        (f"of {found['parts']} parts", *(one.replace("_", " ") for one in figures)),
+        (
+            (way, *(f"{found[way][figure]:.{2 * (figure == 'cpu_s')}f}" for figure in figures))
+            for way in ("one part", "one after another", "side by side")
+        ),
+    )
+    return found
+
+
+def _measure(rig: _Rig, options: argparse.Namespace) -> dict[str, Any]:
     one, several = (_bodies(rig.weights, options, parts) for parts in (1, options.parts))
     ways: dict[str, Callable[[], dict[str, float]]] = {
         "one part": lambda: rig.measure(one, at_once=True),
@@ -287,22 +289,5 @@ def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"elements": numel, "bytes": sum(map(len, one)), "parts": len(several), **least}
 
 
-def _print(options: argparse.Namespace, found: dict[str, Any]) -> None:
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
-    console.print(
-        f"{found['elements'] / 1e6:.0f} million weights on {options.ranks} ranks, "
-        f"{options.density:.1%} changed, {found['bytes'] / 1e6:.1f} MB of {options.encoding}; "
-        f"{usable_cores()} cores, least of {options.runs} runs"
-    )
-    figures = ("intake_ms", "cpu_s", "wall_ms", "peak_mb")
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in (f"of {found['parts']} parts", *(one.replace("_", " ") for one in figures)):
-        table.add_column(column, justify="right")
-    for way in ("one part", "one after another", "side by side"):
-        cells = (f"{found[way][figure]:.{2 * (figure == 'cpu_s')}f}" for figure in figures)
-        table.add_row(way, *cells)
-    console.print(table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,7 +1,6 @@
 """Time what delta updates add to the start of an engine, stage by stage.
 
     python -m scripts.bench.startup                          # 5 GB of memory
-    python -m scripts.bench.startup --base ../other-tree     # in turns with another source tree's
     python -m scripts.bench.startup --layers 2 --turns 1     # to see whether it works
 
 Builds a random model of Qwen3's shape in bfloat16, writes it as a checkpoint into a temporary
@@ -26,43 +25,34 @@ columns:
                         done once per process, such as loading compiled loops
   x load                over the load's time
   CPU s per GB          of all threads, which other work on the machine changes less
-  base, x base          --base's seconds per GB, and this tree's over them
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from scripts import command_line
+from scripts.bench import frame
 from scripts.bench.loaded_model import load_weights, make_model, read_checkpoint, write_checkpoint
 
 if TYPE_CHECKING:
     import torch
 
 _WORDS: Final = 1 << 18  # that a thread reads at a time
-_TREE: Final = Path(__file__).parents[2]
 _IMPORTED: Final = ("numba", "torch._dynamo")  # by both engines, before they load a model
 _NOT_ADDED: Final = ("load", "reading, three times")
 _ALL: Final = "all that is added"
 _EPILOG: Final = """\
-With --json the last line on stdout is one JSON object: bytes, threads, and of this tree seconds
-(by stage, on the clock and of all processors), first (the same of first start-ups), base (the
-same as seconds, of the other tree, if any).
+With --json the last line on stdout is one JSON object: bytes, threads, seconds (by stage, on the
+clock and of all processors), first (the same of first start-ups).
 
 exit status: 0 measured; 1 a tensor is not certified; 2 bad usage; 130 interrupted
 """
@@ -72,29 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parse_arguments(arguments)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # torch reads it when it is imported
-
-    def program() -> int:
-        if options.measure is not None:
-            print(json.dumps(one_turn(options)), flush=True)
-            return 0
-        with tempfile.TemporaryDirectory(prefix="delta-bench-") as folder:
-            result = run(options, Path(folder))
-        if options.json:
-            print(json.dumps(result), flush=True)
-        return 0
-
-    failures = (RuntimeError, subprocess.CalledProcessError)
-    return command_line.run(program, failures, "interrupted; the checkpoint is deleted")
+    stopped = "interrupted; the checkpoint is deleted"
+    return frame.run(options, lambda folder: run(options, folder), (RuntimeError,), stopped)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_line.make_parser("scripts.bench.startup", __doc__, _EPILOG)
-    command_line.add_model_options(parser, runs=3, layers=35)
-    add = parser.add_argument
-    turns = command_line.at_least(1)
-    add("--turns", type=turns, metavar="N", default=3, help="processes of each tree (%(default)s)")
-    add("--base", type=Path, metavar="TREE", help="a source tree to compare with")
-    add("--measure", type=Path, help=argparse.SUPPRESS)  # of a turn's process: the checkpoint
+    parser = frame.make_parser("startup", __doc__, _EPILOG)
+    frame.add_model_options(parser, runs=3, layers=35)
+    turns, turns_help = command_line.at_least(1), "processes (%(default)s)"
+    parser.add_argument("--turns", type=turns, metavar="N", default=3, help=turns_help)
     return parser.parse_args(arguments)
 
 
@@ -187,40 +163,16 @@ def reading_time(model: torch.nn.Module, threads: int) -> float:
         return fastest(lambda: list(pool.map(lambda pair: loop(*pair), halves)), 3)
 
 
-def one_turn(options: argparse.Namespace) -> list[Times]:
-    """Start up again and again in this process; return the times of each run."""
+def one_turn(options: argparse.Namespace, folder: Path) -> list[Times]:
+    """Start up from a checkpoint again and again; return the times of each run."""
     for name in _IMPORTED:
         importlib.import_module(name)
     times = []
     for _ in range(options.runs):
-        found = measure(options.layers, options.measure, options.threads)
+        found = measure(options.layers, folder, options.threads)
         added = [one for stage, one in found.items() if stage not in _NOT_ADDED]
         found[_ALL] = sum(one[0] for one in added), sum(one[1] for one in added)
         times.append(found)
-    return times
-
-
-def turn_of(tree: Path, options: argparse.Namespace, folder: Path) -> list[Times]:
-    """Run `one_turn` of a source tree in a process of its own.
-
-    Raises:
-        subprocess.CalledProcessError: it failed.
-    """
-    numbers = {"--layers": options.layers, "--runs": options.runs, "--threads": options.threads}
-    arguments = [str(one) for pair in numbers.items() for one in pair]
-    with tempfile.TemporaryDirectory(prefix="delta-bench-") as root:
-        # This tree's scripts with the other tree's code.
-        (Path(root) / "engine_ext").symlink_to(tree / "engine_ext")
-        (Path(root) / "scripts").symlink_to(_TREE / "scripts")
-        command = [sys.executable, "-P", "-m", "scripts.bench.startup", "--measure", str(folder)]
-        done = subprocess.run(
-            [*command, *arguments],
-            env={**os.environ, "PYTHONPATH": root},
-            stdout=subprocess.PIPE,
-            check=True,
-            text=True,
-        )
-    times: list[Times] = json.loads(done.stdout.splitlines()[-1])
     return times
 
 
@@ -240,40 +192,24 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     size = sum(one.nbytes for one in model.parameters())
     write_checkpoint(model, folder)
     del model
-    trees = {"base": options.base, "this tree": _TREE}
-    turns: dict[str, list[list[Times]]] = {}
+    turns: list[list[Times]] = []
     for _ in range(options.turns):
-        for name, tree in trees.items():
-            if tree is not None:
-                turns.setdefault(name, []).append(turn_of(tree.resolve(), options, folder))
-    found = {name: least(one for turn in of for one in turn) for name, of in turns.items()}
-    first = least(turn[0] for turn in turns["this tree"])
-    _print(options, size, found, first)
-    result = {"bytes": size, "threads": options.threads, "seconds": found["this tree"]}
-    return {**result, "first": first, "base": found.get("base")}
-
-
-def _print(options: argparse.Namespace, size: int, found: dict[str, Times], first: Times) -> None:
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
-    console.print(
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            turns.append(process.submit(one_turn, options, folder).result())
+    found = least(one for turn in turns for one in turn)
+    first = least(turn[0] for turn in turns)
+    per_gb, rows = 1e9 / size, []
+    for stage, (clock, processors) in found.items():
+        cells = [clock * per_gb, first[stage][0] * per_gb, clock / found["load"][0]]
+        rows.append([stage, *(f"{cell:.2f}" for cell in (*cells, processors * per_gb))])
+    frame.show(
         f"{size / 1e9:.2f} GB of bfloat16 weights, {options.threads} threads, least of "
-        f"{options.turns} processes with {options.runs} runs each"
+        f"{options.turns} processes with {options.runs} runs each",
+        ("stage", "s per GB", "first", "x load", "CPU s per GB"),
+        rows,
     )
-    table = Table(box=box.SIMPLE_HEAD)
-    columns = ["stage", "s per GB", "first", "x load", "CPU s per GB"]
-    for column in [*columns, "base", "x base"] if "base" in found else columns:
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    per_gb = 1e9 / size
-    times = found["this tree"]
-    for stage, (clock, processors) in times.items():
-        cells = [clock * per_gb, first[stage][0] * per_gb, clock / times["load"][0]]
-        cells.append(processors * per_gb)
-        if "base" in found:
-            before = found["base"][stage][0]
-            cells += [before * per_gb, clock / before]
-        table.add_row(stage, *(f"{cell:.2f}" for cell in cells))
-    console.print(table)
+    return {"bytes": size, "threads": options.threads, "seconds": found, "first": first}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """The data of the benchmarks: weights, the changes of a step, and the entropy of these changes.
 
-The weights are bfloat16 or float16, N(0, 0.02). Each changes with the same probability, up or down,
+The weights are bfloat16, N(0, 0.02). Each changes with the same probability, up or down,
 by one unit in the last place (89 %), two (5 %), or 2 + k, k >= 1, with probability 2**-k (6 %). The
 seed is fixed.
 """
@@ -16,15 +16,15 @@ import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from delta_sender.diff.compare import Comparisons
+from delta_sender.diff.compare import Comparisons, Difference
 from engine_ext.format import ParamDelta
-from engine_ext.kernels import gather_scatter
+from engine_ext.kernels import bits_of, gather_scatter, host_bits
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 DENSITIES = (0.001, 0.006, 0.02, 0.03, 0.1)
 SIGMA = 0.02
 PARAM = 1 << 24  # elements of one param
 Bits = NDArray[np.uint16]
+Tensors = dict[str, torch.Tensor]
 # Of the random Qwen3 that live engines serve in benchmarks: 12.6 million parameters per layer.
 QWEN3_SIZES = {
     "vocab_size": 32000,
@@ -41,12 +41,12 @@ def params(weights: Bits) -> Iterator[slice]:
     return (slice(start, start + PARAM) for start in range(0, weights.size, PARAM))
 
 
-def make_weights(elements: int, rng: np.random.Generator, dtype: str = "bfloat16") -> Bits:
-    """Draw weights; return the bit patterns [elements] of one of `DTYPES`."""
+def make_weights(elements: int, rng: np.random.Generator) -> Bits:
+    """Draw weights; return the bit patterns [elements]."""
     weights = np.empty(elements, np.uint16)
     for param in params(weights):
         normal = rng.standard_normal(weights[param].size, np.float32) * np.float32(SIGMA)
-        bits = torch.from_numpy(normal).to(DTYPES[dtype]).view(torch.int16)
+        bits = torch.from_numpy(normal).bfloat16().view(torch.int16)
         weights[param] = bits.numpy().view(np.uint16)
     return weights
 
@@ -64,20 +64,47 @@ def change(weights: Bits, density: float, rng: np.random.Generator) -> Bits:
     return changed
 
 
-def deltas_of(old: Bits, new: Bits, threads: int, dtype: str = "bfloat16") -> list[ParamDelta]:
+def as_tensor(bits: Bits) -> torch.Tensor:
+    """Return weights as a trainer's tensor."""
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def change_tensors(tensors: Tensors, density: float) -> Tensors:
+    """Return tensors with this share of their elements changed."""
+    rng, changed = np.random.default_rng(0), {}
+    for name, tensor in tensors.items():
+        bits = change(host_bits(bits_of(tensor.reshape(-1))), density, rng)
+        changed[name] = as_tensor(bits).view(tensor.shape)
+    return changed
+
+
+def compare(
+    old: Bits, new: Bits, pool: ThreadPoolExecutor, *, digested: bool = False
+) -> list[Difference]:
+    """Compare two copies of the weights as a sender does.
+
+    Args:
+        digested: whether the changes are digested, as in a sync.
+    """
+    comparisons = Comparisons(pool, streams=True)
+    begun = [
+        comparisons.begin(
+            gather_scatter.signed(old[param]),
+            gather_scatter.signed(new[param]),
+            f"model.layers.{number}.weight" if digested else None,
+        )
+        for number, param in enumerate(params(old))
+    ]
+    return [wait() for wait in begun]
+
+
+def deltas_of(old: Bits, new: Bits, threads: int) -> list[ParamDelta]:
     """Compare two copies of the weights as a sender does."""
     with ThreadPoolExecutor(threads) as pool:
-        comparisons = Comparisons(pool, streams=True)
-        begun = [
-            comparisons.begin(
-                gather_scatter.signed(old[param]), gather_scatter.signed(new[param]), None
-            )
-            for param in params(old)
-        ]
-        found = [wait() for wait in begun]
+        found = compare(old, new, pool)
     names = (f"model.layers.{number}.weight" for number in range(len(found)))
     return [
-        ParamDelta(name, dtype, (new[param].size,), one.indices, one.new, stream=one.stream)
+        ParamDelta(name, "bfloat16", (new[param].size,), one.indices, one.new, stream=one.stream)
         for name, param, one in zip(names, params(old), found, strict=True)
     ]
 
@@ -125,25 +152,3 @@ def floors(
         model = sum((counts_of(delta.values) for delta in values), np.zeros(1 << 16, np.int64))
     steps = sum((counts_of(d.values) for d in differences), np.zeros(1 << 16, np.int64))
     return {False: (positions + entropy(model)) / 8, True: (positions + entropy(steps)) / 8}
-
-
-def positions_by_exponent(pairs: Sequence[tuple[Bits, Bits]]) -> tuple[float, float]:
-    """Return the entropy, in bits, of a changed element's position.
-
-    Args:
-        pairs: each tensor's bfloat16 patterns before and after.
-
-    Returns:
-        With each tensor's density alone; and with the density among the elements of the same
-        exponent, which a receiver knows because it holds the old weights.
-    """
-    plain = known = nnz = 0.0
-    for old, new in pairs:
-        exponents, changed = old >> 7 & 255, old != new
-        changes = np.bincount(exponents[changed], minlength=256)
-        kept = np.bincount(exponents[~changed], minlength=256)
-        nnz += changes.sum()
-        plain += entropy(np.array([changes.sum(), kept.sum()])) * old.size
-        present = np.stack([changes, kept], 1)[changes + kept > 0]
-        known += sum(entropy(counts) * counts.sum() for counts in present)
-    return plain / nnz, known / nnz

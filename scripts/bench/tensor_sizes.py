@@ -18,20 +18,15 @@ columns:
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from scripts import command_line
-from scripts.bench import synthetic_weights
+from scripts.bench import frame, synthetic_weights
 from scripts.bench.sender import simulated_sender
 
 SIZES: Final = (1 << 24, 3 << 19, 1 << 18, 1 << 14, 1 << 9)
@@ -46,8 +41,7 @@ def measure(
     names = [f"model.layers.{number}.weight" for number in range(tensors)]
     rows = bits.reshape(tensors, elements)
     weights = {
-        name: torch.from_numpy(row.view(np.int16)).view(torch.bfloat16)
-        for name, row in zip(names, rows, strict=True)
+        name: synthetic_weights.as_tensor(row) for name, row in zip(names, rows, strict=True)
     }
     times = []
     with simulated_sender(
@@ -61,40 +55,31 @@ def measure(
     return min(times[1:])
 
 
-def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark that varies the size of tensors."""
-    parser = command_line.make_parser(name, doc)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit status."""
+    parser = frame.make_parser("tensor_sizes", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
     elements_help = "elements in all (default: %(default)s)"
     add("--elements", type=positive, metavar="N", default=12 << 24, help=elements_help)
     add("--most", type=positive, metavar="N", default=18_867, help="tensors (default: %(default)s)")
     add("--repeats", type=positive, metavar="N", default=5, help="(default: %(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
-    return parser
+    options = parser.parse_args(arguments)
+    return frame.run(options, lambda _: run(options))
 
 
-def tensors_of(size: int, options: argparse.Namespace) -> int:
-    """Return how many tensors of so many elements there are."""
-    return max(1, min(int(options.most), int(options.elements) // size))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return the exit status."""
-    options = make_parser("scripts.bench.tensor_sizes", __doc__).parse_args(arguments)
-    table = Table("elements", "tensors", "sync ms", "CPU ms", "us per tensor", box=box.MARKDOWN)
-    found = []
+def run(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Measure and print; return the rows of the table."""
+    found, rows = [], []
     for size in SIZES:
-        tensors = tensors_of(size, options)
+        tensors = max(1, min(options.most, options.elements // size))
         seconds, cpu = measure(size, tensors, options.repeats)
-        row = {"elements": size, "tensors": tensors, "sync_ms": seconds * 1e3, "cpu_ms": cpu * 1e3}
-        found.append(row)
+        times = {"sync_ms": seconds * 1e3, "cpu_ms": cpu * 1e3}
+        found.append({"elements": size, "tensors": tensors, **times})
         each = f"{seconds / tensors * 1e6:,.0f}"
-        cells = [f"{size:,}", f"{tensors:,}", f"{seconds * 1e3:.1f}", f"{cpu * 1e3:.1f}", each]
-        table.add_row(*cells)
-    Console(width=100).print(table)
-    if options.json:
-        print(json.dumps(found))
-    return 0
+        rows.append([f"{size:,}", f"{tensors:,}", *(f"{ms:.1f}" for ms in times.values()), each])
+    title = f"{options.elements:,} elements in all, the fastest of {options.repeats} syncs"
+    frame.show(title, ("elements", "tensors", "sync ms", "CPU ms", "us per tensor"), rows)
+    return found
 
 
 if __name__ == "__main__":

@@ -1,32 +1,27 @@
 """Time the tokens of a live vLLM with no upload, and while a large part is uploaded to it.
 
     python -m scripts.bench.upload_latency
-    python -m scripts.bench.upload_latency --base ../other-tree    # in turns with that one's
     python -m scripts.bench.upload_latency --layers 1 --runs 1      # to see whether it works
 
-Starts one server of a random Qwen3 with bf16 weights; clients stream completions from it without
-pause. With --base it starts one server of each source tree, one after the other, --rounds times.
-Turns without other work alternate with turns in which another process posts one part with nearly
-all weights, dense: the engine's HTTP process receives it while it sends tokens, and its rank checks
-and stages it while it generates. A turn's small second part completes the sync, outside the
-measured time, as a commit pauses generation. The values are those that the engine has.
+Starts --rounds servers of a random Qwen3 with bf16 weights, one after the other; clients stream
+completions from each without pause. Turns without other work alternate with turns in which another
+process posts one part with nearly all weights, dense: the engine's HTTP process receives it while
+it sends tokens, and its rank checks and stages it while it generates. A turn's small second part
+completes the sync, outside the measured time, as a commit pauses generation. The values are those
+that the engine has.
 
 columns:
-  tree        of the engine's source: this one, or that of --base
   tokens      that arrived in these times, of all clients
   p50, p99    milliseconds from a token to the next one of the same request
   max         the longest of them
-  x none      over those without an upload, in the same tree
+  x none      over those without an upload
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
-import json
 import multiprocessing
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -36,14 +31,13 @@ from typing import Final
 
 import httpx
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from engine_ext.format import ParamDelta, encode_part
 from engine_ext.kernels import bits_of, host_bits
 from scripts import command_line
+from scripts.bench import frame
 from scripts.bench.synthetic_weights import QWEN3_SIZES
 from scripts.live_engine.process import HOST, EngineError
 from scripts.live_engine.tiny_models import build, load_tensors
@@ -54,7 +48,6 @@ _TOKENS: Final = 200  # of each request
 _ROUTE: Final = "/update_weights_delta"
 _OCTETS: Final = {"Content-Type": "application/octet-stream"}
 _FIGURES: Final = ("p50", "p99", "max")
-_TREE: Final = Path(__file__).resolve().parents[2]
 
 Gap = tuple[float, float]
 """When a token came, by `time.monotonic`, and how many seconds after the one before."""
@@ -62,59 +55,48 @@ Gap = tuple[float, float]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    parser = command_line.make_parser("scripts.bench.upload_latency", __doc__)
+    parser = frame.make_parser("upload_latency", __doc__)
     add, positive = parser.add_argument, command_line.at_least(1)
     add("--runs", type=positive, metavar="N", default=8, help="turns of each (%(default)s)")
     add("--layers", type=positive, metavar="N", default=8, help="of the model (%(default)s)")
     add("--clients", type=positive, metavar="N", default=2, help="at once (%(default)s)")
-    add("--base", type=Path, metavar="TREE", help="a source tree to compare with")
-    add("--rounds", type=positive, metavar="N", default=2, help="with --base (%(default)s)")
-    add("--json", action="store_true", help="end with one line of JSON")
+    add("--rounds", type=positive, metavar="N", default=1, help="servers (%(default)s)")
     options = parser.parse_args(arguments)
-
-    def program() -> int:
-        with tempfile.TemporaryDirectory(prefix="delta-bench-") as folder:
-            found = run(options, Path(folder))
-        if options.json:
-            print(json.dumps(found), flush=True)
-        return 0
-
     failures = (EngineError, OSError, http.client.HTTPException, httpx.HTTPError, RuntimeError)
-    return command_line.run(program, failures, "interrupted; the engine is stopped")
+    stopped = "interrupted; the engine is stopped"
+    return frame.run(options, lambda folder: run(options, folder), failures, stopped)
 
 
-def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Build, start, measure and print; return each tree's figures with and without an upload.
+def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
+    """Build, start, measure and print; return the figures with and without an upload.
 
     Raises:
         RuntimeError: an engine refused a part, or a client failed.
     """
     sizes = {**QWEN3_SIZES, "num_hidden_layers": options.layers}
     model = build("qwen3", folder / "model", **sizes)
-    trees = {"base": options.base.resolve()} if options.base else {}
-    trees["this tree"] = _TREE
-    rounds = options.rounds if options.base else 1
-    measured = {name: Measured() for name in trees}
-    for name in track(list(trees) * rounds, "measuring", console=Console(stderr=True)):
-        measure(trees[name], model, folder, options, measured[name])
-    found = {name: measured[name].figures() for name in trees}
-    _print(found, options, (folder / "0").stat().st_size)
+    measured = Measured()
+    for _ in track(range(options.rounds), "measuring", console=Console(stderr=True)):
+        measure(model, folder, options, measured)
+    found = measured.figures()
+    rows = []
+    for way, figures in found.items():
+        cells = [f"{figures[name]:.1f}" for name in _FIGURES]
+        ratios = [f"{figures[name] / found['none'][name]:.2f}" for name in _FIGURES]
+        rows.append([way, f"{figures['tokens']:,.0f}", *cells, " ".join(ratios)])
+    nbytes = (folder / "0").stat().st_size
+    frame.show(
+        f"parts of {nbytes / 1e6:.0f} MB; {options.clients} clients; {options.runs} turns",
+        ("upload", "tokens", "p50, ms", "p99, ms", "max, ms", "x none"),
+        rows,
+    )
     return found
 
 
-def measure(
-    tree: Path, model: Path, folder: Path, options: argparse.Namespace, measured: Measured
-) -> None:
-    """Start the engine of a source tree, and upload to it `options.runs` times."""
+def measure(model: Path, folder: Path, options: argparse.Namespace, measured: Measured) -> None:
+    """Start an engine, and upload to it `options.runs` times."""
     context = multiprocessing.get_context("spawn")
-    engine = VllmProcess(
-        model,
-        enable_delta=True,
-        python_path=[tree, tree / "server", tree / "trainer"],
-        # Python looks in the working folder first.
-        command_prefix=["env", f"--chdir={tree}"],
-        log_path=folder / "engine.log",
-    )
+    engine = VllmProcess(model, enable_delta=True, log_path=folder / "engine.log")
     with (
         engine,
         ProcessPoolExecutor(1, context) as uploader,
@@ -133,7 +115,7 @@ def measure(
 
 
 class Measured:
-    """The tokens that the clients of one tree's engines got.
+    """The tokens that the clients of all engines got.
 
     Attributes:
         gaps: of all tokens but the first one of each request.
@@ -245,23 +227,5 @@ def _figures(gaps: Sequence[Gap], windows: Sequence[Gap]) -> dict[str, float]:
     return {"tokens": len(within), "p50": p50, "p99": p99, "max": max(within) * 1e3}
 
 
-def _print(
-    found: dict[str, dict[str, dict[str, float]]], options: argparse.Namespace, nbytes: int
-) -> None:
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 110)
-    console.print(
-        f"parts of {nbytes / 1e6:.0f} MB; {options.clients} clients; {options.runs} turns"
-    )
-    table = Table(box=box.MARKDOWN)
-    for column in ("tree", "upload", "tokens", "p50, ms", "p99, ms", "max, ms", "x none"):
-        table.add_column(column, justify="right")
-    for tree, ways in found.items():
-        for way, figures in ways.items():
-            cells = [f"{figures[name]:.1f}" for name in _FIGURES]
-            ratios = [f"{figures[name] / ways['none'][name]:.2f}" for name in _FIGURES]
-            table.add_row(tree, way, f"{figures['tokens']:,.0f}", *cells, " ".join(ratios))
-    console.print(table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

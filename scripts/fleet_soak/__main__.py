@@ -28,13 +28,13 @@ import argparse
 import contextlib
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import httpx
+import msgspec
 from rich.console import Console
 
 from scripts import command_line
@@ -42,7 +42,7 @@ from scripts.fleet_soak.coordinator import CoordinatorDied
 from scripts.fleet_soak.engines import Engines
 from scripts.fleet_soak.load import Load
 from scripts.fleet_soak.plan import by_turns, schedule
-from scripts.fleet_soak.report import as_json, show
+from scripts.fleet_soak.report import show
 from scripts.fleet_soak.router import Router, RouterError
 from scripts.fleet_soak.run import Figures, Soak
 from scripts.live_engine.process import EngineError, free_port
@@ -81,7 +81,6 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
                 base,
                 logs=folder,
                 due=schedule(options.commits, len(members)),
-                check_every=options.check_every,
                 show=say,
             )
             soak.run(options.commits, end)
@@ -98,11 +97,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     minutes_help = "stop after so many, with the faults so far (%(default)s)"
     add("--minutes", type=at_least(1), metavar="N", default=60, help=minutes_help)
     add("--clients", type=at_least(1), metavar="N", default=2, help="(%(default)s)")
-    check_help = "compare log probabilities of one answer in N, and of all with two versions"
-    add("--check-every", type=at_least(1), metavar="N", default=2, help=f"{check_help} (2)")
     add("--seed", type=int, metavar="N", default=0, help="of the requests (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
-    add("--keep-logs", type=Path, metavar="FOLDER", help="for all files; must exist")
+    add("--keep-logs", type=Path, metavar="FOLDER", help="for all files")
     options = parser.parse_args(arguments)
     if options.vllm + options.sglang < 2:
         parser.error("a fleet has two engines or more")
@@ -115,15 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def program() -> int:
         console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 200)
-        with contextlib.ExitStack() as opened:
-            folder = options.keep_logs
-            if folder is None:
-                temporary = tempfile.TemporaryDirectory(prefix="delta-fleet-")
-                folder = Path(opened.enter_context(temporary))
+        with command_line.working_folder(options.keep_logs, "delta-fleet-") as folder:
             found = run(options, folder, console)
         show(found, console)
         if options.json is not None:
-            options.json.write_text(json.dumps(as_json(found), indent=2))
+            options.json.write_text(json.dumps(msgspec.to_builtins(found), indent=2))
         for problem in found.problems:
             print(f"FAILED: {problem}", file=sys.stderr)
         if not found.problems:

@@ -1,11 +1,10 @@
-"""The figures of the soak, as tables and as JSON."""
+"""The figures of the soak, as tables."""
 
 from __future__ import annotations
 
 import statistics
 from typing import Any
 
-import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -60,9 +59,3 @@ def summary(found: Figures) -> dict[str, Any]:
         "reloads of the router": found.reloads,
         "not reached": ", ".join(found.missed) or "nothing",
     }
-
-
-def as_json(found: Figures) -> dict[str, Any]:
-    """Return all figures, for `--json`."""
-    figures: dict[str, Any] = msgspec.to_builtins(found)
-    return figures

@@ -34,6 +34,7 @@ _LAG_S: Final = 5.0
 _SETTLED_S: Final = 120.0
 _AFTER_DEATH_S: Final = 15.0  # in which requests can fail
 _POLL_S: Final = 0.1
+_CHECK_EVERY: Final = 2  # tokens of one answer in two are compared, and of all that a commit cuts
 _TOLERANCE: Final = 0.15  # of a bf16 engine's log probability; by another step's it is nats off
 
 
@@ -91,8 +92,6 @@ class Soak:
         folder: of the checkpoint.
         logs: folder for the trainer's log.
         due: the faults.
-        check_every: compare the log probabilities of one answer in so many, and of all that a
-            commit has cut.
         show: called with a line for the user now and then.
     """
 
@@ -106,14 +105,12 @@ class Soak:
         *,
         logs: Path,
         due: list[Due],
-        check_every: int,
         show: Callable[[str], None],
     ) -> None:
         self._engines, self._router, self._load = engines, router, load
         self._base, self._folder, self._due, self._show = base, folder, list(due), show
         self._log = logs / "trainer.log"
         self._reference = Reference(folder, base)
-        self._check_every = check_every
         self._coordinator: Coordinator | None = None
         self._leaves_out = True
         self._step = self._version = 0
@@ -355,7 +352,7 @@ class Soak:
             self._problem(problem)
             return
         spans = spans_of(answer)
-        if not spans or (len(spans) == 1 and next(self._answers) % self._check_every):
+        if not spans or (len(spans) == 1 and next(self._answers) % _CHECK_EVERY):
             return
         if (problem := self.figures.tokens.check(answer, self._score)) is not None:
             self._problem(problem)

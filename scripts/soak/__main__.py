@@ -58,7 +58,7 @@ from scripts.live_engine.tiny_models import build, load_tensors, save_checkpoint
 from scripts.soak.load import Counts, Load
 from scripts.soak.memory import Sample, grown, growth_under_load, names_of, spooled
 from scripts.soak.report import Figures, show
-from scripts.soak.syncs import PAUSE_MODES, Record, SoakFailed, Syncs, Trainer
+from scripts.soak.syncs import Record, SoakFailed, Syncs, Trainer
 
 _WIDTHS: Final = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 _PROMPTS: Final = ("the quick brown fox", "a reward is a number", "def add(a, b):", "In 2024 there")
@@ -76,7 +76,6 @@ def soak(
     *,
     syncs: int,
     clients: int = 4,
-    pause_modes: tuple[str, ...] = PAUSE_MODES,
     quiet_s: float = 5.0,
     seed: int = 0,
     done: Callable[[Record, Counts], None] = lambda record, counts: None,
@@ -90,7 +89,6 @@ def soak(
         spool: the engine's spool folder.
         syncs: number of syncs, 20 or more.
         clients: number of clients that send requests.
-        pause_modes: used in turn.
         quiet_s: seconds of load without syncs before the first one. From 60 on, growth of memory
             in their second half is taken as the load's own.
         seed: of the clients' requests.
@@ -103,7 +101,7 @@ def soak(
     for encoding in CHOICES:  # otherwise numba would compile during the first sync of each
         compile_for(trainer.dtypes, encoding)
     with Load(engine.url, clients, seed) as load:
-        task = Syncs(engine, trainer, load, spool, pause_modes)
+        task = Syncs(engine, trainer, load, spool)
         without = _wait(quiet_s, engine, spool)
         quiet = load.tally.counts
         record = task.run(syncs, lambda record: done(record, load.tally.counts))
@@ -142,7 +140,6 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
     base, spool = build("qwen3", folder / "base", **_WIDTHS), folder / "spool"
     spool.mkdir()
     trainer = Trainer(load_tensors(base), options.seed)
-    modes = PAUSE_MODES if options.pause_mode == "all" else (options.pause_mode,)
     arguments = SOAK_ARGUMENTS[options.engine]
     start = partial(kind, enable_delta=True, extra_env=SOAK_ENVIRONMENT)
     console.print(f"starting {kind.name}")
@@ -157,7 +154,6 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> Figures:
                 spool,
                 syncs=options.syncs,
                 clients=options.clients,
-                pause_modes=modes,
                 quiet_s=options.quiet_seconds,
                 seed=options.seed,
                 done=done,
@@ -219,8 +215,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--syncs", type=at_least(20), metavar="N", default=1000, help=syncs_help)
     clients_help = "clients that send completions without pause (%(default)s)"
     add("--clients", type=at_least(1), metavar="N", default=4, help=clients_help)
-    mode_help = "what a sync does to requests in flight; all: in turn (%(default)s)"
-    add("--pause-mode", choices=(*PAUSE_MODES, "all"), default="all", help=mode_help)
     quiet_help = (
         "seconds of load without syncs before the first one; 60 or more show how much memory the "
         "engine keeps of the load alone (%(default)s)"

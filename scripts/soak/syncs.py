@@ -51,9 +51,9 @@ class Way:
     flush_cache: bool
 
 
-def ways(pause_modes: tuple[str, ...]) -> Iterator[Way]:
+def ways() -> Iterator[Way]:
     """Cycle through every encoding and pause mode, with and without a cache flush, endlessly."""
-    every = [Way(*way) for way in itertools.product(CHOICES, pause_modes, (True, False))]
+    every = [Way(*way) for way in itertools.product(CHOICES, PAUSE_MODES, (True, False))]
     return (every[number * _STRIDE % len(every)] for number in itertools.count())
 
 
@@ -131,7 +131,6 @@ class Syncs:
         trainer: whose steps are sent.
         load: requests that run at the same time.
         spool: the engine's spool folder.
-        pause_modes: used in turn.
         version: of the engine's weights.
     """
 
@@ -139,7 +138,6 @@ class Syncs:
     trainer: Trainer
     load: Load
     spool: Path
-    pause_modes: tuple[str, ...] = PAUSE_MODES
     version: int = 0
 
     def run(self, count: int, done: Callable[[Record], None]) -> Record:
@@ -151,7 +149,7 @@ class Syncs:
             EngineError: One of the engine's own routes failed.
         """
         record, start = Record(), time.perf_counter()
-        next_way = ways(self.pause_modes)
+        next_way = ways()
         with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as client:
             while record.syncs < count:
                 way = next(next_way)

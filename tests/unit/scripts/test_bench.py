@@ -13,8 +13,6 @@ from unittest import mock
 import pytest
 import torch
 
-from delta_sender.encode import sync_round
-
 REPEATS: Final = ["--repeats", "1", "--json"]
 RUNS: Final = ["--runs", "1", "--json"]
 THREADS: Final = ["--threads", str(torch.get_num_threads())]
@@ -40,7 +38,6 @@ IN_PROCESS: Final = {
     "tensor_sizes": ["--elements", "65536", "--most", "50", *REPEATS],
 }
 IN_A_PROCESS_OF_ITS_OWN: Final = {
-    "param_share": ["--params", "20", "--changed", "3", *RUNS],
     "staging": ["--layers", "1", "--ranks", "2", "--parts", "2", *RUNS],
     "startup": ["--layers", "1", "--turns", "1", "--threads", "1", *RUNS],
     "full_sync": ["--layers", "1", "--threads", "1", *RUNS],
@@ -49,10 +46,7 @@ IN_A_PROCESS_OF_ITS_OWN: Final = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_PROCESS)
-def test_benchmark_runs(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sync_round, "MOST_ENCODERS", sync_round.MOST_ENCODERS)  # restored then
+def test_benchmark_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.dict(os.environ):
         program = importlib.import_module(f"scripts.bench.{name}")
         assert program.main(IN_PROCESS[name]) == 0
