@@ -73,17 +73,7 @@ def wrap_applier(loaded: LoadedModel, settings: Settings, applier: Applier) -> R
     """Make the receiver that applies syncs by an applier; compiles what the first one needs."""
     warm_up()
     gap_streams.warm_up()
-    return Receiver(
-        applier,
-        loaded.ranks,
-        base_version=settings.base_version,
-        stage_timeout=settings.stage_timeout,
-        read_workers=settings.read_workers,
-        undo_bytes=settings.undo_bytes,
-        scrub_interval=settings.scrub_interval,
-        locate=loaded.locate,
-        cores=cores_per_rank(loaded.ranks),
-    )
+    return Receiver(applier, loaded.ranks, settings, loaded.locate)
 
 
 def make_delta_applier(

@@ -187,13 +187,13 @@ class DeltaApplier:
         own.advance = Advance(self.digests, own.changes, full=part.manifest.full)
         return staged
 
-    def stage_unpacked(self, part: UnpackedPart, threads: int | None = None) -> StagedPart:
+    def stage_unpacked(self, part: UnpackedPart) -> StagedPart:
         """Stage a part whose positions are not expanded; the stream table takes what it has.
 
-        Args and errors: see `engine_ext.sync.applier.Applier` and `stage`.
+        Errors: see `stage`.
         """
         found = self._streams.stage(part, self._memory)
-        return self.stage(expand_part(part, threads, found.others), found)
+        return self.stage(expand_part(part, self.threads.size, found.others), found)
 
     def _stage(self, part: DecodedPart, *, undo: bool) -> StagedPart:
         return stage_part(part, self.plan, self._table, self.threads, self._memory, undo=undo)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +29,14 @@ from engine_ext.placement import (
 )
 from engine_ext.ranks import RankGroup, run_on_all_or_none
 from engine_ext.startup import CheckpointReader, Traced
-from engine_ext.sync.applier import ExpandsParts, Scan
+from engine_ext.sync.applier import Applier, Scan
 from engine_ext.sync.masked import densify
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.sync.tied import tied_differ
 from engine_ext.sync.unwritten import Unwritten, unloaded
 
 
-class InitialSyncApplier(ExpandsParts):
+class InitialSyncApplier(Applier):
     """Applies the first ``full`` sync; see `engine_ext.sync.applier.Applier`.
 
     Args:
@@ -58,6 +58,7 @@ class InitialSyncApplier(ExpandsParts):
     plan = None
 
     digest = Digest.ZERO  # nothing is covered yet
+    digests: Mapping[str, Digest] = {}
 
     def __init__(
         self,
@@ -69,7 +70,6 @@ class InitialSyncApplier(ExpandsParts):
         constant: Known,
         ranks: RankGroup,
     ) -> None:
-        self.digests: dict[str, Digest] = {}
         self.copies: dict[str, Digest] = {}
         self.on_initial_sync: Callable[[Traced], None]
         self._model, self._unprocessed = model, unprocessed
@@ -119,35 +119,12 @@ class InitialSyncApplier(ExpandsParts):
                 missing=left_out,
             )
 
-    def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
-        """Return True: nothing precedes the reload."""
-        return True
-
-    def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
-        """Return True: nothing precedes the reload."""
-        return True
-
     def scan(self) -> Scan:
         """Return nothing: no weight is known."""
         return Scan({}, [], {})
 
-    def search_again(self) -> bool:
-        """Return True: the model is searched when the sync has loaded it."""
-        return True
-
-    def has_grown(self) -> bool:
-        """Return False, see `search_again`."""
-        return False
-
-    def moved(self) -> list[str]:
-        """Return nothing: the reload does not depend on where the weights are."""
-        return []
-
     def check_rollback(self, logs: Sequence[UndoLog]) -> None:
         """Do nothing: there is no sync to undo."""
-
-    def place_again(self) -> None:
-        """Do nothing, see `moved`."""
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Accept any base: no old values were read."""
@@ -234,9 +211,6 @@ class InitialSyncApplier(ExpandsParts):
     def unwritten(self) -> Unwritten:
         """Copy all but the weights."""
         return Unwritten(unloaded(self._model, self._unprocessed))
-
-    def forget(self) -> None:
-        """Do nothing: no weight is known."""
 
     def describe(self) -> dict[str, Any]:
         """Return the apply mode and state of this rank, as JSON."""

@@ -233,7 +233,7 @@ def _measure(applier: DeltaApplier, file: bytes, identity: str) -> dict[str, flo
     gc.collect()
     gc.disable()  # as while an engine stages
     found = [timed("open", lambda: read_unpacked(file, identity))]
-    staged = [timed("stage", lambda: applier.stage_unpacked(found.pop(), 1))]
+    staged = [timed("stage", lambda: applier.stage_unpacked(found.pop()))]
     timed("check", check)
     applier.put(staged, compares=False)
     log = [timed("check", lambda: applier.finish(staged))]
