@@ -403,10 +403,10 @@ class DeltaApplier:
         Raises:
             BaseMismatch: one of them was not in memory. Some elements were written.
         """
+        whole = totals(staged)
         # What the engine's processing computes can be a view of a weight.
-        shared = any(part.rebuilt.modules for part in staged)
-        writes = totals(staged).writes
-        put_all(writes, self.threads, self._memory, compares=compares, shared=shared)
+        shared = bool(whole.modules)
+        put_all(whole.writes, self.threads, self._memory, compares=compares, shared=shared)
 
     def compares_while_writing(self, staged: Sequence[StagedPart]) -> bool:
         """Return whether `put` compares the old values, and not `check_base`.
@@ -415,8 +415,8 @@ class DeltaApplier:
         rebuilt modules: what the engine's processing computes can be a view of a weight, which is
         written twice then, and the second pass would not find the old values.
         """
-        plain = not any(part.manifest.full or part.rebuilt.modules for part in staged)
-        return plain and not self.post_load.checks_first
+        plain = not any(part.manifest.full for part in staged)
+        return plain and not totals(staged).modules and not self.post_load.checks_first
 
     def undo(self, staged: Sequence[StagedPart]) -> None:
         """Restore the old values after `write` succeeded or failed, derived tensors too.

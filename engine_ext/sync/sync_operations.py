@@ -168,8 +168,7 @@ class SyncOperations:
         # The rebuilds communicate: a rank that cannot take part must not be waited for.
         staged, full = run_on_all_or_none(self._ranks, staged_parts)
         done = self._applier.prepare(staged, full=full)
-        rebuilt = sum(len(one.rebuilt.modules) for one in staged)
-        return ops.SyncPrepared(complete=True, done=done, rebuilt=rebuilt)
+        return ops.SyncPrepared(complete=True, done=done, rebuilt=len(totals(staged).modules))
 
     def abort(self, request: ops.AbortSync) -> ops.Reply:
         """Forget one part, or the staged sync; if the request names a version, only that one.
