@@ -221,7 +221,7 @@ class DeltaApplier:
                 leaves tensors out, the engine has come to keep copies, or the old values would not
                 fit the undo log. Nothing was written.
         """
-        self.check_in_place()
+        self._places.check()
         whole = totals(staged)
         self._check_no_copies(name for name in self._refused if name in whole.names)
         if not whole.is_checked:
@@ -292,10 +292,10 @@ class DeltaApplier:
         """Check that committed syncs can be undone; search for copies again.
 
         Raises:
-            BaseMismatch: see `check_in_place`.
+            BaseMismatch: something has moved, see `MovedTensors.check`.
             NotUpdatable: the engine has come to keep copies of what they have written.
         """
-        self.check_in_place()
+        self._places.check()
         self.search_again()
         written = {name for log in logs for name in log.live_names}
         self._check_no_copies(
@@ -320,14 +320,6 @@ class DeltaApplier:
         They are given by the checkpoint's tensors, or by live ones that hold none of these.
         """
         return self._places.tensors()
-
-    def check_in_place(self) -> None:
-        """Check that nothing has moved.
-
-        Raises:
-            BaseMismatch: names the tensors that have, as `moved` too. Nothing was written.
-        """
-        self._places.check()
 
     def place_again(self) -> None:
         """Follow what has moved, so that a ``full`` sync is written to where it is now.
