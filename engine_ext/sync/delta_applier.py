@@ -8,7 +8,7 @@ all of them, writes, and recomputes the derived tensors that depend on what was 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +76,7 @@ class DeltaApplier:
         memory: of devices, for what syncs keep there; None: nothing is reserved.
 
     Attributes:
+        digests: of the elements that this rank counts, by checkpoint tensor.
         threads: they stage and write.
         post_load: see above; empty if that is nothing.
     """
@@ -98,7 +99,7 @@ class DeltaApplier:
         memory: DeviceMemory | None = None,
     ) -> None:
         self.plan, self._model = plan, model
-        self.digests = plan.scan(threads, certified)
+        self.digests = DigestTable(plan.scan(threads, certified))
         self.copies: dict[str, Digest] = {}
         self._undo_bytes = undo_bytes
         self.post_load = post_load or PostLoad(model, index, plan.placement, SingleRank())
@@ -143,16 +144,7 @@ class DeltaApplier:
     @property
     def digest(self) -> Digest:
         """The digest of all covered elements that this rank counts."""
-        return self._digests.total
-
-    @property
-    def digests(self) -> DigestTable:
-        """The digest of the elements that this rank counts, by checkpoint tensor."""
-        return self._digests
-
-    @digests.setter
-    def digests(self, digests: Mapping[str, Digest]) -> None:
-        self._digests = DigestTable(digests)
+        return self.digests.total
 
     def stage(self, part: DecodedPart, streams: StagedStreams = NO_STREAMS) -> StagedPart:
         """Check every param of a part and prepare its writes. The model is only read.
@@ -432,7 +424,7 @@ class DeltaApplier:
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
         """Advance the digests after a write; see `Applier.finish`."""
         whole, advance = totals(staged), self._advanced(staged)
-        self._digests = advance.start.plus(advance.numbers, advance.sums)
+        self.digests = advance.start.plus(advance.numbers, advance.sums)
         self._advance_copies(staged)
         known = self.post_load.committed(staged)
         if not whole.keeps:
@@ -485,7 +477,7 @@ class DeltaApplier:
         finally:
             self._synchronize()  # kernels read the old values, also if some could not be launched
         self._after_write(log.live_names)
-        self._digests = self._digests.minus(log.numbers, log.sums)
+        self.digests = self.digests.minus(log.numbers, log.sums)
         self.copies.clear()
         self.post_load.restored(log.rebuilt)
 
