@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from engine_ext.adapters.target_and_draft import ModelRole, outside
+from engine_ext.adapters.target_and_draft import ModelRole, outside, read
 from engine_ext.model import ConstantsWatch
 from engine_ext.placement import Repack
 from engine_ext.startup import (
@@ -132,6 +132,17 @@ class ModelLoadObserver(Generic[Engine]):
     def known(self, path: str, tensor: torch.Tensor) -> bool:
         """Return `ConstantsWatch.known`, by the path in the receiver's model."""
         return self.constants.known(self.role.inside(path), tensor)
+
+
+def checkpoints(
+    observers: Sequence[ModelLoadObserver[Any]], models: Sequence[torch.nn.Module]
+) -> CheckpointReader | None:
+    """Return a reader of the checkpoints of the loaded models, or None if one has none."""
+    readers = [one.engine.reader(model) for one, model in zip(observers, models, strict=True)]
+    if None in readers:
+        return None
+    roles = [one.role for one in observers]
+    return lambda: read(roles, [reader() for reader in readers if reader is not None])
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,43 +206,23 @@ def _visit_many(
     mode: int,
 ) -> bool:
     """Visit elements of memory at addresses, of these sizes; return False if there is no loop."""
-    loop = _loop_of_many(bits.itemsize, offsets.itemsize)
-    rows = np.array(addresses, np.uint64)
-    if loop is None or (rows % bits.itemsize).any():
+    loop, live = _loop_of_table(bits.itemsize, offsets.itemsize), np.array(addresses, np.int64)
+    # The loop gets addresses alone.
+    fits = all(one.flags.aligned and one.flags.c_contiguous for one in (offsets, bits))
+    if loop is None or not fits or (live % bits.itemsize).any():
         return False
-    loop(rows, np.array(sizes), offsets, bits, mode)
+    extents, counts = np.array(sizes, np.int64).T
+    before = np.cumsum(counts) - counts
+    where, new = (
+        one.__array_interface__["data"][0] + before * one.itemsize for one in (offsets, bits)
+    )
+    rows = np.stack([live, extents, where, new, new, counts], 1)
+    loop(rows, offsets[:0], bits[:0], mode, 1)
     return True
 
 
 # Ways of visiting elements.
 _WRITE, _WRITE_OLD, _READ, _ADD, _SWAP_CHECKED, _COMPARE = range(6)
-
-
-def _loop_many(addresses: Any, sizes: Any, offsets: Any, bits: Any, mode: Any) -> None:
-    start = 0
-    for k in range(addresses.size):
-        end = start + sizes[k, 1]
-        live = memory_at(addresses[k], sizes[k, 0], bits)
-        if mode == _WRITE:
-            _scatter(live, offsets[start:end], bits[start:end])
-        elif mode == _READ:
-            _gather(live, offsets[start:end], bits[start:end])
-        else:
-            _add(live, offsets[start:end], bits[start:end])
-        start = end
-
-
-@made_with_numba
-def _loop_of_many(types: Any, width: int, index: int) -> Callable[[Any, Any, Any, Any, Any], None]:
-    """Compile the loop for elements and offsets of so many bytes; None without numba."""
-    _register_loops()
-    bits, offsets = (
-        array(types, f"uint{8 * width}", readonly=False),
-        array(types, f"int{8 * index}"),
-    )
-    sizes = types.Array(types.int64, 2, "C")
-    arguments = array(types, "uint64"), sizes, offsets, bits, types.int64
-    return compile_loop(_loop_many, types.void(*arguments))
 
 
 # Columns of a table of elements: addresses of live memory, offsets, new and old bits; sizes.
@@ -315,6 +295,10 @@ def _visit_table(rows: Any, offset: Any, bits: Any, mode: Any, step: Any) -> Any
         new = memory_at(np.uint64(rows[k, _NEW]), count, bits)
         if mode == _WRITE:
             _scatter(live, where, new)
+        elif mode == _READ:
+            _gather(live, where, new)
+        elif mode == _ADD:
+            _add(live, where, new)
         elif _swap_checked(live, where, new, old):
             found = True
     return found

@@ -107,17 +107,12 @@ class ReplicaRanks:
     def __init__(
         self, group: RankGroup, store: Any, replica: int, replicas: int, key: bytes
     ) -> None:
-        self._group, self._store, self._key = group, store, key
+        self.group, self._store, self._key = group, store, key
         self._replica, self._replicas = replica, replicas
         self._turn = 0
         self._said: list[str] = []
         self._broken: str | None = None
         self.rank = replica * len(group.all_gather(None)) + group.rank
-
-    @property
-    def group(self) -> RankGroup:
-        """The ranks of this replica alone."""
-        return self._group
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order; all ranks of all replicas must call it.
@@ -128,12 +123,12 @@ class ReplicaRanks:
             RuntimeError: another replica did not come in time, now or before. The replicas might be
                 at different votes from then on, so nothing is exchanged until a restart.
         """
-        own = self._group.all_gather(value)
+        own = self.group.all_gather(value)
         found: list[Any] | None = None
-        if self._group.rank == 0:
+        if self.group.rank == 0:
             found = self._exchange(own)
         # An error here must reach the other ranks of this replica.
-        found, self._broken = self._group.all_gather((found, self._broken))[0]
+        found, self._broken = self.group.all_gather((found, self._broken))[0]
         if found is None:
             raise RuntimeError(f"the replicas did not meet: {self._broken}; restart the engine")
         return found

@@ -218,26 +218,18 @@ def make_adapter_receiver(store: AdapterStore, ranks: RankGroup, settings: Setti
         )
     plan = make_plan(placement, ranks)
     installed = Recomputed(store.install, (), {}, frozenset(store.tensors))
-    cores = cores_per_rank(ranks)
     applier = DeltaApplier(
         model,
         index,
         plan,
         undo_bytes=settings.undo_bytes,
-        threads=cores,
+        threads=cores_per_rank(ranks),
         post_load=PostLoad(model, index, placement, ranks, recomputed=[installed]),
         ranks=ranks,
     )
     logger.info("delta updates: adapter %s: %d tensors", store.name, len(store.tensors))
-    return Receiver(
-        applier,
-        ranks,
-        base_version=0,
-        stage_timeout=settings.stage_timeout,
-        read_workers=settings.read_workers,
-        undo_bytes=settings.undo_bytes,
-        cores=cores,
-    )
+    own = msgspec.structs.replace(settings, base_version=0, scrub_interval=None)
+    return Receiver(applier, ranks, own)
 
 
 def _content(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:

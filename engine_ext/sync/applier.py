@@ -30,7 +30,9 @@ class Applier(Protocol):
     """Stages and writes syncs on one rank.
 
     `engine_ext.sync.delta_applier.DeltaApplier` implements it for a model whose placement is
-    certified, `engine_ext.sync.initial_sync.InitialSyncApplier` for a model without known weights.
+    certified. `engine_ext.sync.initial_sync.InitialSyncApplier`, for a model without known weights,
+    inherits from it: the methods that return something here are those of an applier that knows no
+    placement.
     A sync goes through `stage` (once per part), `check_sync`, `prepare` until it is done,
     `check_base`, `rank_summary`, `agree` and `write`, then through `finish`, or through `undo` if
     some rank's write failed. Whatever a step before `write` raises refuses the sync and leaves the
@@ -62,21 +64,20 @@ class Applier(Protocol):
     def stage(self, part: DecodedPart) -> StagedPart:
         """Check a part and prepare its writes; can run in several threads at once."""
 
-    def stage_unpacked(self, part: UnpackedPart, threads: int | None = None) -> StagedPart:
-        """Do the same with a part whose positions are not expanded.
-
-        Args:
-            threads: that expand them; None: as many as there are usable cores.
-        """
+    def stage_unpacked(self, part: UnpackedPart) -> StagedPart:
+        """Do the same with a part whose positions are not expanded."""
+        return self.stage(expand_part(part))
 
     def check_sync(self, staged: Sequence[StagedPart], *, full: bool) -> None:
         """Check what only all parts of a sync together show on this rank."""
 
     def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
         """Do a share of what must precede the commit; return whether all is done."""
+        return True
 
     def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
         """Return whether `prepare` is done with a sync."""
+        return True
 
     def scan(self) -> Scan:
         """Read the weights in live memory; those of tensors that have moved are left out."""
@@ -86,15 +87,18 @@ class Applier(Protocol):
 
         An engine can make some when it first generates. Return whether it could be searched.
         """
+        return True
 
     def has_grown(self) -> bool:
         """Return whether modules have attributes that they lacked at the last search."""
+        return False
 
     def moved(self) -> list[str]:
         """Return the tensors that are not where they were when they were placed, sorted.
 
         Those of the checkpoint, or live ones that hold none of it.
         """
+        return []
 
     def check_rollback(self, logs: Sequence[UndoLog]) -> None:
         """Check that committed syncs can be undone.
@@ -113,6 +117,7 @@ class Applier(Protocol):
             NotUpdatable: a tensor cannot be followed there. Nothing was changed.
             TracingError: the dry run of the engine's loader has changed the model.
         """
+        return
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Check old values read while staging, as far as `write` does not."""
@@ -147,19 +152,7 @@ class Applier(Protocol):
 
     def forget(self) -> None:
         """Learn that something else than a sync has changed the weights, or that one has failed."""
+        return
 
     def describe(self) -> dict[str, Any]:
         """Return the apply mode, certification summary and digest of this rank, as JSON."""
-
-
-class _Stages(Protocol):
-    def stage(self, part: DecodedPart) -> StagedPart:
-        """See `Applier.stage`."""
-
-
-class ExpandsParts:
-    """An applier that stages from expanded positions alone."""
-
-    def stage_unpacked(self: _Stages, part: UnpackedPart, threads: int | None = None) -> StagedPart:
-        """See `Applier.stage_unpacked`."""
-        return self.stage(expand_part(part, threads))

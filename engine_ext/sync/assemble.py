@@ -21,12 +21,9 @@ from engine_ext.startup import (
     LoadedModel,
     Traced,
     agree_on_plan,
-    certify_model,
     check_repeatable,
-    load_checkpoint,
     plan_model,
     trace_again,
-    trace_model,
     young_collections,
 )
 from engine_ext.sync.applier import Applier
@@ -46,7 +43,8 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
     No KV cache needs to be allocated yet.
 
     Raises:
-        RuntimeError: nothing can be certified. The engine must not start.
+        RuntimeError: nothing can be certified; or without a checkpoint, the engine processes
+            weights in a way that cannot be repeated. The engine must not start.
         TracingError: tracing changed the model. The engine must not start.
     """
     later = LaterCopies(loaded.model, loaded.constants)
@@ -58,7 +56,13 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
             *(loaded, settings),
             make_delta_applier(loaded, settings, traced, plan, later, memory),
         )
-    initial = _initial_sync_applier(loaded, later)
+    check_repeatable(loaded)
+    logger.warning(
+        "delta updates: the load format %s reads no checkpoint to certify against; the first sync "
+        "must be full, and others are refused until then",
+        loaded.load_format,
+    )
+    initial = InitialSyncApplier(loaded, later)
     receiver = wrap_applier(loaded, settings, initial)
 
     def on_initial_sync(traced: Traced) -> None:
@@ -73,17 +77,7 @@ def wrap_applier(loaded: LoadedModel, settings: Settings, applier: Applier) -> R
     """Make the receiver that applies syncs by an applier; compiles what the first one needs."""
     warm_up()
     gap_streams.warm_up()
-    return Receiver(
-        applier,
-        loaded.ranks,
-        base_version=settings.base_version,
-        stage_timeout=settings.stage_timeout,
-        read_workers=settings.read_workers,
-        undo_bytes=settings.undo_bytes,
-        scrub_interval=settings.scrub_interval,
-        locate=loaded.locate,
-        cores=cores_per_rank(loaded.ranks),
-    )
+    return Receiver(applier, loaded.ranks, settings, loaded.locate)
 
 
 def make_delta_applier(
@@ -126,26 +120,6 @@ def make_delta_applier(
         later=later,
         memory=memory,
     )
-
-
-def _initial_sync_applier(loaded: LoadedModel, later: LaterCopies) -> InitialSyncApplier:
-    """Make the applier of a model without a checkpoint.
-
-    Raises:
-        RuntimeError: the engine processes weights in a way that cannot be repeated.
-    """
-    check_repeatable(loaded)
-    logger.warning(
-        "delta updates: the load format %s reads no checkpoint to certify against; the first sync "
-        "must be full, and others are refused until then",
-        loaded.load_format,
-    )
-    trace = functools.partial(trace_model, loaded, later)
-    load = functools.partial(load_checkpoint, loaded)
-    certify = functools.partial(certify_model, loaded)
-    again, ranks = loaded.reprocessing, loaded.ranks
-    before = [] if again is None else [one.before for one in again.states.states]
-    return InitialSyncApplier(loaded.model, before, trace, load, certify, loaded.constants, ranks)
 
 
 def _devices_of(model: torch.nn.Module) -> set[torch.device]:

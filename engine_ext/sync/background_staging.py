@@ -18,7 +18,7 @@ from engine_ext.remote_parts import Locate
 from engine_ext.resources import no_full_collections
 from engine_ext.sync.staged import StagedPart
 
-StagePart = Callable[[UnpackedPart, int | None], StagedPart]
+StagePart = Callable[[UnpackedPart], StagedPart]
 
 
 class BackgroundStaging:
@@ -28,13 +28,10 @@ class BackgroundStaging:
         threads: how many parts are staged at once.
         locate: see `engine_ext.remote_parts.locate_part`; None if all ranks are on the host
             of the spool.
-        cores: how many threads expand the positions of one part; None: all usable cores.
     """
 
-    def __init__(
-        self, threads: int, locate: Locate | None = None, cores: int | None = None
-    ) -> None:
-        self._locate, self._cores = locate, cores
+    def __init__(self, threads: int, locate: Locate | None = None) -> None:
+        self._locate = locate
         self._threads = ThreadPoolExecutor(
             threads, thread_name_prefix="delta-stage", initializer=same_device()
         )
@@ -88,7 +85,7 @@ class BackgroundStaging:
         part = read_unpacked(map_part(path, stamp), begun.part.identity)
         if part is None:
             raise MalformedPart("the part changed between its arrival and its staging")
-        return stage(part, self._cores)
+        return stage(part)
 
 
 def map_part(path: str, stamp: FileStamp | None = None) -> mmap.mmap:

@@ -8,7 +8,7 @@ all of them, writes, and recomputes the derived tensors that depend on what was 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +76,7 @@ class DeltaApplier:
         memory: of devices, for what syncs keep there; None: nothing is reserved.
 
     Attributes:
+        digests: of the elements that this rank counts, by checkpoint tensor.
         threads: they stage and write.
         post_load: see above; empty if that is nothing.
     """
@@ -98,7 +99,7 @@ class DeltaApplier:
         memory: DeviceMemory | None = None,
     ) -> None:
         self.plan, self._model = plan, model
-        self.digests = plan.scan(threads, certified)
+        self.digests = DigestTable(plan.scan(threads, certified))
         self.copies: dict[str, Digest] = {}
         self._undo_bytes = undo_bytes
         self.post_load = post_load or PostLoad(model, index, plan.placement, SingleRank())
@@ -143,16 +144,7 @@ class DeltaApplier:
     @property
     def digest(self) -> Digest:
         """The digest of all covered elements that this rank counts."""
-        return self._digests.total
-
-    @property
-    def digests(self) -> DigestTable:
-        """The digest of the elements that this rank counts, by checkpoint tensor."""
-        return self._digests
-
-    @digests.setter
-    def digests(self, digests: Mapping[str, Digest]) -> None:
-        self._digests = DigestTable(digests)
+        return self.digests.total
 
     def stage(self, part: DecodedPart, streams: StagedStreams = NO_STREAMS) -> StagedPart:
         """Check every param of a part and prepare its writes. The model is only read.
@@ -187,13 +179,13 @@ class DeltaApplier:
         own.advance = Advance(self.digests, own.changes, full=part.manifest.full)
         return staged
 
-    def stage_unpacked(self, part: UnpackedPart, threads: int | None = None) -> StagedPart:
+    def stage_unpacked(self, part: UnpackedPart) -> StagedPart:
         """Stage a part whose positions are not expanded; the stream table takes what it has.
 
-        Args and errors: see `engine_ext.sync.applier.Applier` and `stage`.
+        Errors: see `stage`.
         """
         found = self._streams.stage(part, self._memory)
-        return self.stage(expand_part(part, threads, found.others), found)
+        return self.stage(expand_part(part, self.threads.size, found.others), found)
 
     def _stage(self, part: DecodedPart, *, undo: bool) -> StagedPart:
         return stage_part(part, self.plan, self._table, self.threads, self._memory, undo=undo)
@@ -221,7 +213,7 @@ class DeltaApplier:
                 leaves tensors out, the engine has come to keep copies, or the old values would not
                 fit the undo log. Nothing was written.
         """
-        self.check_in_place()
+        self._places.check()
         whole = totals(staged)
         self._check_no_copies(name for name in self._refused if name in whole.names)
         if not whole.is_checked:
@@ -292,10 +284,10 @@ class DeltaApplier:
         """Check that committed syncs can be undone; search for copies again.
 
         Raises:
-            BaseMismatch: see `check_in_place`.
+            BaseMismatch: something has moved, see `MovedTensors.check`.
             NotUpdatable: the engine has come to keep copies of what they have written.
         """
-        self.check_in_place()
+        self._places.check()
         self.search_again()
         written = {name for log in logs for name in log.live_names}
         self._check_no_copies(
@@ -320,14 +312,6 @@ class DeltaApplier:
         They are given by the checkpoint's tensors, or by live ones that hold none of these.
         """
         return self._places.tensors()
-
-    def check_in_place(self) -> None:
-        """Check that nothing has moved.
-
-        Raises:
-            BaseMismatch: names the tensors that have, as `moved` too. Nothing was written.
-        """
-        self._places.check()
 
     def place_again(self) -> None:
         """Follow what has moved, so that a ``full`` sync is written to where it is now.
@@ -403,10 +387,10 @@ class DeltaApplier:
         Raises:
             BaseMismatch: one of them was not in memory. Some elements were written.
         """
+        whole = totals(staged)
         # What the engine's processing computes can be a view of a weight.
-        shared = any(part.rebuilt.modules for part in staged)
-        writes = totals(staged).writes
-        put_all(writes, self.threads, self._memory, compares=compares, shared=shared)
+        shared = bool(whole.modules)
+        put_all(whole.writes, self.threads, self._memory, compares=compares, shared=shared)
 
     def compares_while_writing(self, staged: Sequence[StagedPart]) -> bool:
         """Return whether `put` compares the old values, and not `check_base`.
@@ -415,8 +399,8 @@ class DeltaApplier:
         rebuilt modules: what the engine's processing computes can be a view of a weight, which is
         written twice then, and the second pass would not find the old values.
         """
-        plain = not any(part.manifest.full or part.rebuilt.modules for part in staged)
-        return plain and not self.post_load.checks_first
+        plain = not any(part.manifest.full for part in staged)
+        return plain and not totals(staged).modules and not self.post_load.checks_first
 
     def undo(self, staged: Sequence[StagedPart]) -> None:
         """Restore the old values after `write` succeeded or failed, derived tensors too.
@@ -440,7 +424,7 @@ class DeltaApplier:
     def finish(self, staged: Sequence[StagedPart]) -> UndoLog | None:
         """Advance the digests after a write; see `Applier.finish`."""
         whole, advance = totals(staged), self._advanced(staged)
-        self._digests = advance.start.plus(advance.numbers, advance.sums)
+        self.digests = advance.start.plus(advance.numbers, advance.sums)
         self._advance_copies(staged)
         known = self.post_load.committed(staged)
         if not whole.keeps:
@@ -493,7 +477,7 @@ class DeltaApplier:
         finally:
             self._synchronize()  # kernels read the old values, also if some could not be launched
         self._after_write(log.live_names)
-        self._digests = self._digests.minus(log.numbers, log.sums)
+        self.digests = self.digests.minus(log.numbers, log.sums)
         self.copies.clear()
         self.post_load.restored(log.rebuilt)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,27 +27,28 @@ from engine_ext.placement import (
     resolve,
     uncertified,
 )
-from engine_ext.ranks import RankGroup, run_on_all_or_none
-from engine_ext.startup import CheckpointReader, Traced
-from engine_ext.sync.applier import ExpandsParts, Scan
+from engine_ext.ranks import run_on_all_or_none
+from engine_ext.startup import (
+    LaterCopies,
+    LoadedModel,
+    Traced,
+    certify_model,
+    load_checkpoint,
+    trace_model,
+)
+from engine_ext.sync.applier import Applier, Scan
 from engine_ext.sync.masked import densify
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.sync.tied import tied_differ
 from engine_ext.sync.unwritten import Unwritten, unloaded
 
 
-class InitialSyncApplier(ExpandsParts):
+class InitialSyncApplier(Applier):
     """Applies the first ``full`` sync; see `engine_ext.sync.applier.Applier`.
 
     Args:
-        model: the live one.
-        unprocessed: modules of it as they were before processing.
-        trace: traces the tensors of a checkpoint through the model's loader.
-        load: loads a checkpoint into the running model, given what was traced.
-        certify: marks what holds exactly the bytes of a checkpoint that was loaded.
-        ranks: of the engine.
-        constant: whether a tensor has what the model's constructor gave it, as it would have in an
-            engine that has loaded a checkpoint without it.
+        loaded: without a checkpoint.
+        later: made of the model before anything is generated.
 
     Attributes:
         on_initial_sync: called on every rank after the sync, with the certified placement; to be
@@ -58,23 +59,12 @@ class InitialSyncApplier(ExpandsParts):
     plan = None
 
     digest = Digest.ZERO  # nothing is covered yet
+    digests: Mapping[str, Digest] = {}
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        unprocessed: Sequence[torch.nn.Module],
-        trace: Callable[[Sequence[TensorSpec], CheckpointReader], Traced],
-        load: Callable[[Traced, CheckpointReader], object],
-        certify: Callable[[Traced, CheckpointReader], object],
-        constant: Known,
-        ranks: RankGroup,
-    ) -> None:
-        self.digests: dict[str, Digest] = {}
+    def __init__(self, loaded: LoadedModel, later: LaterCopies) -> None:
         self.copies: dict[str, Digest] = {}
         self.on_initial_sync: Callable[[Traced], None]
-        self._model, self._unprocessed = model, unprocessed
-        self._trace, self._load, self._certify = trace, load, certify
-        self._constant, self._ranks = constant, ranks
+        self._loaded, self._later = loaded, later
         self._traced: Traced
 
     def stage(self, part: DecodedPart) -> StagedPart:
@@ -112,42 +102,19 @@ class InitialSyncApplier(ExpandsParts):
             one, tied = sent[name].values, sent[other].values
             if one.tobytes() != tied.tobytes():
                 raise tied_differ(name, other)
-        left_out = _left_out(self._traced, self._constant)
+        left_out = _left_out(self._traced, self._loaded.constants)
         if left_out:
             raise NotUpdatable(
                 f"a full sync must cover every live weight; (parts of) {left_out} are missing",
                 missing=left_out,
             )
 
-    def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
-        """Return True: nothing precedes the reload."""
-        return True
-
-    def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
-        """Return True: nothing precedes the reload."""
-        return True
-
     def scan(self) -> Scan:
         """Return nothing: no weight is known."""
         return Scan({}, [], {})
 
-    def search_again(self) -> bool:
-        """Return True: the model is searched when the sync has loaded it."""
-        return True
-
-    def has_grown(self) -> bool:
-        """Return False, see `search_again`."""
-        return False
-
-    def moved(self) -> list[str]:
-        """Return nothing: the reload does not depend on where the weights are."""
-        return []
-
     def check_rollback(self, logs: Sequence[UndoLog]) -> None:
         """Do nothing: there is no sync to undo."""
-
-    def place_again(self) -> None:
-        """Do nothing, see `moved`."""
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """Accept any base: no old values were read."""
@@ -209,12 +176,12 @@ class InitialSyncApplier(ExpandsParts):
         sync = functools.partial(_tensors, staged)
 
         def load() -> Traced:
-            self._load(self._traced, sync)
+            load_checkpoint(self._loaded, self._traced, sync)
             # Traced again, because that might have moved weights and replaced derived tensors.
             return self._trace_sync(staged)
 
-        traced = self._traced = run_on_all_or_none(self._ranks, load)
-        self._certify(traced, sync)
+        traced = self._traced = run_on_all_or_none(self._loaded.ranks, load)
+        certify_model(self._loaded, traced, sync)
         wrong = uncertified(traced.placement)
         if wrong:
             raise RuntimeError(f"after they were loaded these are not exact: {wrong}")
@@ -233,10 +200,9 @@ class InitialSyncApplier(ExpandsParts):
 
     def unwritten(self) -> Unwritten:
         """Copy all but the weights."""
-        return Unwritten(unloaded(self._model, self._unprocessed))
-
-    def forget(self) -> None:
-        """Do nothing: no weight is known."""
+        again = self._loaded.reprocessing
+        before = () if again is None else [one.before for one in again.states.states]
+        return Unwritten(unloaded(self._loaded.model, before))
 
     def describe(self) -> dict[str, Any]:
         """Return the apply mode and state of this rank, as JSON."""
@@ -245,7 +211,7 @@ class InitialSyncApplier(ExpandsParts):
 
     def _trace_sync(self, staged: Sequence[StagedPart]) -> Traced:
         specs = [_spec(delta) for delta in _deltas(staged)]
-        return self._trace(specs, functools.partial(_tensors, staged))
+        return trace_model(self._loaded, self._later, specs, functools.partial(_tensors, staged))
 
 
 def _deltas(staged: Sequence[StagedPart]) -> Iterator[ParamDelta]:

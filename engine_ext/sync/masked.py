@@ -23,12 +23,11 @@ import torch
 
 from engine_ext.dtypes import TORCH_DTYPE, torch_bits_dtype
 from engine_ext.errors import NotUpdatable
-from engine_ext.format import DecodedPart, ParamDelta
+from engine_ext.format import DecodedPart, ParamDelta, UnpackedPart, expand_part
 from engine_ext.kernels import typed
 from engine_ext.model import StorageIndex, TracingError
 from engine_ext.placement import Placed, Plan, Status
 from engine_ext.startup import COPY_REPLACED, LoaderDryRun, LoadWeights
-from engine_ext.sync.applier import ExpandsParts
 from engine_ext.sync.delta_applier import DeltaApplier
 from engine_ext.sync.staged import StagedPart, Write
 from engine_ext.sync.stream_table import NO_STREAMS, StagedStreams
@@ -37,7 +36,7 @@ from engine_ext.sync.stream_table import NO_STREAMS, StagedStreams
 _MASKABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class MaskedApplier(ExpandsParts, DeltaApplier):
+class MaskedApplier(DeltaApplier):
     """Writes through the model's own loader; stages, votes and undoes as `DeltaApplier` does.
 
     Args:
@@ -67,6 +66,10 @@ class MaskedApplier(ExpandsParts, DeltaApplier):
         for param, delta in zip(staged.params, sent, strict=True):
             param.delta = delta
         return staged
+
+    def stage_unpacked(self, part: UnpackedPart) -> StagedPart:
+        """See `DeltaApplier.stage_unpacked`; the stream table takes nothing."""
+        return self.stage(expand_part(part, self.threads.size))
 
     def place_again(self) -> None:
         """See `DeltaApplier.place_again`; the loader's writes are recognised there from now on."""

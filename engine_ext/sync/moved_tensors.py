@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from engine_ext.errors import BaseMismatch, NotUpdatable
-from engine_ext.model import LiveTensor, StorageIndex, extent, reachable_tensors
+from engine_ext.model import LiveTensor, StorageIndex, address_range, reachable_tensors
 from engine_ext.placement import Placement, Plan, place_again
 from engine_ext.sync.post_load import PostLoad
 
@@ -29,6 +29,9 @@ class MovedTensors:
         index: of it, made before the certification.
         placement: certified.
         trace: None if moved tensors cannot be followed.
+
+    Attributes:
+        index: the model's, of the places that the plan has.
     """
 
     def __init__(
@@ -39,14 +42,9 @@ class MovedTensors:
         post_load: PostLoad,
         trace: TraceAgain | None,
     ) -> None:
-        self._model, self._index, self._placement = model, index, placement
+        self._model, self.index, self._placement = model, index, placement
         self._post_load, self._trace = post_load, trace
         self._constants = self._unwritten_buffers()
-
-    @property
-    def index(self) -> StorageIndex:
-        """The model's index, of the places that the plan has."""
-        return self._index
 
     def tensors(self) -> list[str]:
         """Return the tensors of the checkpoint that have moved; live ones that hold none of it."""
@@ -95,13 +93,13 @@ class MovedTensors:
         plan, elsewhere = place_again(plan, self._trace(now, names), {*names})
         if elsewhere:
             raise _lost(elsewhere, "the loader writes them elsewhere now")
-        self._index = now
+        self.index = now
         self._post_load.follow()
         return plan
 
     def _live(self) -> list[str]:
         """Return the live tensors and modules that have moved, by name."""
-        moved = self._post_load.moved(self._model).union(self._index.moved(self._model))
+        moved = self._post_load.moved(self._model).union(self.index.moved(self._model))
         return sorted(moved - self._constants)
 
     def _check_followable(self, names: Sequence[str], now: StorageIndex) -> None:
@@ -112,16 +110,16 @@ class MovedTensors:
         """
         if self._trace is None:
             raise _lost(names, "it is not known what loads them")
-        known = {n: e for e in self._index.entries for n in (e.name, *e.aliases)}
-        own = set(self._index.moved(self._model))
+        known = {n: e for e in self.index.entries for n in (e.name, *e.aliases)}
+        own = set(self.index.moved(self._model))
         others = [name for name in names if name not in own or self._post_load.contains(name)]
         if others:
             raise _lost(others, "the engine computes them from weights")
-        unlike = self._index.differences(now, names)
+        unlike = self.index.differences(now, names)
         if unlike:
             raise _lost(unlike, "they have another layout, or share memory with others, by now")
         placed = {s.live.name for one in self._placement.values() for s in one.segments}
-        within = [entry for entry in self._index.entries if entry.name in placed]
+        within = [entry for entry in self.index.entries if entry.name in placed]
         left = [n for n in names if not any(_holds(one, known[n]) for one in within)]
         if left:
             raise _lost(left, "no tensor of the checkpoint is in them")
@@ -135,8 +133,7 @@ class MovedTensors:
         for path, _, attribute, tensor in reachable_tensors(self._post_load.model):
             if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
                 continue
-            start = tensor.data_ptr()
-            end = start + extent(tensor) * tensor.element_size()
+            start, end = address_range(tensor)
             if any(start < one.end and one.start < end for one in moved.values()):
                 found.append(f"{path}.{attribute}".lstrip("."))
         return sorted(found)

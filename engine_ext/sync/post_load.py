@@ -30,8 +30,8 @@ from engine_ext.placement import DeviceMemory, Placement, uncertified
 from engine_ext.ranks import RankGroup
 from engine_ext.startup import LockstepRunner, Rebuild, RebuildError, Recomputed, module_place
 from engine_ext.sync.device_table import keep_on_device
-from engine_ext.sync.staged import StagedModule, StagedModules, StagedPart, Write
-from engine_ext.sync.totals import are_same, part_totals
+from engine_ext.sync.staged import StagedModule, StagedPart, Write
+from engine_ext.sync.totals import part_totals, totals
 from engine_ext.sync.writes import batch_unread, read_old
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class PostLoad:
         if not (staged and self._order):
             return []
         sent = [part_totals(part).names for part in staged]
-        done = staged[0].rebuilt.modules if _is_of(staged) else {}
+        done = totals(staged).modules
         return [
             path
             for path, (_, names) in self._order.items()
@@ -160,7 +160,7 @@ class PostLoad:
         ]
 
     def rebuild_some(self, staged: Sequence[StagedPart]) -> None:
-        """Rebuild the next batch of modules; the writes are added to the first part.
+        """Rebuild the next batch of modules, and add them to the totals of the sync.
 
         All ranks must call it, and if one raises, all do.
 
@@ -184,9 +184,7 @@ class PostLoad:
                 found[path] = self._rebuild_in_lockstep(path, staged, path in checked)
             except RebuildError as error:
                 raise NotUpdatable(str(error), module=path) from error
-        if not _is_of(staged):
-            staged[0].rebuilt = StagedModules(tuple(staged[1:]))
-        staged[0].rebuilt.modules.update(found)
+        totals(staged).add_modules(found)
 
     def corrupted(self) -> list[str]:
         """Return the checkpoint tensors whose modules are not what processing makes of them.
@@ -207,22 +205,20 @@ class PostLoad:
     def written(self, staged: Sequence[StagedPart]) -> frozenset[str]:
         """Return the names of what the modules are computed from that a sync changes here."""
         found = set()
-        for part in staged:
-            for path, made in part.rebuilt.modules.items():
-                one = self._by_path.get(path)
-                if one is not None and made.writes:
-                    found |= {f"{path}.{name}".lstrip(".") for name, _ in one.weights()}
+        for path, made in totals(staged).modules.items():
+            one = self._by_path.get(path)
+            if one is not None and made.writes:
+                found |= {f"{path}.{name}".lstrip(".") for name, _ in one.weights()}
         return frozenset(found)
 
     def committed(self, staged: Sequence[StagedPart]) -> dict[str, Mapping[str, str] | None]:
         """Record that a sync was written; return what `restored` takes to go back."""
         before: dict[str, Mapping[str, str] | None] = {}
-        for part in staged:
-            for path, made in part.rebuilt.modules.items():
-                one = self._by_path.get(path)
-                if one is not None:
-                    before[path] = self._known.get(path)
-                    self._known[path] = {p: made.fingerprints[p] for p in one.proven}
+        for path, made in totals(staged).modules.items():
+            one = self._by_path.get(path)
+            if one is not None:
+                before[path] = self._known.get(path)
+                self._known[path] = {p: made.fingerprints[p] for p in one.proven}
         return before
 
     def restored(self, known: Mapping[str, Mapping[str, str] | None]) -> None:
@@ -298,9 +294,3 @@ class PostLoad:
         read_old(found, self._memory)
         batch_unread(found, self._memory)
         return StagedModule(found, rebuilt.fingerprints)
-
-
-def _is_of(staged: Sequence[StagedPart]) -> bool:
-    """Return whether the modules in the first part were rebuilt with these other parts."""
-    made_with = staged[0].rebuilt.others
-    return made_with is not None and are_same(made_with, staged[1:])

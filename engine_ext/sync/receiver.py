@@ -21,11 +21,10 @@ from engine_ext.ranks import ENGINE, LOG_RECORDS, Board, RankGroup, run_on_all_o
 from engine_ext.ranks import operations as ops
 from engine_ext.remote_parts import Locate
 from engine_ext.resources import no_full_collections
+from engine_ext.settings import Settings
 from engine_ext.sync.applier import Applier, Scan
-from engine_ext.sync.background_staging import BackgroundStaging
 from engine_ext.sync.scrubber import Scrubber
 from engine_ext.sync.sync_operations import SyncOperations, check_stopped
-from engine_ext.sync.sync_state import SyncState
 from engine_ext.sync.unwritten import Unwritten
 
 logger = logging.getLogger(__name__)
@@ -44,37 +43,20 @@ class Receiver(SyncOperations):
 
     Those that bring in and write syncs are the methods of `SyncOperations`.
 
-    Args:
-        base_version: version of the freshly loaded weights.
-        stage_timeout: seconds after its last part for which a staged sync keeps others out.
-        read_workers: how many parts are staged at once.
-        cores: this rank's share of the host's cores; None: all usable ones.
-        locate: see `engine_ext.remote_parts.locate_part`; None if all ranks are on the host
-            of the spool.
-        undo_bytes: host memory that the old values of one version can take, with those of its
-            continuations.
-        scrub_interval: seconds in which each tensor is scrubbed once; None turns scrubbing off.
+    Args: those of `SyncOperations`.
     """
 
     def __init__(
         self,
         applier: Applier,
         ranks: RankGroup,
-        *,
-        base_version: int,
-        stage_timeout: float,
-        read_workers: int,
-        undo_bytes: int = 4 << 30,
-        scrub_interval: float | None = None,
+        settings: Settings,
         locate: Locate | None = None,
-        cores: int | None = None,
     ) -> None:
-        sync_state = SyncState(base_version, stage_timeout)
-        staging = BackgroundStaging(read_workers, locate, cores)
-        super().__init__(applier, ranks, sync_state, staging, undo_bytes=undo_bytes)
+        super().__init__(applier, ranks, settings, locate)
         self._board = Board()
         self._scrubber = Scrubber(weakref.WeakMethod(self._scrubbed), ranks.rank)
-        self._scrub_interval = scrub_interval
+        self._scrub_interval = settings.scrub_interval
         self._searched = False
         self._unwritten: Unwritten | None = None
 

@@ -297,19 +297,6 @@ class StagedModule:
 
 
 @dataclass(slots=True)
-class StagedModules:
-    """The modules that were rebuilt for a sync.
-
-    Attributes:
-        others: the sync's parts but the first one, as they were then; None before the first module.
-        modules: by path.
-    """
-
-    others: tuple[StagedPart, ...] | None = None
-    modules: dict[str, StagedModule] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class StagedPart:
     """A part, ready to be written on this rank.
 
@@ -317,22 +304,20 @@ class StagedPart:
         params: in the part's order, without those that the stream table has staged.
         streamed: these.
         together: the writes of these.
-        rebuilt: of the first part of a sync.
         skipped: the params that are left out because no rank makes anything of them: how many
             elements of each the part sends, by name.
         compared: of those, the ones that are tied to a tensor of the checkpoint.
         unproven: the changes, by tensor, whose ``new_checksum`` this rank cannot verify alone.
         gathering: those of them that no rank can, while they are verified; None before.
         proven: whether all new checksums of the part are verified; the same on every rank.
-        own, totals: sums of the part, and of the whole sync if it is its first part;
-            `engine_ext.sync.totals` makes and reads them.
+        own, totals: sums of the part, and of the whole sync with the modules that were rebuilt for
+            it, if it is its first part; `engine_ext.sync.totals` makes and reads them.
     """
 
     manifest: Manifest
     params: list[StagedParam]
     streamed: StreamedParams = NO_PARAMS
     together: list[Write] = field(default_factory=list)
-    rebuilt: StagedModules = field(default_factory=StagedModules)
     skipped: dict[str, int] = field(default_factory=dict)
     compared: list[StagedParam] = field(default_factory=list)
     unproven: dict[str, ParamDelta] = field(default_factory=dict)

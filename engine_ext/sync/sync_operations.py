@@ -23,6 +23,8 @@ from engine_ext.format import PartId
 from engine_ext.model import TracingError
 from engine_ext.ranks import RankGroup, run_on_all_or_none
 from engine_ext.ranks import operations as ops
+from engine_ext.remote_parts import Locate
+from engine_ext.settings import Settings
 from engine_ext.sync.applier import Applier
 from engine_ext.sync.background_staging import BackgroundStaging
 from engine_ext.sync.disposer import Disposer
@@ -40,24 +42,24 @@ class SyncOperations:
     """The operations of `Receiver` that stage, commit, drop and roll back syncs.
 
     Args:
-        undo_bytes: host memory that the old values of one version can take, with those of its
-            continuations.
+        settings: those of the engine; a LoRA adapter's have other versions, and no scrubbing.
+        locate: see `engine_ext.remote_parts.locate_part`; None if all ranks are on the host
+            of the spool.
     """
 
     def __init__(
         self,
         applier: Applier,
         ranks: RankGroup,
-        sync_state: SyncState,
-        staging: BackgroundStaging,
-        *,
-        undo_bytes: int,
+        settings: Settings,
+        locate: Locate | None = None,
     ) -> None:
-        self._sync_state = sync_state
-        self._staging = staging
+        self._sync_state = SyncState(settings.base_version, settings.stage_timeout)
+        self._staging = BackgroundStaging(settings.read_workers, locate)
         self._ranks = ranks
         self.adopt(applier)
-        self._undo_bytes = undo_bytes
+        # Of the old values of one version, with those of its continuations.
+        self._undo_bytes = settings.undo_bytes
         # Undo the last version with its continuations; empty if it cannot be undone.
         self._undo: list[UndoLog] = []
         self._last_sync: ops.CommittedSync | None = None
@@ -166,8 +168,7 @@ class SyncOperations:
         # The rebuilds communicate: a rank that cannot take part must not be waited for.
         staged, full = run_on_all_or_none(self._ranks, staged_parts)
         done = self._applier.prepare(staged, full=full)
-        rebuilt = sum(len(one.rebuilt.modules) for one in staged)
-        return ops.SyncPrepared(complete=True, done=done, rebuilt=rebuilt)
+        return ops.SyncPrepared(complete=True, done=done, rebuilt=len(totals(staged).modules))
 
     def abort(self, request: ops.AbortSync) -> ops.Reply:
         """Forget one part, or the staged sync; if the request names a version, only that one.

@@ -18,10 +18,10 @@ _Result = TypeVar("_Result")
 
 
 class ThreadPool:
-    """Runs a function on up to `threads` items at once, in the calling thread and in others."""
+    """Runs a function on up to `size` items at once, in the calling thread and in others."""
 
     def __init__(self, threads: int) -> None:
-        self._threads = threads
+        self.size = threads
         self._executor = ThreadPoolExecutor(
             max(threads - 1, 1), thread_name_prefix="delta-write", initializer=same_device()
         )
@@ -86,7 +86,7 @@ class ThreadPool:
         try:
             # Also with the threads that there are; what was queued for another one can run later.
             with contextlib.suppress(RuntimeError):
-                for _ in range(min(self._threads, len(todo)) - 1):
+                for _ in range(min(self.size, len(todo)) - 1):
                     self._executor.submit(help_out)
             work()
         finally:

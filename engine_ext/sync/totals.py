@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from engine_ext.format import Digest
 from engine_ext.sync.digest_table import NO_CHANGES, Changes, DigestTable, sums_of, total_of
-from engine_ext.sync.staged import StagedModules, StagedPart
+from engine_ext.sync.staged import StagedModule, StagedPart
 from engine_ext.sync.writes import PartWrites
 
 _Replicas = dict[tuple[int, ...], Digest]
@@ -130,10 +130,11 @@ class SyncTotals:
 
     Attributes:
         others: the sync's other parts.
-        modules: of each part the modules that were rebuilt for the sync, and how many there were.
         parts: of each part.
+        modules: those that were rebuilt for the sync, by path; see `add_modules`.
         writes: of each part, and of the rebuilt modules.
-        live_names, undo_bytes, keeps: as of `PartTotals`, for all of these.
+        live_names: as of `PartTotals`, of all parts.
+        undo_bytes, keeps: as of `PartTotals`, for all of the writes.
         nnz: as of `PartTotals`, of all parts.
         numel: elements of the tensors that the parts have sent.
         names: of these tensors.
@@ -144,7 +145,6 @@ class SyncTotals:
     """
 
     others: tuple[StagedPart, ...]
-    modules: list[tuple[StagedModules, int]]
     parts: list[PartTotals]
     writes: list[PartWrites]
     live_names: frozenset[str]
@@ -157,6 +157,16 @@ class SyncTotals:
     proven: bool
     is_checked: bool = False
     advance: Advance | None = None
+    modules: dict[str, StagedModule] = field(default_factory=dict)
+
+    def add_modules(self, modules: Mapping[str, StagedModule]) -> None:
+        """Add modules that were rebuilt with these parts, by path, and their writes."""
+        self.modules.update(modules)
+        writes = [write for one in modules.values() for write in one.writes]
+        if writes:
+            self.writes.append(PartWrites(writes))
+        self.undo_bytes += sum(write.undo_bytes for write in writes)
+        self.keeps &= all(write.keep for write in writes)
 
     def replicated(self, name: str) -> _Replicas:
         """Return the digests of a tensor's changes by the ranks that hold the same elements."""
@@ -190,36 +200,23 @@ class SyncTotals:
 
 
 def totals(staged: Sequence[StagedPart]) -> SyncTotals:
-    """Return the totals of all parts of a sync; kept with the first part."""
+    """Return the totals of all parts of a sync; kept with the first part.
+
+    With another part in place of one they are made anew: modules must be rebuilt again then.
+    """
     known: SyncTotals | None = staged[0].totals if staged else None
-    if known is not None and not are_same(known.others, staged[1:]):
-        known = None
-    if known is not None and _has_modules_of(known, staged):
+    others = staged[1:]
+    is_of = known is not None and len(known.others) == len(others)
+    if known is not None and is_of and all(map(operator.is_, known.others, others)):
         return known
     found = _add_up(staged)
     if staged:
-        if known is not None:
-            found.is_checked, found.advance = known.is_checked, known.advance
         staged[0].totals = found
     return found
 
 
-def are_same(parts: Sequence[StagedPart], others: Sequence[StagedPart]) -> bool:
-    """Return whether these are the same objects, in the same order."""
-    return len(parts) == len(others) and all(map(operator.is_, parts, others))
-
-
-def _has_modules_of(known: SyncTotals, staged: Sequence[StagedPart]) -> bool:
-    """Return whether no module was rebuilt since; they might all have been rebuilt anew."""
-    return all(
-        part.rebuilt is one and len(one.modules) == count
-        for part, (one, count) in zip(staged, known.modules, strict=True)
-    )
-
-
 def _add_up(staged: Sequence[StagedPart]) -> SyncTotals:
     parts = [part_totals(part) for part in staged]
-    rebuilt = [w for part in staged for one in part.rebuilt.modules.values() for w in one.writes]
     names = frozenset[str]().union(*(part.sent for part in parts))
     numel = sum(part.numel for part in parts)
     if len(names) != sum(len(part.sent) for part in parts):
@@ -227,14 +224,11 @@ def _add_up(staged: Sequence[StagedPart]) -> SyncTotals:
     apart = len(frozenset[str]().union(*(part.names for part in parts)))
     return SyncTotals(
         others=tuple(staged[1:]),
-        modules=[(part.rebuilt, len(part.rebuilt.modules)) for part in staged],
         parts=parts,
-        writes=[*(part.writes for part in parts), *([PartWrites(rebuilt)] if rebuilt else ())],
-        live_names=frozenset[str]().union(
-            *(part.live_names for part in parts), (write.live for write in rebuilt)
-        ),
-        undo_bytes=sum(part.undo_bytes for part in parts) + sum(w.undo_bytes for w in rebuilt),
-        keeps=all(part.keeps for part in parts) and all(write.keep for write in rebuilt),
+        writes=[part.writes for part in parts],
+        live_names=frozenset[str]().union(*(part.live_names for part in parts)),
+        undo_bytes=sum(part.undo_bytes for part in parts),
+        keeps=all(part.keeps for part in parts),
         nnz=sum(part.nnz for part in parts),
         numel=numel,
         names=names,

@@ -80,13 +80,7 @@ def make_receiver(tensors: dict[str, torch.Tensor], settings: Settings) -> Recei
         undo_bytes=settings.undo_bytes,
         threads=torch.get_num_threads(),
     )
-    return Receiver(
-        applier,
-        SingleRank(),
-        base_version=settings.base_version,
-        stage_timeout=settings.stage_timeout,
-        read_workers=settings.read_workers,
-    )
+    return Receiver(applier, SingleRank(), settings)
 
 
 class PlainEngine:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from engine_ext.adapters.entry_point import NAME
 from scripts import apply_patches
 from scripts.apply_patches import PatchSet, State
 from tests.patches import fake_engine
@@ -311,8 +312,8 @@ def test_the_patches_call_what_is_there(file: Path) -> None:
     hooks = importlib.import_module(f"engine_ext.adapters.{engine}.hooks")
     added = [line for line in file.read_text().splitlines() if line.startswith("+")]
     imports = [line for line in added if "engine_ext" in line]
-    assert set(imports) <= {f"+from {hooks.__package__} import hooks as {hooks.NAME}"}
-    for name in re.findall(rf"{hooks.NAME}\.(\w+)\(", "\n".join(added)):
+    assert set(imports) <= {f"+from {hooks.__package__} import hooks as {NAME}"}
+    for name in re.findall(rf"{NAME}\.(\w+)\(", "\n".join(added)):
         assert callable(getattr(hooks, name))
 
 

@@ -27,7 +27,7 @@ from engine_ext.ranks.operations import (
     encode_request,
 )
 from engine_ext.settings import Settings
-from engine_ext.sync.applier import ExpandsParts, Scan
+from engine_ext.sync.applier import Applier, Scan
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.sync.unwritten import Unwritten
@@ -69,7 +69,7 @@ def _deltas(part: StagedPart) -> Iterator[ParamDelta]:
         yield param.delta
 
 
-class Shard(ExpandsParts):
+class Shard(Applier):
     """The applier of one rank: it holds an equal share of every tensor's elements.
 
     Attributes:
@@ -113,24 +113,6 @@ class Shard(ExpandsParts):
 
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         """The weights are nobody else's to change."""
-
-    def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
-        return True
-
-    def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
-        return True
-
-    def search_again(self) -> bool:
-        return True
-
-    def has_grown(self) -> bool:
-        return False
-
-    def moved(self) -> list[str]:
-        return []
-
-    def place_again(self) -> None:
-        """The weights do not move."""
 
     def check_rollback(self, logs: Sequence[UndoLog]) -> None:
         """The weights do not move."""
@@ -213,9 +195,6 @@ class Shard(ExpandsParts):
     def unwritten(self) -> Unwritten:
         return Unwritten(())
 
-    def forget(self) -> None:
-        pass
-
     def describe(self) -> dict[str, Any]:
         return {
             "apply": self.name,
@@ -251,13 +230,7 @@ class Engine:
         self.ranks = [Rank(rank, values, barrier) for rank in range(RANKS)]
         self.shards = [Shard(rank) for rank in range(RANKS)]
         self.receivers = list(receivers) or [
-            Receiver(
-                shard,
-                rank,
-                base_version=settings.base_version,
-                stage_timeout=settings.stage_timeout,
-                read_workers=settings.read_workers,
-            )
+            Receiver(shard, rank, settings)
             for rank, shard in zip(self.ranks, self.shards, strict=True)
         ]
         # One thread per rank: each takes its calls in the order in which they were sent.

@@ -15,13 +15,14 @@ from engine_ext.conformance.verified_file import verified_file
 from engine_ext.format import DecodedPart, PartId, decode_part
 from engine_ext.format.digest import Digest
 from engine_ext.ranks.operations import FileStamp
-from engine_ext.sync.applier import ExpandsParts, Scan
+from engine_ext.settings import Settings
+from engine_ext.sync.applier import Applier, Scan
 from engine_ext.sync.receiver import Receiver
 from engine_ext.sync.staged import StagedParam, StagedPart, UndoLog
 from engine_ext.sync.unwritten import Unwritten
 
 
-class RecordingApplier(ExpandsParts):
+class RecordingApplier(Applier):
     """Writes nothing and records its calls; each step can be made to fail.
 
     Attributes:
@@ -32,10 +33,10 @@ class RecordingApplier(ExpandsParts):
 
     name = "recording"
     digest = Digest.ZERO
+    digests: Mapping[str, Digest] = {}
     plan = None
 
     def __init__(self) -> None:
-        self.digests: dict[str, Digest] = {}
         self.copies: dict[str, Digest] = {}
         self.committed: list[list[str]] = []
         self.fail: dict[str, Exception] = {}
@@ -61,29 +62,11 @@ class RecordingApplier(ExpandsParts):
     def check_base(self, staged: Sequence[StagedPart]) -> None:
         self._step("check_base")
 
-    def prepare(self, staged: Sequence[StagedPart], *, full: bool) -> bool:
-        return True
-
     def scan(self) -> Scan:
-        return Scan(self.digests, [], {})
-
-    def is_prepared(self, staged: Sequence[StagedPart]) -> bool:
-        return True
-
-    def search_again(self) -> bool:
-        return True
-
-    def has_grown(self) -> bool:
-        return False
-
-    def moved(self) -> list[str]:
-        return []
+        return Scan(dict(self.digests), [], {})
 
     def check_rollback(self, logs: Sequence[UndoLog]) -> None:
         self._step("check_rollback")
-
-    def place_again(self) -> None:
-        pass
 
     def rank_summary(self, staged: Sequence[StagedPart]) -> dict[str, Any]:
         return {}
@@ -132,17 +115,16 @@ class Engine:
         scrub_interval: float | None = None,
     ) -> None:
         group = Group(len(appliers))
+        settings = Settings(
+            base_version=version,
+            stage_timeout=timeout,
+            read_workers=2,
+            undo_bytes=undo_bytes,
+            scrub_interval=scrub_interval,
+        )
         self.folder = folder
         self.receivers = [
-            Receiver(
-                applier,
-                ThreadRanks(group, rank),
-                base_version=version,
-                stage_timeout=timeout,
-                read_workers=2,
-                undo_bytes=undo_bytes,
-                scrub_interval=scrub_interval,
-            )
+            Receiver(applier, ThreadRanks(group, rank), settings)
             for rank, applier in enumerate(appliers)
         ]
         self.now = 0.0

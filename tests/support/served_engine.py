@@ -58,10 +58,10 @@ class FaultyApplier:
         staged: StagedPart = self._applier.stage(part)
         return staged
 
-    def stage_unpacked(self, part: Any, threads: int | None = None) -> StagedPart:
+    def stage_unpacked(self, part: Any) -> StagedPart:
         if self.refuses is not None:
             raise self.refuses
-        staged: StagedPart = self._applier.stage_unpacked(part, threads)
+        staged: StagedPart = self._applier.stage_unpacked(part)
         return staged
 
     def write(self, staged: Sequence[StagedPart], given_up: Sequence[UndoLog] = ()) -> None:

@@ -30,6 +30,7 @@ from engine_ext.ranks import RankGroup, SingleRank
 from engine_ext.startup import LoaderDryRun
 from engine_ext.sync import host_table, stager
 from engine_ext.sync.delta_applier import DeltaApplier
+from engine_ext.sync.digest_table import DigestTable
 from engine_ext.sync.masked import MaskedApplier
 from engine_ext.sync.staged import StagedPart
 
@@ -301,7 +302,7 @@ def on_a_device(plan: Plan) -> Plan:
 def replan(served: Served, plan: Plan) -> None:
     """Give the applier another plan of the same model."""
     served.applier.adopt(plan)
-    served.applier.digests = plan.scan()
+    served.applier.digests = DigestTable(plan.scan())
 
 
 def named_in(error: NotUpdatable) -> set[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,13 +11,11 @@ import torch
 
 from engine_ext.adapters.observer import ModelLoadObserver
 from engine_ext.adapters.sglang.postload import constants_kept, repack_learner
-from engine_ext.adapters.target_and_draft import ModelRole, TargetAndDraft, read
+from engine_ext.adapters.target_and_draft import ModelRole, TargetAndDraft
 from engine_ext.startup import (
-    BeforeProcessing,
     CheckpointReader,
     LoadingTrace,
     LoadWeights,
-    RepackLearner,
     UnprocessedModules,
 )
 
@@ -36,13 +33,8 @@ class RunnerLoad:
     role: ModelRole
     runner: Any
 
-    def constants_kept(self) -> contextlib.AbstractContextManager[None]:
-        return constants_kept()
-
-    def learner(
-        self, before: BeforeProcessing, states: UnprocessedModules
-    ) -> contextlib.AbstractContextManager[RepackLearner]:
-        return repack_learner(before, states)
+    constants_kept = staticmethod(constants_kept)
+    learner = staticmethod(repack_learner)
 
     def constructor(self) -> tuple[Any, str]:
         from sglang.srt.model_loader import loader
@@ -94,16 +86,6 @@ def checkpoint(runner: Any, model: torch.nn.Module) -> CheckpointReader | None:
     loader: Any = get_model_loader(load_config, runner.model_config)
     reads = isinstance(loader, DefaultModelLoader)
     return (lambda: loader._get_all_weights(runner.model_config, model)) if reads else None
-
-
-def checkpoints(observed: Sequence[Observer]) -> CheckpointReader | None:
-    """Return a reader of the checkpoints of all models, or None if one has none."""
-    runners = [one.engine.runner for one in observed]
-    readers = [checkpoint(runner, runner.model) for runner in runners]
-    if None in readers:
-        return None
-    roles = [one.role for one in observed]
-    return lambda: read(roles, [reader() for reader in readers if reader is not None])
 
 
 def load_function(runner: Any, model: Any) -> LoadWeights:

@@ -1,23 +1,23 @@
 """The functions that SGLang calls, patched or not.
 
 On an unmodified SGLang the wrappers in `plugin` call them; with ``patches/`` applied, SGLang's own
-source does, and imports this module under the name `NAME`. That name in a module of SGLang shows
-that the source is patched, so that no hook is installed twice.
+source does, and imports this module under the name `engine_ext.adapters.entry_point.NAME`. That
+name in a module of SGLang shows that the source is patched, so that no hook is installed twice.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from engine_ext import settings
+from engine_ext.adapters.entry_point import is_patched
 from engine_ext.adapters.refusals import refuse
 from engine_ext.adapters.sglang.features import require_supported_version
-from engine_ext.adapters.sglang.names import LOAD_FORMAT, NAME
+from engine_ext.adapters.sglang.names import LOAD_FORMAT
 from engine_ext.adapters.sglang.refusals import ARGUMENTS, RESOLVED
 from engine_ext.ranks import replicas
 
@@ -31,13 +31,6 @@ _PATCHED = (
     "sglang.srt.model_executor.model_runner",
     "sglang.srt.managers.scheduler_components.weight_updater",
 )
-
-
-def in_source() -> bool:
-    """Return whether SGLang's own source has the flags; the plugin has nothing to do then."""
-    from sglang.srt import server_args
-
-    return hasattr(server_args, NAME)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,19 +146,6 @@ def _log_as_sglang() -> None:
     logging.getLogger("delta_server").setLevel(logging.INFO)
 
 
-def _is_patched() -> bool:
-    """Return whether SGLang's source has the hooks; ValueError if only some modules have them."""
-    unpatched = [name for name in _PATCHED if not hasattr(importlib.import_module(name), NAME)]
-    if len(unpatched) == len(_PATCHED):
-        return False
-    if unpatched:
-        raise ValueError(
-            f"this SGLang is patched only in part, {', '.join(unpatched)} not at all; "
-            "run python -m delta_patches sglang --status (in a checkout, scripts/apply_patches.py)"
-        )
-    return True
-
-
 def _set_up(args: Any) -> Any:
     """Return the parsed command line and all other settings that delta updates depend on."""
     cpu_engine = bool(os.environ.get("SGLANG_USE_CPU_ENGINE"))
@@ -173,7 +153,7 @@ def _set_up(args: Any) -> Any:
     return argparse.Namespace(
         **vars(args),
         on_cpu=on_cpu,
-        patched=_is_patched(),
+        patched=is_patched("SGLang", _PATCHED),
         vision_graphs=_is_set("SGLANG_VIT_ENABLE_CUDA_GRAPH"),
         rust_server=_is_set("SGLANG_RUST_SERVER"),
     )

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from engine_ext import settings
+from engine_ext.adapters.entry_point import add_flags, is_in_source
 from engine_ext.adapters.sglang import hooks, names
 
 
@@ -24,35 +25,13 @@ def register() -> None:
 
     Does nothing if SGLang was patched and has the hooks in its source.
     """
-    if hooks.in_source():
+    if is_in_source("sglang.srt.server_args"):
         return
-    _add_flags()
-    if settings.from_environment() is not None:
-        _hook_schedulers()
-
-
-def _add_flags() -> None:
     from sglang.srt.server_args import ServerArgs
 
-    if hasattr(ServerArgs.add_cli_args, "delta_updates"):
-        return
-    original_add = ServerArgs.add_cli_args
-    original_from = ServerArgs.from_cli_args.__func__
-
-    @functools.wraps(original_add)
-    def add_cli_args(parser: Any) -> None:
-        original_add(parser)
-        hooks.add_arguments(parser)
-
-    @functools.wraps(original_from)
-    def from_cli_args(cls: type[Any], args: Any) -> Any:
-        if hooks.read_arguments(args):
-            _hook_server()
-        return original_from(cls, args)
-
-    add_cli_args.delta_updates = True  # type: ignore[attr-defined]
-    ServerArgs.add_cli_args = staticmethod(add_cli_args)
-    ServerArgs.from_cli_args = classmethod(from_cli_args)
+    add_flags(ServerArgs, hooks.add_arguments, hooks.read_arguments, _hook_server)
+    if settings.from_environment() is not None:
+        _hook_schedulers()
 
 
 def _hook_server() -> None:

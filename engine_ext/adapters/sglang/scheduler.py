@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from engine_ext import settings
-from engine_ext.adapters.observer import observations
+from engine_ext.adapters.observer import checkpoints, observations
 from engine_ext.adapters.sglang import (
     draft,
     prefix_cache,
@@ -21,7 +21,6 @@ from engine_ext.adapters.sglang import (
 )
 from engine_ext.adapters.sglang.checkpoint import (
     Observer,
-    checkpoints,
     load_format,
     load_function,
     observer_of,
@@ -120,7 +119,7 @@ def build_receiver(
     loaded = LoadedModel(
         model=model,
         load_weights=load_function(runner, model),
-        checkpoint=checkpoints(observed),
+        checkpoint=checkpoints(observed, [one.model for one in runners]),
         reload=functools.partial(reload, runner),
         ranks=ranks,
         repacks=seen.repacks,

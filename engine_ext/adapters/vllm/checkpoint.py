@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from engine_ext.adapters.target_and_draft import read
 from engine_ext.adapters.vllm import refusals
 from engine_ext.adapters.vllm.draft import ModelRole
 from engine_ext.adapters.vllm.layerwise_reload import active_wrapper
 from engine_ext.adapters.vllm.postload import constants_kept, repack_learner
-from engine_ext.startup import (
-    BeforeProcessing,
-    CheckpointReader,
-    LoadWeights,
-    RepackLearner,
-    UnprocessedModules,
-)
+from engine_ext.startup import CheckpointReader, LoadWeights
 
 _COLLECTIVE: Final = ("fastsafetensors", "instanttensor")
 
@@ -51,13 +43,8 @@ class WorkerLoad:
     role: ModelRole
     config: Any
 
-    def constants_kept(self) -> contextlib.AbstractContextManager[None]:
-        return constants_kept()
-
-    def learner(
-        self, before: BeforeProcessing, states: UnprocessedModules
-    ) -> contextlib.AbstractContextManager[RepackLearner]:
-        return repack_learner(before, states)
+    constants_kept = staticmethod(constants_kept)
+    learner = staticmethod(repack_learner)
 
     def constructor(self) -> tuple[Any, str]:
         from vllm.model_executor.model_loader import base_loader
@@ -77,15 +64,6 @@ class WorkerLoad:
 
     def refuse_while(self, model: torch.nn.Module) -> str | None:
         return active_wrapper(model)
-
-
-def checkpoints(
-    roles: Sequence[ModelRole], models: Sequence[torch.nn.Module]
-) -> Callable[[], Iterable[tuple[str, torch.Tensor]]] | None:
-    """Return a reader of the loaded checkpoints, or None if there is none."""
-    if not all(map(reads_checkpoint, roles)):
-        return None
-    return lambda: read(roles, [checkpoint(*one) for one in zip(models, roles, strict=True)])
 
 
 def reads_checkpoint(config: Any) -> bool:

@@ -1,26 +1,25 @@
 """The functions that vLLM calls, patched or not.
 
 On an unmodified vLLM the wrappers in `plugin` call them; with ``patches/`` applied, vLLM's own
-source does, and imports this module under the name `NAME`. That name in a module of vLLM shows
-that the source is patched, so that no hook is installed twice.
+source does, and imports this module under the name `engine_ext.adapters.entry_point.NAME`. That
+name in a module of vLLM shows that the source is patched, so that no hook is installed twice.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import os
 import sys
 from typing import Any
 
 from engine_ext import settings
+from engine_ext.adapters.entry_point import is_patched
 from engine_ext.adapters.refusals import refuse
 from engine_ext.adapters.vllm.features import replicas_answer_together, require_supported_version
 from engine_ext.adapters.vllm.refusals import ARGUMENTS, FREEZING, RESOLVED
 from engine_ext.ranks import replicas
 
-NAME = "delta_hooks"
 LOAD_FORMAT = "delta"
 _SHARED_MEMORY = "ipc_cache"
 
@@ -31,13 +30,6 @@ _PATCHED = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.worker_base",
 )
-
-
-def in_source() -> bool:
-    """Return whether vLLM's own source has the flags; the plugin has nothing to do then."""
-    from vllm.engine import arg_utils
-
-    return hasattr(arg_utils, NAME)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +56,7 @@ def read_arguments(args: argparse.Namespace) -> bool:
     if chosen is None:
         return False
     require_supported_version()
-    _refuse_half_patched()
+    is_patched("vLLM", _PATCHED)  # refuses one that is so only in part
     refuse(_set_up(args), ARGUMENTS)
     replicas.host(args.data_parallel_size or 1)
     chosen.export()
@@ -177,16 +169,6 @@ def _log_as_vllm() -> None:
 
 def _is_delta(load_format: Any) -> bool:
     return str(load_format).lower() == LOAD_FORMAT
-
-
-def _refuse_half_patched() -> None:
-    """Refuse a source with only some files patched: some of the hooks would be missing."""
-    unpatched = [name for name in _PATCHED if not hasattr(importlib.import_module(name), NAME)]
-    if unpatched and len(unpatched) < len(_PATCHED):
-        raise ValueError(
-            f"this vLLM is patched only in part, {', '.join(unpatched)} not at all; "
-            "run python -m delta_patches vllm --status (in a checkout, scripts/apply_patches.py)"
-        )
 
 
 def _set_up(args: Any) -> Any:

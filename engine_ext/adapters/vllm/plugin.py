@@ -13,6 +13,7 @@ import functools
 from typing import Any
 
 from engine_ext import settings
+from engine_ext.adapters.entry_point import add_flags, is_in_source
 from engine_ext.adapters.vllm import engine_core, hooks
 
 _PATH = "/update_weights_delta"
@@ -23,36 +24,13 @@ def register() -> None:
 
     Does nothing if vLLM was patched and has the hooks in its source.
     """
-    if hooks.in_source():
+    if is_in_source("vllm.engine.arg_utils"):
         return
-    _add_flags()
-    if settings.from_environment() is not None:
-        _install()
-
-
-def _add_flags() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    if hasattr(EngineArgs.add_cli_args, "delta_updates"):
-        return
-    original_add = EngineArgs.add_cli_args
-    original_from = EngineArgs.from_cli_args.__func__
-
-    @functools.wraps(original_add)
-    def add_cli_args(parser: Any) -> Any:
-        parser = original_add(parser)
-        hooks.add_arguments(parser)
-        return parser
-
-    @functools.wraps(original_from)
-    def from_cli_args(cls: type[Any], args: Any) -> Any:
-        if hooks.read_arguments(args):
-            _install()
-        return original_from(cls, args)
-
-    add_cli_args.delta_updates = True  # type: ignore[attr-defined]
-    EngineArgs.add_cli_args = staticmethod(add_cli_args)
-    EngineArgs.from_cli_args = classmethod(from_cli_args)
+    add_flags(EngineArgs, hooks.add_arguments, hooks.read_arguments, _install)
+    if settings.from_environment() is not None:
+        _install()
 
 
 def _install() -> None:

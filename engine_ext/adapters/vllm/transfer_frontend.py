@@ -104,16 +104,7 @@ def install(client: Any, service: Any, engine: VllmEngine) -> Any:
             raise MalformedPart("init_info needs gloo or nccl as backend, and a timeout in seconds")
         nonlocal limit_s
         limit_s = info.timeout
-        await _carry_out(
-            engine,
-            JoinGroup(
-                master_address=info.master_address,
-                master_port=info.master_port,
-                backend=info.backend,
-                timeout=info.timeout,
-            ),
-            info.timeout,
-        )
+        await _carry_out(engine, JoinGroup(**msgspec.structs.asdict(info)), info.timeout)
 
     async def shutdown_weight_transfer_engine() -> None:
         await _call(engine, Transfer(step=LeaveGroup()))

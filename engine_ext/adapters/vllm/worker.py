@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from engine_ext import settings
-from engine_ext.adapters.observer import ModelLoadObserver, observations
+from engine_ext.adapters.observer import ModelLoadObserver, checkpoints, observations
 from engine_ext.adapters.target_and_draft import TargetAndDraft
 from engine_ext.adapters.vllm import refusals
 from engine_ext.adapters.vllm.buffer_checksums import buffer_checksums
 from engine_ext.adapters.vllm.checkpoint import (
     WorkerLoad,
-    checkpoints,
     load_function,
     reads_checkpoint,
 )
@@ -207,7 +206,7 @@ def build_receiver(
     loaded = LoadedModel(
         model=model,
         load_weights=load_function(model, config),
-        checkpoint=checkpoints([one.engine.role for one in observed], models),
+        checkpoint=checkpoints(observed, models),
         # The class's method: the worker's own is wrapped by `_reporting`.
         reload=lambda w: type(worker).reload_weights(worker, weights_iterator=iter(w)),
         ranks=_ranks(parallel),

@@ -31,8 +31,8 @@ from engine_ext.model import (
     ModelStateGuard,
     StorageIndex,
     TracingError,
+    address_range,
     attached_tensors,
-    extent,
     is_cache,
     layout,
     location,
@@ -244,8 +244,7 @@ class _Trial:
             raise _Unproven(f"with other weights it leaves parts of {', '.join(stays)} unchanged")
 
     def _shares_weights(self, tensor: torch.Tensor) -> bool:
-        start = tensor.data_ptr()
-        end = start + extent(tensor) * tensor.element_size()
+        start, end = address_range(tensor)
         return any(start < entry.end and entry.start < end for entry in self._weights)
 
     def _is_saved(self, name: str, tensor: torch.Tensor) -> bool:

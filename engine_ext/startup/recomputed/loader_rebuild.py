@@ -21,6 +21,7 @@ from engine_ext.startup.recomputed.compare import RebuildError
 from engine_ext.startup.recomputed.rebuild import (
     Context,
     Difference,
+    Rebuild,
     RebuildResult,
     tensor_differences,
 )
@@ -31,7 +32,7 @@ from engine_ext.startup.trace import LoaderDryRun, LoadWeights
 _TENSOR = "tensor"
 
 
-class LoaderRebuild:
+class LoaderRebuild(Rebuild):
     """The live tensors that the loader computes from one checkpoint tensor.
 
     Args:
@@ -54,11 +55,9 @@ class LoaderRebuild:
     ) -> None:
         self.path = f"loading {name}"
         self.names = {f"{self.path}.{_TENSOR}": _TENSOR}
-        self.in_place: frozenset[str] = frozenset()
         self.numel = tensor.numel()
         self.computed = sorted(written)
-        self.module: torch.nn.Module | None = None
-        self.proven: dict[str, str] = {}
+        self.proven = {}
         self._model, self._loader, self._context = model, loader, context
         self._name = name
         self._tensor = tensor
@@ -150,10 +149,6 @@ class LoaderRebuild:
     def shared_tensors(self) -> Sequence[torch.Tensor]:
         """Return none: the loader is only given copies."""
         return ()
-
-    def keeps(self, name: str) -> bool:
-        """Return True: what the loader writes must depend on the tensor."""
-        return True
 
     def contains(self, name: str) -> bool:
         """Return False: it is no module."""

@@ -31,6 +31,7 @@ from engine_ext.startup.recomputed.rebuild import (
     Difference,
     Perturbation,
     Probe,
+    Rebuild,
     RebuildResult,
     tensor_differences,
 )
@@ -49,7 +50,7 @@ _NO_HANDLES: Final = (bool, float, complex, str, bytes, type(None))
 _COMPUTED: Final = "()"
 
 
-class ModuleRebuild:
+class ModuleRebuild(Rebuild):
     """One module of the live model, which is computed from its unprocessed weights.
 
     Args:
@@ -70,11 +71,12 @@ class ModuleRebuild:
         probe: Probe,
     ) -> None:
         self.path = path
-        self.module = state.module
+        self.module: torch.nn.Module = state.module
         self.state = state
-        self.names: dict[str, str] = {}
+        self.names = {}
+        self.in_place = state.in_place
         self.numel = sum(tensor.numel() for _, tensor in state.weights())
-        self.proven: dict[str, str] = {}
+        self.proven = {}
         self._context, self._probe = context, probe
         self._prefix = f"{path}." if path else ""
 
@@ -117,16 +119,6 @@ class ModuleRebuild:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters and buffers before processing, by their names in the module."""
         yield from self.state.weights()
-
-    @property
-    def computed(self) -> Sequence[str]:
-        """Nothing: the loader of the unprocessed model writes to the unprocessed weights."""
-        return ()
-
-    @property
-    def in_place(self) -> Set[str]:
-        """The unprocessed weights that are live memory."""
-        return self.state.in_place
 
     def shares(self, name: str) -> bool:
         """Return whether processing can reach an unprocessed weight by another way."""

@@ -73,6 +73,8 @@ class Rebuild(Protocol):
     - Rebuilt from the same weights it gives the same, as far as `proven` says.
     - A write of its differences gives what a fresh engine makes of the weights.
 
+    Both inherit from it.
+
     Attributes:
         path: of the module in the model; else what is rebuilt, for messages.
         module: the live module; None if it is none.
@@ -84,25 +86,13 @@ class Rebuild(Protocol):
             time; empty until it is proven.
     """
 
+    path: str
+    module: torch.nn.Module | None = None
+    names: dict[str, str]
+    in_place: Set[str] = frozenset()
+    computed: Sequence[str] = ()
+    numel: int
     proven: dict[str, str]
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def module(self) -> torch.nn.Module | None: ...
-
-    @property
-    def names(self) -> Mapping[str, str]: ...
-
-    @property
-    def in_place(self) -> Set[str]: ...
-
-    @property
-    def computed(self) -> Sequence[str]: ...
-
-    @property
-    def numel(self) -> int: ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the unprocessed weights, by name."""
@@ -146,6 +136,7 @@ class Rebuild(Protocol):
 
     def keeps(self, name: str) -> bool:
         """Return whether other bits in an unprocessed weight must give something else."""
+        return True
 
     def contains(self, name: str) -> bool:
         """Return whether a tensor, given by its name in the model, is in the module."""

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine_ext.model import extent, reachable_tensors
+from engine_ext.model import address_range, reachable_tensors
 from engine_ext.startup.permuted import ModuleCopy, Processing, loaded_tensors
 from engine_ext.startup.recomputed import host_copies
 
@@ -268,7 +268,7 @@ def _shared(module: torch.nn.Module, before: torch.nn.Module) -> frozenset[str]:
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     ranges = [
-        (t.data_ptr(), t.data_ptr() + extent(t) * t.element_size())
+        address_range(t)
         for t in (one, other)
         if t.layout == torch.strided and not t.is_meta and t.numel()
     ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_ext.adapters.observer import ModelLoadObserver, observations
+from engine_ext.adapters.observer import ModelLoadObserver, checkpoints, observations
 from engine_ext.adapters.target_and_draft import ModelRole
 from engine_ext.conformance.toy_models import Checkpoint
 from engine_ext.startup import (
@@ -143,6 +143,16 @@ def test_models_have_their_places_in_the_receivers() -> None:
     for path, model in zip(("target", "draft"), rank.models, strict=True):
         assert found.constants(f"{path}.steps", model.steps)
         assert not found.constants(f"{path}.int8.weight", model.int8.weight)
+
+
+def test_checkpoints_of_all_models_are_read_by_their_names_in_a_sync() -> None:
+    rank = Rank(with_checkpoint(), with_checkpoint())
+    reader = checkpoints(rank.observers, rank.models)
+    assert reader is not None
+    names = [name for name, _ in reader()]
+    assert names == [f"{prefix}{n}" for prefix in ("", "draft.") for n in Mixed.checkpoint()]
+    rank = Rank(with_checkpoint(), ToyEngine())
+    assert checkpoints(rank.observers, rank.models) is None
 
 
 def test_replaced_modules_are_left_out() -> None:

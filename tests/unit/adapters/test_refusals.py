@@ -99,7 +99,7 @@ def test_compiled_graphs_are_refused_on_cpu(
     device: str, environment: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", environment)
-    monkeypatch.setattr(sglang_hooks, "_is_patched", lambda: True)
+    monkeypatch.setattr(sglang_hooks, "is_patched", lambda *_: True)
     args = argparse.Namespace(device=device, enable_torch_compile=True)
     assert (first(sglang_hooks._set_up(args), sglang.ARGUMENTS) is not None) == refused
 
@@ -109,6 +109,6 @@ def test_graphs_of_vision_towers_are_refused(
     value: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_VIT_ENABLE_CUDA_GRAPH", value)
-    monkeypatch.setattr(sglang_hooks, "_is_patched", lambda: True)
+    monkeypatch.setattr(sglang_hooks, "is_patched", lambda *_: True)
     found = first(sglang_hooks._set_up(argparse.Namespace()), sglang.ARGUMENTS)
     assert (found is not None) == refused

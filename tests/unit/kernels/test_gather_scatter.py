@@ -76,8 +76,8 @@ def test_elements_of_many_tensors(
         right = raw.copy().view(f"u{width}")
         right[offsets[-1]] = bits[-1]
         expected.append((raw, right))
-    loop = gather_scatter._loop_of_many if compiled else lambda width, index: None
-    with mock.patch.object(gather_scatter, "_loop_of_many", loop):
+    loop = gather_scatter._loop_of_table if compiled else lambda width, index: None
+    with mock.patch.object(gather_scatter, "_loop_of_table", loop):
         gather_scatter.write_many(live, offsets, bits)
         for raw, right in expected:
             assert raw.tobytes() == right.tobytes()

@@ -20,7 +20,7 @@ from tests.support.statuses import engine_status
 LOOPS: dict[Any, list[Any]] = {
     diff_host: [diff_host.batch_loop_of, diff_host.loop_of],
     digest: [digest._kernel],
-    gather_scatter: [gather_scatter._loops, gather_scatter._loop_of_many],
+    gather_scatter: [gather_scatter._loops, gather_scatter._loop_of_table],
     gap_streams: [gap_streams._loops, gap_streams._match],
     exponent_planes: [exponent_planes._loops],
     ulp_differences: [ulp_differences._loops],

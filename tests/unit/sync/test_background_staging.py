@@ -71,7 +71,7 @@ def test_the_pipe_closes_when_the_part_is_done(
     staging = BackgroundStaging(2)
     go_on = threading.Event()
 
-    def stage(part: UnpackedPart, threads: int | None) -> Any:
+    def stage(part: UnpackedPart) -> Any:
         assert go_on.wait(60)
         if error is not None:
             raise error
@@ -93,7 +93,7 @@ def test_a_part_that_no_one_waits_for_is_staged_all_the_same(tmp_path: Path) -> 
     path = tmp_path / "part.safetensors"
     path.write_bytes(FILE)
     staging = BackgroundStaging(1)
-    staging.start(begin(0, path), lambda part, _: part)  # type: ignore[arg-type, return-value]
+    staging.start(begin(0, path), lambda part: part)  # type: ignore[arg-type, return-value]
     [part] = staging.results([0])
     assert part.manifest.current_version == 1
 
@@ -108,7 +108,7 @@ def test_a_forgotten_part_is_not_begun(readers: list[Reader], by: str) -> None:
         assert go_on.wait(60)
 
     for number, reader in enumerate(readers):
-        start(staging, number, reader, lambda part, threads, number=number: stage(number))
+        start(staging, number, reader, lambda part, number=number: stage(number))
     if by == "clear":
         staging.clear()
     else:
@@ -192,7 +192,7 @@ def test_file_is_mapped_without_locks(path: Path, monkeypatch: pytest.MonkeyPatc
 def test_cut_file_is_refused(path: Path, size: int) -> None:
     os.truncate(path, size)
     staging = BackgroundStaging(1)
-    staging.start(begin(0, path), lambda part, _: pytest.fail("it was staged"))
+    staging.start(begin(0, path), lambda part: pytest.fail("it was staged"))
     with pytest.raises(MalformedPart if size else ValueError):
         staging.results([0])
 
@@ -206,5 +206,5 @@ def test_a_part_that_cannot_be_begun_leaves_no_pipe_open(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     before = open_descriptors()
     with pytest.raises(RuntimeError, match="new thread"):
-        start(BackgroundStaging(1), 0, readers[0], lambda part, threads: part)
+        start(BackgroundStaging(1), 0, readers[0], lambda part: part)
     assert open_descriptors() == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from engine_ext.model.constants import is_constant
 from engine_ext.ranks import SingleRank
 from engine_ext.settings import Settings
 from engine_ext.startup import LoadedModel
-from engine_ext.sync import make_receiver
+from engine_ext.sync import initial_sync, make_receiver
 from tests.support.rank_engine import Engine, part_id
 from tests.support.served_models import (
     base_checkpoint,
@@ -264,7 +263,9 @@ def test_wrong_digest_of_a_full_sync_is_the_senders(tmp_path: Path, declared: st
     assert message.endswith("send the full sync without digests, or update the sender")
 
 
-def test_what_the_reload_makes_of_it_is_compared(tmp_path: Path) -> None:
+def test_what_the_reload_makes_of_it_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the reload writes other bytes than the sync's, the engine is uncertain."""
     base = base_checkpoint(PlainCopy)
     unloaded = Unloaded(PlainCopy, tmp_path)
@@ -275,13 +276,11 @@ def test_what_the_reload_makes_of_it_is_compared(tmp_path: Path) -> None:
         if not unloaded.model.weight.is_meta:
             unloaded.model.weight.view(torch.int16)[0, 0] ^= 1
 
-    applier: Any = unloaded.engine.receivers[0]._applier
-    load, applier._load = applier._load, lambda traced, sync: drop_a_bit(sync())
-    with torch.no_grad():
+    with torch.no_grad(), monkeypatch.context() as patched:
+        patched.setattr(initial_sync, "load_checkpoint", lambda *given: drop_a_bit(given[2]()))
         answer = unloaded.send_full(base)
     assert kind(answer) == "CommitFailed"
     assert "weight" in answer["error"]["message"]
-    applier._load = load
     with torch.no_grad():
         assert "ok" in unloaded.send_full(base)
     assert unloaded.engine.status()[0]["engine_state"] == "certain"
@@ -299,20 +298,15 @@ def test_a_dry_run_that_changes_the_model_is_no_refusal(tmp_path: Path) -> None:
         original(weights)
 
     applier: Any = unloaded.engine.receivers[0]._applier
-    applier._trace = functools.partial(applier._trace.func, *loaded_with(applier, write_unseen))
+    loaded = applier._loaded
+    applier._loaded = dataclasses.replace(loaded, load_weights=write_unseen)
     answer = unloaded.send_full(base)
     assert kind(answer) == "CommitFailed"
     assert "weight" in answer["error"]["message"]
     assert unloaded.engine.status()[0]["engine_state"] == "uncertain"
-    applier._trace = functools.partial(applier._trace.func, *loaded_with(applier, original))
+    applier._loaded = loaded
     assert "ok" in unloaded.send_full(base)
     assert memory(unloaded.model) == memory(load(PlainCopy, base))
-
-
-def loaded_with(applier: Any, load_weights: Any) -> list[Any]:
-    """What the applier traces, with another loader, and what searches it later."""
-    loaded, later = applier._trace.args
-    return [dataclasses.replace(loaded, load_weights=load_weights), later]
 
 
 def test_repacking_engine_needs_checkpoint_to_start() -> None:

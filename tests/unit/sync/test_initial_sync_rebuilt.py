@@ -14,6 +14,7 @@ import torch
 from engine_ext.placement.certify import certify_placement
 from engine_ext.startup import order
 from engine_ext.startup.recomputed import ModuleRebuild
+from engine_ext.sync import initial_sync
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of
 from tests.support.served_models import changed
@@ -164,26 +165,27 @@ def test_other_bits_after_loading_leave_the_weights_uncertain(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", ["_load", "_trace", "_certify"])
+@pytest.mark.parametrize("step", ["load_checkpoint", "trace_model", "certify_model"])
 def test_one_rank_that_fails_does_not_keep_the_others_waiting(
     tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights are uncertain on all of them then, and another full sync heals them."""
     serving = Serving(one_layer(Method), tmp_path, ranks=2, dummy=True)
-    applier = serving.engine.receivers[1]._applier
     done: list[object] = []
 
     def fail(*arguments: Any) -> Any:
+        if arguments and arguments[0].model is not serving.models[1]:
+            return original(*arguments)
         done.append(arguments)
-        if step == "_trace" and len(done) <= 2:  # the checks before the write
+        if step == "trace_model" and len(done) <= 2:  # the checks before the write
             return original(*arguments)
         raise MemoryError("no memory left")
 
-    original = getattr(applier, step)
-    if step == "_certify":
+    original = getattr(initial_sync, step)
+    if step == "certify_model":
         monkeypatch.setattr(order, "certify_placement", on_rank_1(serving, fail))
     else:
-        monkeypatch.setattr(applier, step, fail)
+        monkeypatch.setattr(initial_sync, step, fail)
     answers = serving.sync(serving.base, full=True)
     assert {answer["error"]["type"] for answer in answers} == {"CommitFailed"}
     assert all("no memory left" in answer["error"]["message"] for answer in answers)

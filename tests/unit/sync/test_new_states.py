@@ -245,7 +245,7 @@ class Replicas(ReplicaRanks):
     """The ranks of two replicas of two, in threads."""
 
     def __init__(self, everyone: Group, own: Group, rank: int) -> None:
-        self._everyone, self._group, self.rank = everyone, ThreadRanks(own, rank % 2), rank
+        self._everyone, self.group, self.rank = everyone, ThreadRanks(own, rank % 2), rank
 
     def all_gather(self, value: Any) -> list[Any]:
         return self._everyone.all_gather(self.rank, json.loads(json.dumps(value)))

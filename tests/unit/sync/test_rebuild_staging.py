@@ -88,7 +88,7 @@ def alive(serving: Serving) -> list[weakref.ref[Any]]:
         for future in receiver._staging._parts.values():
             part = future.result()
             found += [write.new for param in part.params for write in param.writes]
-            for made in part.rebuilt.modules.values():
+            for made in part.totals.modules.values() if part.totals else ():
                 found += [getattr(write.new, "value", write.new) for write in made.writes]
     return [weakref.ref(one) for one in found]
 

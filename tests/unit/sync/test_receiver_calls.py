@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_ext.settings import Settings
 from engine_ext.sync.receiver import Receiver
 from tests.support.rank_engine import RecordingApplier, part_id
 from tests.support.served_models import PROPERTY
@@ -76,7 +77,7 @@ def test_handle_never_raises(tmp_path: Path, operation: Any, arguments: Any) -> 
 def test_handle_never_raises_whatever_it_is_told(calls: list[tuple[str, dict[str, Any]]]) -> None:
     applier = RecordingApplier()
     alone = type("Alone", (), {"rank": 0, "all_gather": lambda self, value: [value]})()
-    receiver = Receiver(applier, alone, base_version=0, stage_timeout=60, read_workers=1)
+    receiver = Receiver(applier, alone, Settings(read_workers=1))
     for operation, arguments in calls:
         answer = receiver.handle(operation, arguments)
         assert set(answer) in ({"ok"}, {"error"})
