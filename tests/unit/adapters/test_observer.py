@@ -145,7 +145,7 @@ def test_models_have_their_places_in_the_receivers() -> None:
         assert not found.constants(f"{path}.int8.weight", model.int8.weight)
 
 
-def test_checkpoints_of_all_models_are_read_by_their_names_in_a_sync() -> None:
+def test_all_models_checkpoints_are_read_by_their_names() -> None:
     rank = Rank(with_checkpoint(), with_checkpoint())
     reader = checkpoints(rank.observers, rank.models)
     assert reader is not None
