@@ -70,10 +70,10 @@ class Rig:
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
         self._loop.close()
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 30) -> Any:
         """The result of a coroutine, which must not hang; threads of a sender take turns."""
         with self._running:
-            return self._loop.run_until_complete(asyncio.wait_for(work, timeout=30))
+            return self._loop.run_until_complete(asyncio.wait_for(work, timeout_s))
 
     async def request(
         self,
