@@ -198,5 +198,5 @@ class RayRig(Rig):
     def make_engine(self) -> RayEngine:
         return RayEngine(self.settings, self._processes)
 
-    def run(self, work: Any) -> Any:
-        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=_TIMEOUT_S))
+    def run(self, work: Any, timeout_s: float = _TIMEOUT_S) -> Any:
+        return self._loop.run_until_complete(asyncio.wait_for(work, timeout_s))
