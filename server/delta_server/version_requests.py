@@ -210,7 +210,7 @@ class _Request:
             await error_response(error)(self._scope, self._receive, self._send)
 
     async def _next(self) -> Message:
-        if not (self._arriving.done() or self._stopped.done()):
+        while not (self._arriving.done() or self._stopped.done()):  # another call can take it first
             awaited = {self._arriving, self._stopped}
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if self._stopped.done():

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from delta_server import recent
-from delta_server.version_requests import Wanted
+from delta_server.version_requests import VersionRequests, Wanted
 from engine_ext.errors import MalformedPart
 from tests.support.delta_bodies import OTHER_STEP, STEP, VERSION, after, delta_part, full_part
 from tests.support.endpoint_rig import COMPLETIONS, DELTA, Rig, assert_error
@@ -249,6 +249,28 @@ def test_a_client_that_leaves_is_noticed(rig: Rig, generator: Generator) -> None
 
     rig.run(leave())
     assert generator.gone == [WHOLE]
+
+
+def test_an_app_that_receives_twice_at_once_gets_each_message(rig: Rig) -> None:
+    """As one does that reads a body while another task waits for the client to leave."""
+
+    async def received() -> list[Any]:
+        arriving: asyncio.Queue[Any] = asyncio.Queue()
+        got: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            two = [asyncio.ensure_future(receive()) for _ in range(2)]
+            await asyncio.sleep(0)
+            for body in (b"1", b"2"):
+                arriving.put_nowait({"type": "http.request", "body": body, "more_body": True})
+            got.extend(await asyncio.gather(*two))
+
+        scope = {"type": "http", "path": "/", "headers": [(HEADER.lower().encode(), b"7")]}
+        served = rig.service.committer.served
+        await VersionRequests(served).serve(app, None, scope, arriving.get, arriving.put)
+        return sorted(one["body"] for one in got)
+
+    assert rig.run(received()) == [b"1", b"2"]
 
 
 @pytest.mark.slow
