@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
 
@@ -27,12 +27,12 @@ import torch
 from engine_ext.errors import NotUpdatable
 from engine_ext.model import StorageIndex
 from engine_ext.placement import DeviceMemory, Placement, uncertified
-from engine_ext.ranks import RankGroup
+from engine_ext.ranks import RankGroup, run_on_all_or_none
 from engine_ext.startup import LockstepRunner, Rebuild, RebuildError, Recomputed, module_place
 from engine_ext.sync.device_table import keep_on_device
 from engine_ext.sync.staged import StagedModule, StagedPart, Write
 from engine_ext.sync.totals import part_totals, totals
-from engine_ext.sync.writes import batch_unread, read_old
+from engine_ext.sync.writes import PartWrites, batch_unread, read_old
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,10 @@ class PostLoad:
                 found[path] = self._rebuild_in_lockstep(path, staged, path in checked)
             except RebuildError as error:
                 raise NotUpdatable(str(error), module=path) from error
-        totals(staged).add_modules(found)
+        whole = totals(staged)
+        # Memory of a device can be missing on one rank: its modules count with their writes alone.
+        made = run_on_all_or_none(self._ranks, lambda: _together(found.values()))
+        whole.add_modules(found, made)
 
     def corrupted(self) -> list[str]:
         """Return the checkpoint tensors whose modules are not what processing makes of them.
@@ -294,3 +297,8 @@ class PostLoad:
         read_old(found, self._memory)
         batch_unread(found, self._memory)
         return StagedModule(found, rebuilt.fingerprints)
+
+
+def _together(modules: Iterable[StagedModule]) -> PartWrites | None:
+    writes = [write for one in modules for write in one.writes]
+    return PartWrites(writes) if writes else None

@@ -159,14 +159,17 @@ class SyncTotals:
     advance: Advance | None = None
     modules: dict[str, StagedModule] = field(default_factory=dict)
 
-    def add_modules(self, modules: Mapping[str, StagedModule]) -> None:
-        """Add modules that were rebuilt with these parts, by path, and their writes."""
+    def add_modules(self, modules: Mapping[str, StagedModule], writes: PartWrites | None) -> None:
+        """Add modules that were rebuilt with these parts, by path; raises nothing.
+
+        Args:
+            writes: all of theirs; None if there are none.
+        """
         self.modules.update(modules)
-        writes = [write for one in modules.values() for write in one.writes]
-        if writes:
-            self.writes.append(PartWrites(writes))
-        self.undo_bytes += sum(write.undo_bytes for write in writes)
-        self.keeps &= all(write.keep for write in writes)
+        if writes is not None:
+            self.writes.append(writes)
+            self.undo_bytes += sum(write.undo_bytes for write in writes.all)
+            self.keeps &= all(write.keep for write in writes.all)
 
     def replicated(self, name: str) -> _Replicas:
         """Return the digests of a tensor's changes by the ranks that hold the same elements."""

@@ -73,7 +73,7 @@ class Rebuild(Protocol):
     - Rebuilt from the same weights it gives the same, as far as `proven` says.
     - A write of its differences gives what a fresh engine makes of the weights.
 
-    Both inherit from it.
+    `ModuleRebuild` and `LoaderRebuild` inherit from it.
 
     Attributes:
         path: of the module in the model; else what is rebuilt, for messages.

@@ -205,6 +205,27 @@ def test_a_write_that_fails_half_way_is_undone(
     serving.assert_fresh()
 
 
+def test_rebuilt_modules_without_their_writes_are_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of a device can be missing on one rank; another commit of the sync is whole."""
+    serving = Serving(Everything, tmp_path, ranks=2)
+    before, calls, make = serving.served(), count(), post_load.PartWrites
+
+    def make_or_fail(writes: Any) -> Any:
+        if next(calls) == 0:
+            raise torch.OutOfMemoryError("no room")
+        return make(writes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(post_load, "PartWrites", make_or_fail)
+        assert "no room" in refusal(serving.sync(target_of(serving)))
+    assert next(calls) >= 2  # both ranks
+    assert serving.served() == before
+    errors_of(serving.sync(target_of(serving)), none=True)
+    serving.assert_fresh()
+
+
 def test_the_rebuilt_differences_count_for_the_undo_log(tmp_path: Path) -> None:
     """One bit of a row's largest weight changes the codes of its whole row."""
     serving = Serving(one_layer(Int8), tmp_path, undo_bytes=4)
