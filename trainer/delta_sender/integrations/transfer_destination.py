@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import httpx
 import torch
@@ -20,10 +20,13 @@ import torch
 from delta_sender.integrations.transfer_group import Group, Rendezvous
 from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import EngineClient, refusal_of
-from delta_sender.results import SyncError
+from delta_sender.results import EngineBusy, SyncError
 from delta_sender.run import Run
+from engine_ext.answers import json_object
 from engine_ext.format import SIGNATURE_SUFFIX, sign
 from engine_ext.settings import bearer_headers
+
+_WAIT_S: Final = 1.0  # for a busy engine, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,10 +225,19 @@ def _sync_error(error: BaseException) -> SyncError:
     """Return what a client raised as a `SyncError`, with the engine's answer if it has one."""
     if isinstance(error, SyncError):
         return error
-    response = getattr(error, "response", None)
-    if response is None:
-        return SyncError(f"{type(error).__name__}: {error}")
-    return refusal_of(response)
+    with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):
+        return _refusal(error.response)  # type: ignore[attr-defined]
+    return SyncError(f"{type(error).__name__}: {error}")  # no answer, or of another library
+
+
+def _refusal(response: Any) -> SyncError:
+    if not isinstance(json_object(response.text).get("error"), dict):
+        status = int(response.status_code)
+        return SyncError(f"HTTP {status}: {response.text[:200]}", status)
+    refusal = refusal_of(response)
+    if isinstance(refusal, EngineBusy):  # a call to begin an update is small
+        refusal.error["retry_after"] = min(refusal.error["retry_after"], _WAIT_S)
+    return refusal
 
 
 class HttpSyncClient:
