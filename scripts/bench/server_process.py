@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
+
+_LONGEST_START_S: Final = 600
 
 
 @contextmanager
@@ -14,6 +16,7 @@ def process(serve: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, 
 
     Raises:
         EOFError: The process has ended before it has sent anything.
+        TimeoutError: It has sent nothing in ten minutes.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -21,6 +24,8 @@ def process(serve: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, 
     child.start()
     theirs.close()
     try:
+        if not ours.poll(_LONGEST_START_S):
+            raise TimeoutError(f"no server was up in {_LONGEST_START_S} s")
         yield ours.recv(), child.pid or 0
     finally:
         child.terminate()

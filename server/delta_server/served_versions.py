@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import tempfile
 import weakref
 from collections.abc import Mapping
 from typing import Final
@@ -52,7 +53,7 @@ class ServedVersions:
         """Begin with the engine's version and digest, or with what another process has noted.
 
         Raises:
-            OSError: the page of another process cannot be opened.
+            OSError: no page can be made, or the page of another process cannot be opened.
         """
         self.move(version, digest)
         if not engine.shared:
@@ -141,9 +142,9 @@ def _opened(paths: Mapping[str, str]) -> int | None:
 
 def _made(content: bytes) -> int:
     """Return a descriptor of a new page; nothing but descriptors leads there."""
-    descriptor = os.memfd_create("delta-served-versions")
-    os.write(descriptor, content)
-    return descriptor
+    with tempfile.TemporaryFile(buffering=0) as file:
+        file.write(content)
+        return os.dup(file.fileno())
 
 
 def _short(digest: str) -> int:

@@ -213,7 +213,7 @@ class _Request:
         while not (self._arriving.done() or self._stopped.done()):  # another call can take it first
             awaited = {self._arriving, self._stopped}
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        if self._stopped.done():
+        if self._stopped.done() or self._arriving.cancelled():  # the app has ended before
             return {"type": "http.disconnect"}
         message = self._arriving.result()
         if message["type"] != "http.disconnect":  # which every later call returns, too

@@ -130,6 +130,7 @@ class LogReplay:
         following: how far versions are applied; None applies all.
 
     Attributes:
+        inlet: as given.
         held: what the ranks hold of it until the engine's group has decided.
         listing: the log as it was read last; an empty one before.
         problem: what kept the engine from it at the last replay; None if nothing did.

@@ -56,6 +56,7 @@ class LogFollower:
         peers: whom the log asks for parts, those with heartbeats included.
 
     Attributes:
+        shared: as given.
         group: with which it takes versions together; None: it takes each alone.
     """
 
