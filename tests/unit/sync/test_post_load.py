@@ -12,6 +12,7 @@ import torch
 
 from engine_ext.sync import post_load
 from engine_ext.sync.staged import Write
+from engine_ext.sync.writes import PartWrites
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of, part_id
 from tests.support.served_models import changed
@@ -210,12 +211,12 @@ def test_rebuilt_modules_without_their_writes_are_not_done(
 ) -> None:
     """Memory of a device can be missing on one rank; another commit of the sync is whole."""
     serving = Serving(Everything, tmp_path, ranks=2)
-    before, calls, make = serving.served(), count(), post_load.PartWrites
+    before, calls = serving.served(), count()
 
     def make_or_fail(writes: Any) -> Any:
         if next(calls) == 0:
             raise torch.OutOfMemoryError("no room")
-        return make(writes)
+        return PartWrites(writes)
 
     with monkeypatch.context() as patch:
         patch.setattr(post_load, "PartWrites", make_or_fail)
