@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,8 @@ async def end(service: DeltaService) -> None:
             await asyncio.wait([task])
 
 
-def app_of(service: DeltaService) -> FastAPI:
+@cache
+def _attached() -> FastAPI:
     """An engine's app, with routes that generate, and the endpoints attached."""
     app = FastAPI()
 
@@ -187,6 +189,19 @@ def app_of(service: DeltaService) -> FastAPI:
     for path, method in _SERVED.items():
         app.add_route(path, served, [method])
     attach(app)
+    return app
+
+
+def app_of(service: DeltaService) -> FastAPI:
+    """An app with the endpoints of a service.
+
+    All have the same routes: those take longer to make than most requests, and have no state.
+    """
+    made = _attached()
+    app = FastAPI(openapi_url=None, routes=made.routes)
+    for one in made.user_middleware:
+        options: Any = {**one.kwargs, "state": app.state}
+        app.add_middleware(one.cls, *one.args, **options)
     app.state.delta_service = service
     return app
 
