@@ -41,7 +41,7 @@ def until(rig: Rig, **facts: Any) -> dict[str, Any]:
             found = {"version": status["version"]["number"], "state": state, **log, **log["follow"]}
             if all(found[name] == value for name, value in facts.items()):
                 return found
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01)
 
     return rig.run(wait())
 
@@ -55,7 +55,7 @@ def looked(rig: Rig) -> dict[str, Any]:
             ended: float | None = status["log"]["follow"]["looked_at"]
             if ended != before:
                 return ended
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01)
 
     under_way = rig.run(next_look(until(rig)["looked_at"]))
     rig.run(next_look(under_way))
