@@ -37,10 +37,16 @@ OTHER: tuple[Changes, ...] = (
 )
 
 
-@pytest.fixture(params=["folder", pytest.param("store", marks=pytest.mark.slow)])
+# `tests/unit/log` has the marks, heartbeats and listings of each kind of store.
+IN_A_STORE_TOO = pytest.mark.parametrize(
+    "log", ["folder", pytest.param("store", marks=pytest.mark.slow)], indirect=True
+)
+
+
+@pytest.fixture
 def log(request: pytest.FixtureRequest, tmp_path: Path) -> DeltaLog:
     """An empty log."""
-    if request.param == "store":
+    if getattr(request, "param", "folder") == "store":
         return open_log(request.getfixturevalue("store_url"), scratch=str(tmp_path))
     (tmp_path / "log").mkdir()
     return open_log(tmp_path / "log")
@@ -108,6 +114,7 @@ def test_a_follower_takes_a_full_version(log: DeltaLog, started: Callable[..., R
     assert REGISTRY.get_sample_value("delta_updates_log_diverged") == 0
 
 
+@IN_A_STORE_TOO
 @pytest.mark.slow
 @pytest.mark.parametrize("digests", [False, True])
 def test_a_follower_of_an_emptied_log_stops(
@@ -199,6 +206,7 @@ def test_another_process_finds_the_same(log: DeltaLog, started: Callable[..., Ri
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 
 
+@IN_A_STORE_TOO
 @pytest.mark.slow
 @pytest.mark.parametrize("follow", [False, True])
 def test_a_pruned_version_is_no_other_history(
@@ -258,6 +266,7 @@ def test_a_wrong_digest_of_a_part_is_no_other_history(
     rig.assert_untouched()
 
 
+@IN_A_STORE_TOO
 @pytest.mark.parametrize("proof", ["digest", "parts"])
 def test_a_pushed_version_is_found_in_the_log(
     log: DeltaLog, started: Callable[..., Rig], proof: str
@@ -330,6 +339,7 @@ def test_another_version_than_the_pushed_one_shows(
     assert same(rig.engine.weights, after(fresh_weights(), STEPS[0]))
 
 
+@IN_A_STORE_TOO
 def test_the_same_content_again_is_no_other_history(
     log: DeltaLog, started: Callable[..., Rig]
 ) -> None:
