@@ -41,7 +41,13 @@ MAX_BODY_BYTES = 1 << 14
 
 
 class Rig:
-    """An engine's app with the endpoints attached, and a client for it."""
+    """An engine's app with the endpoints attached, and a client for it.
+
+    Attributes:
+        uses: how often something was asked of the engine, or a test says that something happened.
+    """
+
+    uses = 0
 
     def __init__(self, spool_dir: Path, **settings: Any) -> None:
         spool_dir.mkdir(exist_ok=True)
@@ -73,6 +79,7 @@ class Rig:
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 30) -> Any:
         """The result of a coroutine, which must not hang; threads of a sender take turns."""
+        self.uses += 1
         with self._running:
             return self._loop.run_until_complete(asyncio.wait_for(work, timeout_s))
 
@@ -85,6 +92,7 @@ class Rig:
         peer: tuple[str, int] | None = ("127.0.0.1", 9),
         **options: Any,
     ) -> httpx.Response:
+        self.uses += 1
         transport = httpx.ASGITransport(app or self.app, client=peer)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
             return await client.request(method, path, **options)
