@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,13 @@ MAX_BODY_BYTES = 1 << 14
 
 
 class Rig:
-    """An engine's app with the endpoints attached, and a client for it."""
+    """An engine's app with the endpoints attached, and a client for it.
+
+    Attributes:
+        uses: how often something was asked of the engine, or a test says that something happened.
+    """
+
+    uses = 0
 
     def __init__(self, spool_dir: Path, **settings: Any) -> None:
         spool_dir.mkdir(exist_ok=True)
@@ -72,6 +79,7 @@ class Rig:
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 30) -> Any:
         """The result of a coroutine, which must not hang; threads of a sender take turns."""
+        self.uses += 1
         with self._running:
             return self._loop.run_until_complete(asyncio.wait_for(work, timeout_s))
 
@@ -84,6 +92,7 @@ class Rig:
         peer: tuple[str, int] | None = ("127.0.0.1", 9),
         **options: Any,
     ) -> httpx.Response:
+        self.uses += 1
         transport = httpx.ASGITransport(app or self.app, client=peer)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
             return await client.request(method, path, **options)
@@ -177,7 +186,8 @@ async def end(service: DeltaService) -> None:
             await asyncio.wait([task])
 
 
-def app_of(service: DeltaService) -> FastAPI:
+@cache
+def _attached() -> FastAPI:
     """An engine's app, with routes that generate, and the endpoints attached."""
     app = FastAPI()
 
@@ -187,6 +197,19 @@ def app_of(service: DeltaService) -> FastAPI:
     for path, method in _SERVED.items():
         app.add_route(path, served, [method])
     attach(app)
+    return app
+
+
+def app_of(service: DeltaService) -> FastAPI:
+    """An app with the endpoints of a service.
+
+    All have the same routes: those take longer to make than most requests, and have no state.
+    """
+    made = _attached()
+    app = FastAPI(openapi_url=None, routes=made.routes)
+    for one in made.user_middleware:
+        options: Any = {**one.kwargs, "state": app.state}
+        app.add_middleware(one.cls, *one.args, **options)
     app.state.delta_service = service
     return app
 

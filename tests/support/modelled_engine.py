@@ -257,9 +257,16 @@ class ModelledEngine(RuleBasedStateMachine):
         assert held, (observed, [known.facts() for known in possible])
         self.known = held[0]
 
+    def status(self, process: int) -> dict[str, Any]:
+        found: dict[str, Any] = self.rig.ask(process, "GET", STATUS).json()
+        return found
+
     def observed(self, process: int) -> dict[str, Any]:
+        return self.facts_of(self.status(process))
+
+    @staticmethod
+    def facts_of(status: dict[str, Any]) -> dict[str, Any]:
         """The facts of the oracle, as the status says them."""
-        status = self.rig.ask(process, "GET", STATUS).json()
         version, health, staged = status["version"], status["health"], status["staged"]
         return {
             "version": version["number"],

@@ -202,6 +202,7 @@ class ServedRig(Rig):
 
     def overwrite(self, by: str) -> None:
         """Let the engine change its weights itself, the unprocessed ones too, and report it."""
+        self.uses += 1
         for receiver in self.engine.receivers:
             receiver.weights_replaced(by)
         kept = [one.before for states in self.serving.states for one in states.states]
@@ -211,11 +212,14 @@ class ServedRig(Rig):
 
     def corrupt(self, rank: int, name: str) -> None:
         """Flip a bit of a rank's live parameter, which nobody reports."""
+        self.uses += 1
         self.serving.models[rank].get_parameter(name).data.view(torch.int16)[0] ^= 1
 
     def fall_asleep(self) -> None:
+        self.uses += 1
         for receiver in self.engine.receivers:
             receiver.weights_released()
 
     def wake_up(self) -> None:
+        self.uses += 1
         self.engine.set_asleep(False)

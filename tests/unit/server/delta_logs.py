@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
+
 from engine_ext.log import DeltaLog, open_log
 from tests.support.delta_bodies import OTHER_STEP, STEP, VERSION, delta_part
 from tests.support.endpoint_rig import STATUS, Rig
@@ -31,17 +33,21 @@ def write_steps(log: Path | DeltaLog, count: int = 3, first: int = VERSION) -> l
     ]
 
 
-def until(rig: Rig, **facts: Any) -> dict[str, Any]:
-    """Let the engine work until its status has these facts, of ``follow``, ``log`` and others."""
+def until(rig: Rig, *, app: FastAPI | None = None, **facts: Any) -> dict[str, Any]:
+    """Let the engine work until its status has these facts, of ``follow``, ``log`` and others.
+
+    Args:
+        app: of the process that is asked, if it is another one.
+    """
 
     async def wait() -> dict[str, Any]:
         while True:
-            status = (await rig.request("GET", STATUS)).json()
+            status = (await rig.request("GET", STATUS, app=app)).json()
             log, state = status["log"], status["health"]["state"]
             found = {"version": status["version"]["number"], "state": state, **log, **log["follow"]}
             if all(found[name] == value for name, value in facts.items()):
                 return found
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01)
 
     return rig.run(wait())
 
@@ -55,7 +61,7 @@ def looked(rig: Rig) -> dict[str, Any]:
             ended: float | None = status["log"]["follow"]["looked_at"]
             if ended != before:
                 return ended
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01)
 
     under_way = rig.run(next_look(until(rig)["looked_at"]))
     rig.run(next_look(under_way))

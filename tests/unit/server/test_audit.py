@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 
 from delta_server import recent
 from delta_server.audit import Audit
-from delta_server.service import DeltaService
 from engine_ext.audit import AuditFile, AuditRecord, EngineTrail, read_engine_trail, read_lines
 from engine_ext.format import RunSender
 from tests.support.delta_bodies import (
@@ -27,12 +26,13 @@ from tests.support.delta_bodies import (
     full_part,
     same,
 )
-from tests.support.endpoint_rig import Rig, app_of, assert_error
+from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.present import present
 from tests.support.served_models import delta_between, one_part
 from tests.support.toy_adapters import A as ADAPTER_TENSOR
 from tests.support.toy_adapters import fresh_adapter, with_adapters
 from tests.unit.server.delta_logs import write_steps
+from tests.unit.server.other_process import Process
 from tests.unit.server.test_runs import A, a_step
 
 Start = Callable[..., Rig]
@@ -290,41 +290,21 @@ def test_record_that_fails_after_write_is_kept(
 # Several HTTP processes ----------------------------------------------------------------------
 
 
-class Two:
-    """Two HTTP processes of one engine."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.rig = rig
-        rig.engine.shared = True
-        services = [rig.service, DeltaService(rig.engine, rig.settings)]
-        rig.run(services[1].start())
-        self.services, self.apps = services, [app_of(service) for service in services]
-
-    def close(self) -> None:
-        self.services[1].intake.close()
-
-    def send(self, process: int, body: bytes) -> dict[str, Any]:
-        async def sending() -> Any:
-            headers = {"Content-Type": "application/octet-stream"}
-            app = self.apps[process]
-            url = "/update_weights_delta"
-            return await self.rig.request("POST", url, app=app, content=body, headers=headers)
-
-        answer: dict[str, Any] = self.rig.run(sending()).json()
-        return answer
-
-
 @pytest.fixture
-def two(start: Start, monkeypatch: pytest.MonkeyPatch) -> Any:
+def two(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rig, Process]]:
+    """Two HTTP processes of one engine."""
     monkeypatch.setattr(recent, "_ASKED_EVERY_S", 0.0)
-    found = Two(start())
-    yield found
-    found.close()
+    rig = start()
+    rig.engine.shared = True
+    other = Process(rig)
+    rig.run(other.service.start())
+    yield rig, other
+    other.close()
 
 
-def test_processes_write_one_record_per_change(two: Two, file: Path) -> None:
+def test_processes_write_one_record_per_change(two: tuple[Rig, Process], file: Path) -> None:
     for number in range(1, 6):
-        two.send(number % 2, a_step(number))
+        two[number % 2].send(a_step(number))
     assert kinds(file) == [("loaded", None, 7)] + [
         ("committed", version, version + 1) for version in range(7, 12)
     ]
@@ -332,17 +312,17 @@ def test_processes_write_one_record_per_change(two: Two, file: Path) -> None:
 
 
 def test_other_process_records_what_a_dead_one_did_not(
-    two: Two, file: Path, monkeypatch: pytest.MonkeyPatch
+    two: tuple[Rig, Process], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def dies(audit: Audit, record: AuditRecord, written: Any) -> None:
         raise asyncio.CancelledError
 
-    two.send(1, a_step(1))
+    two[1].send(a_step(1))
     with monkeypatch.context() as patched:
         patched.setattr(Audit, "done", dies)
         with pytest.raises(asyncio.CancelledError):
-            two.send(0, a_step(2))
-    two.send(1, a_step(3))
+            two[0].send(a_step(2))
+    two[1].send(a_step(3))
     assert kinds(file) == [("loaded", None, 7)] + [
         ("committed", version, version + 1) for version in range(7, 10)
     ]
@@ -351,7 +331,7 @@ def test_other_process_records_what_a_dead_one_did_not(
 
 
 def test_record_of_a_process_that_dies_is_written_twice(
-    two: Two, file: Path, monkeypatch: pytest.MonkeyPatch
+    two: tuple[Rig, Process], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has appended the record, and the ranks do not know: the trail stays sound."""
     append = AuditFile.append
@@ -360,12 +340,12 @@ def test_record_of_a_process_that_dies_is_written_twice(
         append(audited, added)
         raise asyncio.CancelledError
 
-    two.send(1, a_step(1))
+    two[1].send(a_step(1))
     with monkeypatch.context() as patched:
         patched.setattr(AuditFile, "append", dies)
         with pytest.raises(asyncio.CancelledError):
-            two.send(0, a_step(2))
-    two.send(1, a_step(3))
+            two[0].send(a_step(2))
+    two[1].send(a_step(3))
     assert [(one.version, one.late) for one in records(file)] == [
         (7, False),
         (8, False),

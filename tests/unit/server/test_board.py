@@ -49,16 +49,16 @@ def test_changes_at_once_are_all_kept(rig: Rig, items: list[Item[Counts]]) -> No
         await items[number % 2].update(
             lambda counts: count(process, counts),
             append=lambda before: Counts(before.total),
-            most=30,
+            most=15,
         )
 
     async def add_all() -> None:
-        await asyncio.gather(*map(add, range(40)))
+        await asyncio.gather(*map(add, range(20)))
 
     rig.run(add_all())
-    assert rig.run(items[0].read()) == Counts(40, {"a": 20, "b": 20})
+    assert rig.run(items[0].read()) == Counts(20, {"a": 10, "b": 10})
     entries = rig.run(items[1].entries())
-    assert [entry["total"] for entry in entries] == [*range(10, 40)]
+    assert [entry["total"] for entry in entries] == [*range(5, 20)]
 
 
 def test_one_of_two_puts_at_once_is_refused(rig: Rig, items: list[Item[Counts]]) -> None:

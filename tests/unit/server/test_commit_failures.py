@@ -77,8 +77,7 @@ def test_deltas_are_refused_while_uncertain(rig: Rig) -> None:
     assert rig.engine.writes == [1, 1]
 
 
-@pytest.mark.parametrize("version", [7, 8, 3])
-@pytest.mark.parametrize("status_between", [False, True])
+@pytest.mark.parametrize(("version", "status_between"), [(7, False), (8, True), (3, True)])
 def test_a_full_sync_ends_the_uncertainty(rig: Rig, version: int, status_between: bool) -> None:
     rig.fail_commit()
     if status_between:
@@ -134,8 +133,9 @@ def test_engine_paused_by_caller_stays_paused_after_resync(rig: Rig) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", ["fails", "loses"])
-@pytest.mark.parametrize("status_between", [False, True])
-@pytest.mark.parametrize("then", ["repeat", "full"])
+@pytest.mark.parametrize(
+    ("then", "status_between"), [("repeat", False), ("repeat", True), ("full", False)]
+)
 def test_an_unknown_commit_is_uncertain(
     rig: Rig, lost: str, status_between: bool, then: str
 ) -> None:
@@ -274,37 +274,22 @@ def test_repeat_publishes_unpublished_version(rig: Rig) -> None:
     assert rig.send(delta_part()).json()["status"] == "already_applied"
     assert rig.engine.events == [("publish", "8", True)]
     assert not rig.engine.paused
-
-
-def test_generation_that_is_not_resumed_is_resumed_by_the_repeat(rig: Rig) -> None:
-    rig.engine.fails["publish"] = ConnectionError("lost")
-    assert_error(rig.send(delta_part()), 500, "CommittedNotResumed", "committed")
-    assert rig.is_paused()
-    assert rig.send(delta_part()).json()["status"] == "already_applied"
-    assert not rig.engine.paused
     assert rig.engine.writes == [1, 1]
 
 
-def test_a_caller_that_pauses_after_a_failure_is_heeded(rig: Rig) -> None:
+def test_unpublished_resync_ends_uncertainty(rig: Rig) -> None:
+    """And owes no resume: a pause that a caller begins then is the caller's."""
     rig.fail_commit()
     rig.engine.fails["publish"] = ConnectionError("lost")
     assert_error(rig.send(full_part(RESYNCED, 8)), 500, "CommittedNotResumed", "committed")
     assert rig.is_paused()
     assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "already_applied"
+    assert rig.engine.weight_version == "8"
     assert not rig.is_paused()
+    assert rig.post(COMPLETIONS).status_code == 200
     rig.engine.paused = True
     assert rig.send(delta_part(version=9)).json()["status"] == "committed"
     assert rig.engine.paused
-
-
-def test_unpublished_resync_ends_uncertainty(rig: Rig) -> None:
-    rig.fail_commit()
-    rig.engine.fails["publish"] = ConnectionError("lost")
-    assert_error(rig.send(full_part(RESYNCED, 8)), 500, "CommittedNotResumed", "committed")
-    assert rig.send(full_part(RESYNCED, 8)).json()["status"] == "already_applied"
-    assert rig.engine.weight_version == "8"
-    assert not rig.engine.paused
-    assert rig.post(COMPLETIONS).status_code == 200
 
 
 def test_another_server_of_the_same_engine_sees_it(rig: Rig) -> None:

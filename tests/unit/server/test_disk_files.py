@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -73,7 +74,7 @@ def test_without_a_root_nothing_is_served(root: Path, files: list[str] | None) -
         (".", ["/etc/passwd"]),
         (".", [".."]),
         ("..", None),
-        ("/", ["root/a"]),
+        ("..", ["root/a"]),
         ("link-to-folder", None),
         ("link-to-folder", ["a.safetensors"]),
         (".", ["link-to-folder/a.safetensors"]),
@@ -314,32 +315,28 @@ HOSTILE: dict[str, tuple[Swap, str, list[str], int]] = {
     "a file as a folder": (_made("f", Path.touch), "f", [GOOD], 400),
     "nothing there": (_nothing, ".", [GOOD], 400),
     "a name too long": (_nothing, ".", ["a" * 5000], 400),
-    "a path too long": (_nothing, ".", ["a/" * 5000], 400),
+    "a path too long": (_nothing, ".", ["a/" * 2100], 400),
     "a NUL": (_nothing, ".", ["a\0.safetensors"], 400),
     "no Unicode": (_nothing, ".", ["\ud800.safetensors"], 400),
     "a folder of no Unicode": (_nothing, "\udcff\ud800", ["a"], 400),
 }
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "next to a good one"])
-@pytest.mark.parametrize("route", [DELTA, FROM_DISK])
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_paths(
-    disk_rig: Rig, root: Path, outside: Path, case: str, route: str, beside: bool
-) -> None:
-    """Refused at once, without a word about what is outside."""
+def test_hostile_paths(disk_rig: Rig, root: Path, outside: Path, case: str) -> None:
+    """Refused at once, alone and next to a good file, without a word about what is outside."""
     make, folder, names, status = HOSTILE[case]
     for path in (outside / GOOD, root / "good"):
         path.write_bytes(delta_part())
     make(root, outside)
-    folder = folder.replace("OUTSIDE", str(outside))
+    folder = os.path.join(str(root), folder.replace("OUTSIDE", str(outside)))
+    body: dict[str, Any] = {"model_path": folder, "load_format": "delta"}
     names = [name.replace("OUTSIDE", str(outside)) for name in names]
-    body: dict[str, Any] = {"model_path": os.path.join(str(root), folder), "load_format": "delta"}
-    if names:
-        body["files"] = [*([str(root / "good")] if beside else []), *names]
+    bodies = [{**body, "files": [*good, *names]} for good in ([], [str(root / "good")])]
     # Lone surrogates as JSON writes them.
     headers = {"Content-Type": "application/json"}
-    response = disk_rig.post(route, content=json.dumps(body), headers=headers)
-    assert_error(response, status, "PathForbidden" if status == 403 else "MalformedPart")
-    assert str(outside) not in response.text
+    for route, asked in itertools.product((DELTA, FROM_DISK), bodies if names else [body]):
+        response = disk_rig.post(route, content=json.dumps(asked), headers=headers)
+        assert_error(response, status, "PathForbidden" if status == 403 else "MalformedPart")
+        assert str(outside) not in response.text
     disk_rig.assert_untouched()

@@ -40,10 +40,19 @@ RUN: dict[str, Any] = {"run": "a", "run_epoch": 1, "run_owner": "host:1"}
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[FleetRig]:
-    made = FleetRig(tmp_path, 3)
+def size() -> int:
+    return 3
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, size: int) -> Iterator[FleetRig]:
+    made = FleetRig(tmp_path, size)
     yield made
     made.close()
+
+
+ALONE = pytest.mark.parametrize("size", [1])
+PAIR = pytest.mark.parametrize("size", [2])
 
 
 def prepare(fleet: FleetRig, url: str, **more: Any) -> None:
@@ -95,12 +104,13 @@ def test_engines_commit_what_they_have_recorded(fleet: FleetRig) -> None:
     assert held(fleet) == [False] * 3
 
 
+@ALONE
 def test_held_sync_is_not_committed_by_its_parts(fleet: FleetRig) -> None:
-    url = fleet.urls[0]
+    [url] = fleet.urls
     prepare(fleet, url)
     answer = fleet.rigs[url].send(delta_part(sync_id="s", **RUN))
     assert_error(answer, 409, "SyncInProgress", staged_version=VERSION + 1)
-    assert held(fleet) == [True, False, False]
+    assert held(fleet) == [True]
     assert same(fleet.rigs[url].engine.weights, BASE)
 
 
@@ -123,9 +133,10 @@ def test_held_sync_keeps_others_out(tmp_path: Path) -> None:
     fleet.close()
 
 
+@ALONE
 @pytest.mark.parametrize("action", ["prepare", "record", "commit"])
 def test_aborted_group_stays_aborted(fleet: FleetRig, action: str) -> None:
-    url = fleet.urls[0]
+    [url] = fleet.urls
     if action != "prepare":
         prepare(fleet, url)
     assert fleet.step(url, "abort", GROUP, **SYNC).json()["status"] == "aborted"
@@ -133,11 +144,12 @@ def test_aborted_group_stays_aborted(fleet: FleetRig, action: str) -> None:
         assert fleet.hold(url, delta_part(sync_id="s")).json()["status"] == "staged"
     answer = fleet.step(url, action, GROUP, peers=fleet.urls, **SYNC)
     assert_error(answer, 409, "GroupAborted")
-    assert versions(fleet) == [VERSION] * 3
+    assert versions(fleet) == [VERSION]
 
 
+@ALONE
 def test_steps_need_the_one_before(fleet: FleetRig) -> None:
-    url = fleet.urls[0]
+    [url] = fleet.urls
     assert_error(fleet.step(url, "prepare", GROUP, **SYNC), 409, "Conflict")
     assert_error(fleet.step(url, "prepare", GROUP), 400, "MalformedPart")
     assert_error(fleet.step(url, "record", GROUP), 409, "Conflict")
@@ -145,11 +157,12 @@ def test_steps_need_the_one_before(fleet: FleetRig) -> None:
     prepare(fleet, url)
     assert_error(fleet.step(url, "commit", GROUP), 409, "Conflict")
     assert_error(fleet.step(url, "prepare", "other", **SYNC), 409, "SyncInProgress")
-    assert held(fleet) == [True, False, False]
+    assert held(fleet) == [True]
 
 
+@PAIR
 def test_engine_that_cannot_salt_prepares_nothing(fleet: FleetRig) -> None:
-    first, second, _ = fleet.urls
+    first, second = fleet.urls
     for url in (first, second):
         fleet.rigs[url].engine.fails["salt"] = SaltUnavailable("not as it was started")
     fleet.hold(first, delta_part(sync_id="s", **RUN))
@@ -160,10 +173,11 @@ def test_engine_that_cannot_salt_prepares_nothing(fleet: FleetRig) -> None:
     assert_error(answer, 422, "SaltUnavailable")
     assert not present(fleet.prepared(second)).recorded
     assert fleet.step(second, "abort", GROUP, **SYNC).json()["status"] == "aborted"
-    assert versions(fleet) == [VERSION] * 3
+    assert versions(fleet) == [VERSION] * 2
 
 
-def test_settled_sync_is_committed_with_its_salt(fleet: FleetRig) -> None:
+@PAIR
+def test_sync_recorded_everywhere_is_committed_with_its_salt(fleet: FleetRig) -> None:
     for url in fleet.urls:
         prepare(fleet, url)
         answer = fleet.step(url, "record", GROUP, "salt", peers=fleet.urls, lease=LONG)
@@ -171,11 +185,13 @@ def test_settled_sync_is_committed_with_its_salt(fleet: FleetRig) -> None:
     for url in fleet.urls:
         assert fleet.settle(url)
         assert fleet.rigs[url].engine.events[0] == ("stop", "salt")
-    assert versions(fleet) == [VERSION + 1] * 3
+        assert same(fleet.rigs[url].engine.weights, NEXT)
+    assert versions(fleet) == [VERSION + 1] * 2
 
 
+@ALONE
 def test_sync_that_ranks_refuse_is_not_prepared(fleet: FleetRig) -> None:
-    url = fleet.urls[0]
+    [url] = fleet.urls
     fleet.hold(url, delta_part(sync_id="s"))
     fleet.rigs[url].engine.receivers[1].weights_replaced("a reload")
     answer = fleet.step(url, "prepare", GROUP, **SYNC)
@@ -183,43 +199,35 @@ def test_sync_that_ranks_refuse_is_not_prepared(fleet: FleetRig) -> None:
     assert fleet.status(url).staged is None
 
 
-@pytest.mark.parametrize("wrong", [
-    {"action": "decide"}, {"group": ""}, {"group": "g\n"}, {"peers": ["file:///x"]},
-    {"peers": ["http://host\n"]},
-])  # fmt: skip
-def test_malformed_steps_are_refused(fleet: FleetRig, wrong: dict[str, Any]) -> None:
-    body = {"action": "prepare", "group": GROUP, **SYNC, **wrong}
-    rig = fleet.rigs[fleet.urls[0]]
-    assert_error(rig.post(COMMIT, json=body), 400, "MalformedPart")
-    part = rig.post(f"{DELTA}?commit=never", content=b"", headers={"Content-Type": PART})
-    assert_error(part, 400, "MalformedPart")
+@ALONE
+def test_malformed_steps_are_refused(fleet: FleetRig) -> None:
+    [rig] = fleet.rigs.values()
+    wrongs: list[dict[str, Any]] = [
+        {"action": "decide"}, {"group": ""}, {"group": "g\n"}, {"peers": ["file:///x"]},
+        {"peers": ["http://host\n"]},
+    ]  # fmt: skip
+    for wrong in wrongs:
+        answer = rig.post(COMMIT, json={"action": "prepare", "group": GROUP, **SYNC, **wrong})
+        assert (wrong, answer.status_code) == (wrong, 400)
+        assert_error(answer, 400, "MalformedPart")
+    assert_error(rig.send(b"", commit="never"), 400, "MalformedPart")
     files = {"model_path": "/shared", "load_format": "delta"}
     assert_error(rig.post(f"{DELTA}?commit=hold", json=files), 400, "MalformedPart")
     for commit in ("hold", "never"):
         assert_error(rig.post(DELTA, json={**files, "commit": commit}), 400, "MalformedPart")
 
 
-PART = "application/octet-stream"
-
-
 # When a lease ends -------------------------------------------------------------------------------
 
 
+@ALONE
 def test_unrecorded_sync_is_dropped_and_stays_aborted(fleet: FleetRig) -> None:
-    for url in fleet.urls:
-        prepare(fleet, url)
-    assert fleet.settle(fleet.urls[0])
-    assert held(fleet) == [False, True, True]
-    answer = fleet.step(fleet.urls[0], "record", GROUP, peers=fleet.urls)
+    [url] = fleet.urls
+    prepare(fleet, url)
+    assert fleet.settle(url)
+    assert held(fleet) == [False]
+    answer = fleet.step(url, "record", GROUP, peers=fleet.urls)
     assert_error(answer, 409, "GroupAborted")
-
-
-def test_sync_recorded_everywhere_is_committed(fleet: FleetRig) -> None:
-    record_all(fleet)
-    for url in fleet.urls:
-        assert fleet.settle(url)
-    assert versions(fleet) == [VERSION + 1] * 3
-    assert all(same(rig.engine.weights, NEXT) for rig in fleet.rigs.values())
 
 
 def test_sync_recorded_by_some_is_dropped(fleet: FleetRig) -> None:
@@ -242,13 +250,14 @@ def test_commit_of_one_is_enough_for_others(fleet: FleetRig) -> None:
     assert versions(fleet) == [VERSION + 1, VERSION + 1, VERSION]
 
 
+@PAIR
 @pytest.mark.parametrize("settles", [False, True])
 @pytest.mark.parametrize("fails", ["stop", "lease"])
 def test_commit_that_did_not_reach_ranks_is_tried_again(
     fleet: FleetRig, fails: str, settles: bool
 ) -> None:
     """Its record says commit, and others have committed: dropped, the engine would stay behind."""
-    a, b, c = fleet.urls
+    a, b = fleet.urls
     record_all(fleet)
     assert fleet.step(a, "commit", GROUP).json()["status"] == "committed"
     engine = fleet.rigs[b].engine
@@ -261,13 +270,12 @@ def test_commit_that_did_not_reach_ranks_is_tried_again(
         error = assert_error(fleet.step(b, "commit", GROUP), 500, "DeltaError")
         assert error["held"] is True
     assert (engine.writes, engine.paused) == ([0, 0], False)
-    assert held(fleet) == [False, True, True]
+    assert held(fleet) == [False, True]
     if settles:
         assert fleet.settle(b)
     else:
         assert fleet.step(b, "commit", GROUP).json()["status"] == "committed"
-    assert fleet.step(c, "commit", GROUP).json()["status"] == "committed"
-    assert versions(fleet) == [VERSION + 1] * 3
+    assert versions(fleet) == [VERSION + 1] * 2
 
 
 def test_unrecorded_commit_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,21 +295,23 @@ def test_unrecorded_commit_is_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
     fleet.close()
 
 
+@ALONE
 def test_commit_that_would_conflict_again_is_dropped(fleet: FleetRig) -> None:
     """A request that holds its KV can stay for hours, and each try preempts the others."""
-    a = fleet.urls[0]
+    [a] = fleet.urls
     record_all(fleet)
     engine = fleet.rigs[a].engine
     engine.fails["stop"] = Conflict("a request holds KV")
     assert "held" not in assert_error(fleet.step(a, "commit", GROUP), 409, "Conflict")
-    assert held(fleet) == [False, True, True]
+    assert held(fleet) == [False]
     assert not engine.paused
 
 
+@ALONE
 @pytest.mark.parametrize("settles", [False, True])
 def test_commit_that_ranks_refuse_is_dropped(fleet: FleetRig, settles: bool) -> None:
     """They would refuse it again, and generation would pause each time."""
-    a = fleet.urls[0]
+    [a] = fleet.urls
     record_all(fleet)
     engine = fleet.rigs[a].engine
     for shard in engine.shards:
@@ -311,12 +321,13 @@ def test_commit_that_ranks_refuse_is_dropped(fleet: FleetRig, settles: bool) -> 
             fleet.settle(a)
     else:
         assert_error(fleet.step(a, "commit", GROUP), 500, "WriteUndone")
-    assert held(fleet) == [False, True, True]
+    assert held(fleet) == [False]
     assert not engine.paused
 
 
+@ALONE
 def test_refused_commit_of_a_group_keeps_none_out(fleet: FleetRig) -> None:
-    a = fleet.urls[0]
+    [a] = fleet.urls
     prepare(fleet, a)
     record(fleet, a)
     engine = fleet.rigs[a].engine
@@ -368,8 +379,9 @@ def test_operator_ends_what_cannot_be_settled(fleet: FleetRig) -> None:
     assert versions(fleet) == [VERSION] * 3
 
 
+@PAIR
 def test_next_sender_does_not_wait_for_the_lease(fleet: FleetRig) -> None:
-    a, b, _ = fleet.urls
+    a, b = fleet.urls
     prepare(fleet, a)
     assert claim(fleet, a).status_code == 200
     assert fleet.prepared(a) is None
@@ -384,7 +396,8 @@ def test_next_sender_does_not_wait_for_the_lease(fleet: FleetRig) -> None:
     assert claim(fleet, b).status_code == 200
 
 
-@pytest.mark.parametrize("recorded", [0, 2, 3])
+@PAIR
+@pytest.mark.parametrize("recorded", [0, 1, 2])
 def test_refused_claim_leaves_the_group_alone(fleet: FleetRig, recorded: int) -> None:
     """A second trainer that does not take over gets an error, and the first one can continue."""
     for url in fleet.urls:
@@ -393,7 +406,7 @@ def test_refused_claim_leaves_the_group_alone(fleet: FleetRig, recorded: int) ->
         record(fleet, url)
     for url in fleet.urls:
         assert_error(claim(fleet, url, run="other", epoch=1), 409, "RunConflict")
-    assert (held(fleet), versions(fleet)) == ([True] * 3, [VERSION] * 3)
+    assert (held(fleet), versions(fleet)) == ([True] * 2, [VERSION] * 2)
     for url in fleet.urls:
         record(fleet, url)
     for url in fleet.urls:
@@ -414,17 +427,17 @@ def test_rollback_of_all_others_ends_the_group(fleet: FleetRig) -> None:
         assert_error(fleet.step(url, "commit", GROUP), 409, "GroupAborted")
 
 
+@PAIR
 def test_abort_is_known_after_many_other_groups(fleet: FleetRig) -> None:
-    a, b, c = fleet.urls
+    a, b = fleet.urls
     for url in fleet.urls:
         prepare(fleet, url)
     record(fleet, a)  # and it is cut off from the sender before the abort comes
-    for url in (b, c):
-        assert fleet.step(url, "abort", GROUP, **SYNC).json()["status"] == "aborted"
-        for later in range(70):
-            fleet.step(url, "ask", f"later-{later}")
+    assert fleet.step(b, "abort", GROUP, **SYNC).json()["status"] == "aborted"
+    for later in range(70):
+        fleet.step(b, "ask", f"later-{later}")
     assert fleet.settle(a)
-    assert versions(fleet) == [VERSION] * 3
+    assert versions(fleet) == [VERSION] * 2
 
 
 @pytest.mark.slow
@@ -543,8 +556,9 @@ def test_commit_that_another_process_was_faster_with(processes: tuple[FleetRig, 
     assert (rig.engine.writes, rig.engine.paused) == ([1, 1], False)
 
 
+@ALONE
 def test_commit_that_cannot_be_noted_is_answered(fleet: FleetRig) -> None:
-    a = fleet.urls[0]
+    [a] = fleet.urls
     prepare(fleet, a)
     record(fleet, a)
     rig = fleet.rigs[a]
@@ -635,15 +649,17 @@ def test_peers_are_asked_by_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) <= 1  # none, if this process has asked before
 
 
+@ALONE
 def test_engine_that_was_asked_late_prepares_nothing(fleet: FleetRig) -> None:
-    a = fleet.urls[0]
+    [a] = fleet.urls
     assert fleet.step(a, "ask", GROUP).json() == {"decision": "lost", "committed": False}
     fleet.hold(a, delta_part(sync_id="s"))
     assert_error(fleet.step(a, "prepare", GROUP, **SYNC), 409, "GroupAborted")
 
 
+@ALONE
 def test_next_sync_follows_an_aborted_one(fleet: FleetRig) -> None:
-    a = fleet.urls[0]
+    [a] = fleet.urls
     prepare(fleet, a)
     fleet.settle(a)
     body = delta_part(OTHER_STEP, VERSION + 2, base_version=VERSION, sync_id="t", **RUN)

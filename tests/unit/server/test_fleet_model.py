@@ -24,6 +24,8 @@ from hypothesis.stateful import (
     rule,
 )
 
+from engine_ext.ranks.operations import PreparedSync
+from engine_ext.ranks.status import EngineStatus
 from tests.support.delta_bodies import VERSION, fresh_weights, full_part
 from tests.support.fleet_rig import LONG, FleetRig
 from tests.support.histories import run_histories
@@ -83,6 +85,7 @@ class FleetModel(RuleBasedStateMachine):
         self.held: dict[str, set[tuple[str, int]]] = defaultdict(set)
         self.committed: dict[str, set[tuple[str, int]]] = defaultdict(set)
         self.contents: dict[int, str] = {}
+        self.statuses: dict[str, tuple[tuple[int, int], EngineStatus]] = {}
 
     def teardown(self) -> None:
         try:
@@ -113,7 +116,7 @@ class FleetModel(RuleBasedStateMachine):
         self.occurred[f"{action}: {kind}"] += 1
         if response.status_code != 200:
             assert answer["error"]["engine_state"] == "unchanged", answer
-        if (prepared := self.fleet.prepared(url)) is not None:
+        if (prepared := self.prepared(url)) is not None:
             self.held[prepared.group].add((url, self.fleet.incarnations[url]))
         return answer if response.status_code == 200 else {}
 
@@ -288,22 +291,34 @@ class FleetModel(RuleBasedStateMachine):
         self.fleet.cut ^= {self.fleet.urls[which]}
 
     def lease_ends(self, which: int) -> None:
-        held = self.fleet.prepared(self.fleet.urls[which])
+        held = self.prepared(self.fleet.urls[which])
         settled = self.fleet.settle(self.fleet.urls[which])
         if held is not None:
             self.occurred[f"settled: {settled}"] += 1
 
     # What must hold ------------------------------------------------------------------------------
 
+    def status(self, url: str) -> EngineStatus:
+        """The status of an engine, which is the last one if nothing was asked of it meanwhile."""
+        place, rig = self.fleet.incarnations[url], self.fleet.rigs[url]
+        if url not in self.statuses or self.statuses[url][0] != (place, rig.uses):
+            status = self.fleet.status(url)
+            self.statuses[url] = (place, rig.uses), status
+        return self.statuses[url][1]
+
+    def prepared(self, url: str) -> PreparedSync | None:
+        staged = self.status(url).staged
+        return None if staged is None else staged.prepared
+
     @invariant()
     def engines_that_live_have_ended_alike(self) -> None:
-        statuses = {url: self.fleet.status(url) for url in self.fleet.urls}
+        statuses = {url: self.status(url) for url in self.fleet.urls}
         places = {url: (url, self.fleet.incarnations[url]) for url in self.fleet.urls}
         holds: dict[str, str | None] = {}
         for url, status in statuses.items():
             if status.last_sync is not None:
                 self.committed[str(status.last_sync.sync_id)].add(places[url])
-            prepared = None if status.staged is None else status.staged.prepared
+            prepared = self.prepared(url)
             holds[url] = None if prepared is None else prepared.group
             version = status.version
             assert self.contents.setdefault(version.number, version.digest) == version.digest
@@ -325,7 +340,7 @@ class FleetModel(RuleBasedStateMachine):
         self.sender_dies()
         for url in self.fleet.urls:
             assert self.fleet.settle(url), url
-            assert self.fleet.prepared(url) is None
+            assert self.prepared(url) is None
         self.engines_that_live_have_ended_alike()
         for which in range(ENGINES):
             assert self.own(which, "claim", self.epoch) == 200
@@ -334,18 +349,13 @@ class FleetModel(RuleBasedStateMachine):
         assert group is not None
         self.sync(["arrives"] * 3 * ENGINES, [*range(ENGINES)], [], ENGINES, 3 * ENGINES, False)
         assert group.commits, group
-        assert {self.fleet.status(url).version.number for url in self.fleet.urls} == {group.version}
+        assert {self.status(url).version.number for url in self.fleet.urls} == {group.version}
         self.engines_that_live_have_ended_alike()
-
-
-def test_engines_that_commit_as_one_agree() -> None:
-    occurred = run_histories(FleetModel, examples=12, steps=6, fixed=1)
-    assert {"ended: True", "ended: False"} <= {*occurred}, occurred
 
 
 @pytest.mark.timeout(900)  # a history that fails is made short
 def test_engines_agree_whatever_crashes() -> None:
-    occurred = run_histories(FleetModel, examples=100, steps=12, fixed=1)
+    occurred = run_histories(FleetModel, examples=50, steps=12, fixed=1)
     wanted = {
         "ended: True", "ended: False", "settled: True", "settled: False", "part: SyncInProgress",
         "prepare: GroupAborted", "record: GroupAborted", "commit: already_applied",

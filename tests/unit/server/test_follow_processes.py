@@ -15,8 +15,8 @@ from delta_server.service import DeltaService
 from engine_ext.log import open_log, read_heartbeats
 from engine_ext.log.catalog import DONE
 from tests.support.delta_bodies import VERSION, after, fresh_weights, same
-from tests.support.endpoint_rig import STATUS, Rig, app_of, assert_error
-from tests.unit.server.delta_logs import CATCH_UP, NEWEST, STEPS, write_steps
+from tests.support.endpoint_rig import Rig, app_of, assert_error
+from tests.unit.server.delta_logs import CATCH_UP, NEWEST, STEPS, looked, until, write_steps
 from tests.unit.server.test_log_follower import PIN
 
 pytestmark = pytest.mark.slow
@@ -53,30 +53,7 @@ class Processes:
 
     def until(self, number: int, **facts: Any) -> dict[str, Any]:
         """Let the engine work until the status by one process has these facts."""
-
-        async def wait() -> dict[str, Any]:
-            while True:
-                answer = await self.rig.request("GET", STATUS, app=self.apps[number])
-                version, log = answer.json()["version"], answer.json()["log"]
-                found = {"version": version["number"], **log, **log["follow"]}
-                if all(found[name] == value for name, value in facts.items()):
-                    return found
-                await asyncio.sleep(0.005)
-
-        return self.rig.run(wait())
-
-    def looked(self) -> None:
-        """Let one process look, and wait for the end of it."""
-        before = self.until(0)["looked_at"]
-
-        async def wait() -> None:
-            looked_at = before
-            while looked_at == before:
-                await asyncio.sleep(0.005)
-                answer = await self.rig.request("GET", STATUS)
-                looked_at = answer.json()["log"]["follow"]["looked_at"]
-
-        self.rig.run(wait())
+        return until(self.rig, app=self.apps[number], **facts)
 
 
 @pytest.fixture
@@ -125,8 +102,7 @@ def test_one_process_looks_and_all_tell(
     write_steps(log)
     told = [processes.until(number, version=NEWEST, newest=NEWEST) for number in (0, 1)]
     assert same(processes.rig.engine.weights, after(fresh_weights(), *STEPS))
-    processes.looked()
-    processes.looked()
+    looked(processes.rig)
     assert len({*seen}) == 1
     keys = ("name", "pid", "pinned", "failures", "error", "problem")
     first, second = ({key: status[key] for key in keys} for status in told)
@@ -141,8 +117,7 @@ def test_another_process_takes_over(
     processes = started()
     seen = looks(processes, monkeypatch)
     name = processes.until(1, failures=0)["name"]
-    processes.looked()
-    processes.looked()
+    looked(processes.rig)
     [first] = {*seen}
     other = 1 - first
     states = [service.follower.shared for service in processes.services]  # type: ignore[union-attr]
@@ -166,7 +141,7 @@ def test_another_process_takes_over(
     write_steps(log)
     seen.clear()
     found = processes.until(other, version=VERSION + 1)
-    processes.looked()
+    looked(processes.rig)
     assert {*seen} == {other}
     assert (found["name"], found["pinned"]) == (name, VERSION + 1)
     [(heartbeat, _)] = read_heartbeats(open_log(log))
@@ -220,8 +195,7 @@ def test_the_heartbeat_goes_with_the_process_that_follows(
     processes = started()
     seen = looks(processes, monkeypatch)
     processes.until(0, failures=0)
-    processes.looked()
-    processes.looked()
+    looked(processes.rig)
     [first] = {*seen}
     processes.end(1 - first)
     assert len(read_heartbeats(open_log(log))) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,25 @@ from tests.support.folder_writer import INDEX, write_index
 from tests.unit.server.version_folder_engine import FILE, NEXT, NORM, ROWS, Engine
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = Engine(tmp_path)
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine that gets broken folders only, and accepts a correct one in the end."""
+    engine = Engine(tmp_path_factory.mktemp("engine"))
     yield engine
+    engine.assert_untouched()
     engine.rig.close()
+
+
+@pytest.fixture
+def engine(served: Engine) -> Iterator[Engine]:
+    yield served
+    served.assert_unchanged()
+
+
+@pytest.fixture
+def root(served: Engine) -> Path:
+    """A folder that the engine can read."""
+    return Path(tempfile.mkdtemp(dir=served.root))
 
 
 # The bytes of a folder with one tensor: "norm", five elements of bf16.
@@ -76,10 +91,12 @@ class Forge:
 
 
 @pytest.mark.slow
-def test_the_forge_is_correct(engine: Engine) -> None:
+def test_the_forge_is_correct(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
     folder = Forge(engine.base).write(engine.root)
     new = torch.frombuffer(bytearray(Forge(engine.base).new), dtype=torch.bfloat16)
     engine.assert_at(engine.ask(folder), {**engine.base, NORM: new})
+    engine.rig.close()
 
 
 def of_index(**changes: Any) -> Callable[[Forge], None]:
@@ -180,51 +197,46 @@ BROKEN: dict[str, tuple[Callable[[Forge], Any], int]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_folder(engine: Engine, what: str) -> None:
+def test_a_broken_folder(engine: Engine, root: Path, what: str) -> None:
     change, status = BROKEN[what]
     forge = Forge(engine.base)
     change(forge)
-    response = engine.ask(forge.write(engine.root))
+    response = engine.ask(forge.write(root))
     assert response.status_code == status, response.text
     assert response.json()["error"]["engine_state"] == "unchanged"
-    engine.assert_untouched()
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000]
 )
-def test_a_broken_index(engine: Engine, text: str) -> None:
-    folder = Forge(engine.base).write(engine.root)
+def test_a_broken_index(engine: Engine, root: Path, text: str) -> None:
+    folder = Forge(engine.base).write(root)
     (folder / INDEX).write_text(text)
     assert_error(engine.ask(folder), 400, "MalformedPart")
-    engine.assert_untouched()
 
 
-def test_a_folder_that_is_not_complete(engine: Engine) -> None:
+def test_a_folder_that_is_not_complete(engine: Engine, root: Path) -> None:
     """Without its index, files are taken for parts, which they are not."""
-    folder = Forge(engine.base).write(engine.root)
+    folder = Forge(engine.base).write(root)
     (folder / INDEX).unlink()
     assert_error(engine.ask(folder), 400, "MalformedPart")
     (folder / FILE).unlink()
     assert_error(engine.ask(folder), 400, "MalformedPart")
-    engine.assert_untouched()
 
 
-def test_a_header_that_is_cut_short(engine: Engine) -> None:
-    folder = Forge(engine.base).write(engine.root)
+def test_a_header_that_is_cut_short(engine: Engine, root: Path) -> None:
+    folder = Forge(engine.base).write(root)
     data = (folder / FILE).read_bytes()
     for size in (0, 7, 8, 20):
         (folder / FILE).write_bytes(data[:size])
         assert_error(engine.ask(folder), 400, "MalformedPart")
     (folder / FILE).write_bytes(b"\xff" * 8 + data[8:])
     assert_error(engine.ask(folder), 413, "TooLarge")
-    engine.assert_untouched()
 
 
 @pytest.mark.parametrize("name", [FILE, INDEX])
-def test_a_link_out_of_the_root(engine: Engine, name: str, tmp_path: Path) -> None:
-    folder = Forge(engine.base).write(engine.root)
+def test_a_link_out_of_the_root(engine: Engine, root: Path, name: str, tmp_path: Path) -> None:
+    folder = Forge(engine.base).write(root)
     (folder / name).rename(tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
     assert_error(engine.ask(folder), 403, "PathForbidden")
-    engine.assert_untouched()

@@ -53,10 +53,14 @@ def always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_group, "_MARKED_IN_S", 0.0)
 
 
-@pytest.fixture(params=["folder", pytest.param("store", marks=pytest.mark.slow)])
+# `tests/unit/log` has the marks, heartbeats and listings of each kind of store.
+IN_A_STORE_TOO = pytest.mark.parametrize("log", ["folder", "store"], indirect=True)
+
+
+@pytest.fixture
 def log(request: pytest.FixtureRequest, tmp_path: Path) -> DeltaLog:
     """An empty log."""
-    if request.param == "store":
+    if getattr(request, "param", "folder") == "store":
         return open_log(request.getfixturevalue("store_url"), scratch=str(tmp_path))
     (tmp_path / "log").mkdir()
     return open_log(tmp_path / "log")
@@ -101,6 +105,7 @@ def name_of(rig: Rig) -> str:
     return name
 
 
+@IN_A_STORE_TOO
 def test_a_version_is_taken_once_all_have_it(log: DeltaLog, pair: list[Rig]) -> None:
     first, last = pair
     write_steps(log, 1)
@@ -372,7 +377,6 @@ def test_a_look_that_fails_forgets_what_it_has_dropped(
     assert look(last)["version"] == VERSION
 
 
-@pytest.mark.parametrize("log", ["folder"], indirect=True)
 def test_a_dead_member_is_waited_for_by_its_lease(log: DeltaLog, pair: list[Rig]) -> None:
     first, last = pair
     write_steps(log, 1)
@@ -383,6 +387,7 @@ def test_a_dead_member_is_waited_for_by_its_lease(log: DeltaLog, pair: list[Rig]
     assert look(first)["version"] == VERSION + 1
 
 
+@IN_A_STORE_TOO
 def test_no_member_is_taken_for_dead_by_a_fast_clock(
     log: DeltaLog, pair: list[Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,6 +409,7 @@ def test_no_member_is_taken_for_dead_by_a_fast_clock(
     assert look(first)["version"] == VERSION
 
 
+@IN_A_STORE_TOO
 def test_one_that_starts_takes_what_is_complete(
     log: DeltaLog, pair: list[Rig], started: Callable[..., Rig]
 ) -> None:
@@ -458,7 +464,6 @@ def test_one_cut_off_from_the_log_is_not_ready(
     assert reason(rig) is None
 
 
-@pytest.mark.parametrize("log", ["folder"], indirect=True)
 def test_a_long_look_is_ready_until_it_is_behind(
     log: DeltaLog, started: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,7 +488,7 @@ def test_a_long_look_is_ready_until_it_is_behind(
         found, end = set(), time.monotonic() + seconds
         while time.monotonic() < end:
             found.add((await rig.request("GET", READY)).json()["reason"])
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
         return found
 
     assert rig.run(reasons(2.4)) == {None}
@@ -527,6 +532,7 @@ def test_a_member_stays_one_in_every_process(
     assert found["complete"] == VERSION + 1
 
 
+@IN_A_STORE_TOO
 def test_a_refused_version_is_not_taken(log: DeltaLog, pair: list[Rig]) -> None:
     first, last = pair
     write_steps(log, 1)
@@ -542,7 +548,6 @@ def test_a_refused_version_is_not_taken(log: DeltaLog, pair: list[Rig]) -> None:
     assert complete_versions(log, log.listing()) == {"rollout": VERSION + 2}
 
 
-@pytest.mark.parametrize("log", ["folder"], indirect=True)
 def test_a_mark_is_of_one_content(log: DeltaLog, pair: list[Rig]) -> None:
     """The log is written again, with the number that one of the members has prepared."""
     first, last = pair

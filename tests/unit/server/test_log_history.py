@@ -37,10 +37,16 @@ OTHER: tuple[Changes, ...] = (
 )
 
 
-@pytest.fixture(params=["folder", pytest.param("store", marks=pytest.mark.slow)])
+# `tests/unit/log` has the marks, heartbeats and listings of each kind of store.
+IN_A_STORE_TOO = pytest.mark.parametrize(
+    "log", ["folder", pytest.param("store", marks=pytest.mark.slow)], indirect=True
+)
+
+
+@pytest.fixture
 def log(request: pytest.FixtureRequest, tmp_path: Path) -> DeltaLog:
     """An empty log."""
-    if request.param == "store":
+    if getattr(request, "param", "folder") == "store":
         return open_log(request.getfixturevalue("store_url"), scratch=str(tmp_path))
     (tmp_path / "log").mkdir()
     return open_log(tmp_path / "log")
@@ -108,6 +114,7 @@ def test_a_follower_takes_a_full_version(log: DeltaLog, started: Callable[..., R
     assert REGISTRY.get_sample_value("delta_updates_log_diverged") == 0
 
 
+@IN_A_STORE_TOO
 @pytest.mark.slow
 @pytest.mark.parametrize("digests", [False, True])
 def test_a_follower_of_an_emptied_log_stops(
@@ -199,6 +206,7 @@ def test_another_process_finds_the_same(log: DeltaLog, started: Callable[..., Ri
     assert same(rig.engine.weights, after(fresh_weights(), *STEPS))
 
 
+@IN_A_STORE_TOO
 @pytest.mark.slow
 @pytest.mark.parametrize("follow", [False, True])
 def test_a_pruned_version_is_no_other_history(
@@ -258,6 +266,7 @@ def test_a_wrong_digest_of_a_part_is_no_other_history(
     rig.assert_untouched()
 
 
+@IN_A_STORE_TOO
 @pytest.mark.parametrize("proof", ["digest", "parts"])
 def test_a_pushed_version_is_found_in_the_log(
     log: DeltaLog, started: Callable[..., Rig], proof: str
@@ -287,37 +296,31 @@ def test_a_pushed_version_is_found_in_the_log(
 
 
 @pytest.mark.parametrize("digests", [False, True])
-def test_a_fold_of_the_engines_version_is_no_other_history(tmp_path: Path, digests: bool) -> None:
+def test_a_fold_of_the_engines_version_is_no_other_history(
+    log: DeltaLog, started: Callable[..., Rig], digests: bool
+) -> None:
     """It was added after the engine had the version, which was deleted then."""
-    (tmp_path / "log").mkdir()
-    log = open_log(tmp_path / "log")
     write_run(log, STEPS[:2], digests=digests)
-    rig = Rig(tmp_path / "spool", log=log.location)
-    try:
-        fold_versions(log, log.listing().entries, VERSION)
-        log.store.delete([folder_name(VERSION + 2)])
-        assert rig.post(CATCH_UP).json()["applied"] == []
-        assert present(rig.status().log).problem is None
-    finally:
-        rig.close()
+    rig = started()
+    fold_versions(log, log.listing().entries, VERSION)
+    log.store.delete([folder_name(VERSION + 2)])
+    assert rig.post(CATCH_UP).json()["applied"] == []
+    assert present(rig.status().log).problem is None
 
 
-def test_fold_that_is_made_again_is_no_other_history(tmp_path: Path) -> None:
+def test_fold_that_is_made_again_is_no_other_history(
+    log: DeltaLog, started: Callable[..., Rig]
+) -> None:
     """A damaged one was deleted; no two folds of the same versions have the same bytes."""
-    (tmp_path / "log").mkdir()
-    log = open_log(tmp_path / "log")
     write_run(log, STEPS[:2])
     entries = log.listing().entries
     folded = fold_versions(log, entries, VERSION)
-    rig = Rig(tmp_path / "spool", log=log.location)
-    try:
-        for number in (VERSION + 3, VERSION + 4):
-            write(log, delta_part(STEPS[2], number, base_version=number - 1), number)
-            assert rig.post(CATCH_UP).json()["applied"] == [number]
-            log.store.delete([folded.name])
-            folded = fold_versions(log, entries, VERSION)
-    finally:
-        rig.close()
+    rig = started()
+    for number in (VERSION + 3, VERSION + 4):
+        write(log, delta_part(STEPS[2], number, base_version=number - 1), number)
+        assert rig.post(CATCH_UP).json()["applied"] == [number]
+        log.store.delete([folded.name])
+        folded = fold_versions(log, entries, VERSION)
 
 
 def test_another_version_than_the_pushed_one_shows(
@@ -330,6 +333,7 @@ def test_another_version_than_the_pushed_one_shows(
     assert same(rig.engine.weights, after(fresh_weights(), STEPS[0]))
 
 
+@IN_A_STORE_TOO
 def test_the_same_content_again_is_no_other_history(
     log: DeltaLog, started: Callable[..., Rig]
 ) -> None:
@@ -345,25 +349,23 @@ def test_the_same_content_again_is_no_other_history(
 
 
 @pytest.mark.parametrize("hashes", [True, False])
-def test_equal_version_does_not_hide_other_ones(tmp_path: Path, hashes: bool) -> None:
+def test_equal_version_does_not_hide_other_ones(
+    log: DeltaLog, started: Callable[..., Rig], hashes: bool
+) -> None:
     """The engine's own has the same bytes in both histories: a step that changed nothing."""
 
     def write_all(*steps: Changes) -> None:
         for k, step in enumerate(steps, start=VERSION + 1):
-            write(written, delta_part(step, k, base_version=k - 1), k)
+            write(log, delta_part(step, k, base_version=k - 1), k)
             if not hashes:
-                (tmp_path / "log" / folder_name(k) / DONE).write_bytes(b"")
+                (Path(log.location) / folder_name(k) / DONE).write_bytes(b"")
 
-    written = open_log(tmp_path / "log")
     write_all(STEPS[0], {})
-    rig = Rig(tmp_path / "spool", log=written.location)
-    try:
-        remove(written)
-        write_all(OTHER[0], {}, STEPS[1])
-        assert diverged(rig, VERSION + 2)["changed"] == [folder_name(VERSION + 1)]
-        assert same(rig.engine.weights, after(fresh_weights(), STEPS[0]))
-    finally:
-        rig.close()
+    rig = started()
+    remove(log)
+    write_all(OTHER[0], {}, STEPS[1])
+    assert diverged(rig, VERSION + 2)["changed"] == [folder_name(VERSION + 1)]
+    assert same(rig.engine.weights, after(fresh_weights(), STEPS[0]))
 
 
 def test_a_refused_version_of_the_engines_shows(log: DeltaLog, started: Callable[..., Rig]) -> None:
@@ -375,43 +377,35 @@ def test_a_refused_version_of_the_engines_shows(log: DeltaLog, started: Callable
     assert "refused" in diverged(rig, VERSION + 1)["message"]
 
 
-def test_hashes_are_not_needed_to_compare(tmp_path: Path) -> None:
+def test_hashes_are_not_needed_to_compare(log: DeltaLog, started: Callable[..., Rig]) -> None:
     """The folders of other trainers have an empty `DONE`."""
-    folder = tmp_path / "log"
 
     def publish(step: Changes, version: int) -> None:
-        place = folder / folder_name(version)
+        place = Path(log.location, folder_name(version))
         place.mkdir(parents=True, exist_ok=True)
         (place / "rank0_flush000.safetensors").write_bytes(delta_part(step, None))
         (place / DONE).touch()
 
     publish(STEPS[0], VERSION + 1)
-    rig = Rig(tmp_path / "spool", log=str(folder))
-    try:
-        publish({n: {i: v ^ 1 for i, v in e.items()} for n, e in STEPS[0].items()}, VERSION + 1)
-        open_log(folder).store.delete([folder_name(VERSION + 1)])
-        publish({n: {i: v ^ 1 for i, v in e.items()} for n, e in STEPS[0].items()}, VERSION + 1)
-        publish(STEPS[1], VERSION + 2)
-        diverged(rig, VERSION + 1)
-        assert same(rig.engine.weights, after(fresh_weights(), STEPS[0]))
-    finally:
-        rig.close()
+    rig = started()
+    publish({n: {i: v ^ 1 for i, v in e.items()} for n, e in STEPS[0].items()}, VERSION + 1)
+    log.store.delete([folder_name(VERSION + 1)])
+    publish({n: {i: v ^ 1 for i, v in e.items()} for n, e in STEPS[0].items()}, VERSION + 1)
+    publish(STEPS[1], VERSION + 2)
+    diverged(rig, VERSION + 1)
+    assert same(rig.engine.weights, after(fresh_weights(), STEPS[0]))
 
 
-def test_a_file_that_is_not_what_done_says_is_damaged(tmp_path: Path) -> None:
+def test_a_file_that_is_not_what_done_says_is_damaged(
+    log: DeltaLog, started: Callable[..., Rig]
+) -> None:
     """A sound part of the same length, of another run."""
-    folder = tmp_path / "log"
-    folder.mkdir()
-    log = open_log(folder)
     write_run(log, STEPS[:1])
     other = {n: {i: v ^ 1 for i, v in e.items()} for n, e in STEPS[0].items()}
-    [part] = (folder / folder_name(VERSION + 1)).glob("*.safetensors")
+    [part] = Path(log.location, folder_name(VERSION + 1)).glob("*.safetensors")
     body = delta_part(other, VERSION + 1, base_version=VERSION)
     assert len(body) == part.stat().st_size
     part.write_bytes(body)
-    rig = Rig(tmp_path / "spool", log=str(folder))
-    try:
-        assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
-        rig.assert_untouched()
-    finally:
-        rig.close()
+    rig = started()
+    assert_error(rig.post(CATCH_UP), 409, "LogDamaged")
+    rig.assert_untouched()

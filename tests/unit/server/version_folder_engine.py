@@ -66,6 +66,7 @@ class Engine:
         self.served: list[Served] = serve_ranks(MODELS, self.base, apply="scatter")
         for receiver, served in zip(self.rig.engine.receivers, self.served, strict=True):
             receiver.adopt(served.applier)
+        self.fresh = [memory(load(model, self.base)) for model in MODELS]
 
     def memories(self) -> list[dict[str, bytes]]:
         return [memory(served.model) for served in self.served]
@@ -83,11 +84,15 @@ class Engine:
         scan = self.rig.get("/delta_digest", params={"scan": "true"}).json()
         assert scan["corrupted"] == []
 
-    def assert_untouched(self) -> None:
-        """Nothing was written, and the next correct folder is accepted."""
-        assert self.memories() == [memory(load(model, self.base)) for model in MODELS]
+    def assert_unchanged(self) -> None:
+        """Nothing was written."""
+        assert self.memories() == self.fresh
         assert self.rig.status().version.number == VERSION
         assert (self.rig.engine.paused, self.rig.spooled()) == (False, [])
+
+    def assert_untouched(self) -> None:
+        """Nothing was written, and the next correct folder is accepted."""
+        self.assert_unchanged()
         folder = write_version(self.root / "correct", NEXT, self.base, self.target)
         self.assert_at(self.ask(folder), self.target)
 
