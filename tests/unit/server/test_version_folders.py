@@ -51,25 +51,25 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checksum_format", ["xxh3-128", "blake3", "adler32"])
-@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
-def test_a_step(engine: Engine, encoding: str, checksum_format: str) -> None:
-    folder = write_version(
-        engine.root,
-        NEXT,
-        engine.base,
-        engine.target,
-        encoding=encoding,
-        checksum_format=checksum_format,
-        ranks=3,
-    )
-    engine.assert_at(engine.ask(folder), engine.target)
-    assert engine.ask(folder).json()["status"] == "already_applied"
-    # Back, and forward again.
-    back = write_version(engine.root, NEXT + 1, engine.target, engine.base, encoding=encoding)
-    engine.assert_at(engine.ask(back), engine.base, NEXT + 1)
-    assert engine.rig.post("/delta_rollback").json()["version"] == NEXT
-    engine.assert_at(engine.ask(back), engine.base, NEXT + 1)
+def test_a_step(engine: Engine) -> None:
+    """In each encoding with each kind of checksums; back, and forward again."""
+    version = NEXT
+    kinds = itertools.product(("xor", "overwrite"), ("xxh3-128", "blake3", "adler32"))
+    for encoding, checksum_format in kinds:
+        with case((encoding, checksum_format)):
+            form = {"encoding": encoding, "checksum_format": checksum_format}
+            folder = write_version(
+                engine.root, version, engine.base, engine.target, ranks=3, **form
+            )
+            engine.assert_at(engine.ask(folder), engine.target, version)
+            assert engine.ask(folder).json()["status"] == "already_applied"
+            back = write_version(
+                engine.root, version + 1, engine.target, engine.base, encoding=encoding
+            )
+            engine.assert_at(engine.ask(back), engine.base, version + 1)
+            assert engine.rig.post("/delta_rollback").json()["version"] == version
+            engine.assert_at(engine.ask(back), engine.base, version + 1)
+        version += 2
 
 
 @pytest.mark.slow
