@@ -7,8 +7,9 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -108,8 +109,9 @@ def forked(
     folder: Path,
     commands: Sequence[Sequence[str]],
     runs: Callable[..., subprocess.CompletedProcess[str]] = run,
+    *,
     without: str = "",
-    **environment: str,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[tuple[int, str]]:
     """Return the status of each command, and what it has said on standard error."""
     folder.mkdir(exist_ok=True)
@@ -213,7 +215,9 @@ def test_unread_output_leaves_the_status(
         (1, ["engine_ext.cli.log", "verify", str(tmp_path)]),  # no log
     ]
     asked = [command for _, command in commands]
-    found = forked(tmp_path / "run", asked, run_unread, PYTHONUNBUFFERED=unbuffered)
+    found = forked(
+        tmp_path / "run", asked, run_unread, environment={"PYTHONUNBUFFERED": unbuffered}
+    )
     for (status, command), (exit_status, said) in zip(commands, found, strict=True):
         assert exit_status == status, (command, said)
         assert "Error" not in said, command
@@ -266,7 +270,7 @@ def test_socks_proxy_without_package_is_one_line(checkpoints: list[str], tmp_pat
         (2, ["delta-log", "prune", log, "--url", url]),
     ]
     asked = [[MODULES[name], *arguments] for _, (name, *arguments) in commands]
-    found = forked(tmp_path / "run", asked, without="socksio", **proxies)
+    found = forked(tmp_path / "run", asked, without="socksio", environment=proxies)
     for (status, command), (exit_status, text) in zip(commands, found, strict=True):
         assert exit_status == status, (command, text)
         assert "Traceback" not in text

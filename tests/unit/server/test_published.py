@@ -183,7 +183,8 @@ def test_a_version_without_changes(rig: Rig) -> None:
 
 
 def test_a_version_that_is_none(rig: Rig) -> None:
-    for version in ("", "x", "-1", "1.5", "6", None, []):
+    versions: list[Any] = ["", "x", "-1", "1.5", "6", None, []]
+    for version in versions:
         with case(version):
             response = advance(rig, version)
             assert response.status_code == (409 if version == "6" else 400)

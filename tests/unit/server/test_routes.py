@@ -262,7 +262,7 @@ def test_another_sync_in_progress(rig: Rig) -> None:
     for other in others:
         with case(other):
             response = rig.send(delta_part(**other))
-            operands = {"staged_version": VERSION + 1, "staged_sync_id": "a"}
+            operands: dict[str, Any] = {"staged_version": VERSION + 1, "staged_sync_id": "a"}
             error = assert_error(response, 409, "SyncInProgress", **operands)
             assert 1 <= int(response.headers["Retry-After"]) <= 60
             assert response.headers["Retry-After"] == str(error["retry_after"])

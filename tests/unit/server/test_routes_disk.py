@@ -123,7 +123,7 @@ def test_a_file_over_the_limit(disk_rig: Rig, root: Path) -> None:
 
 def test_a_bad_disk_request(disk_rig: Rig, root: Path) -> None:
     (root / "a.safetensors").write_bytes(GOOD)
-    malformed = [
+    malformed: list[dict[str, Any]] = [
         {"weight_version": "eight"},
         {"weight_version": -1},
         {"weight_version": 9},

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from engine_ext.errors import BaseMismatch, MalformedPart, NotUpdatable
+from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable
 from engine_ext.format.checksum import xxh3_checksum
 from tests.support.cases import case
 from tests.support.delta_bodies import (
@@ -212,9 +212,10 @@ def test_size_limit_says_how_to_stay_below_it(rig: Rig) -> None:
 
 
 def test_a_broken_gap8_part_leaves_the_engine_unchanged(rig: Rig) -> None:
-    values = [(id, packed(**broken), error) for id, broken, error, _ in BROKEN]
-    differences = [(id, ulp(**broken), MalformedPart) for id, broken, _ in BROKEN_ULP]
-    for id, body, error in (*values, *differences):
+    values = [(id, packed(**facts), error) for id, facts, error, _ in BROKEN]
+    differences = [(id, ulp(**facts), MalformedPart) for id, facts, _ in BROKEN_ULP]
+    broken: list[tuple[str, bytes, type[DeltaError]]] = [*values, *differences]
+    for id, body, error in broken:
         with case(id):
             assert_error(rig.send(body), error.status, error.__name__)
             assert rig.engine.events == []

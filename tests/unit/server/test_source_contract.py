@@ -297,7 +297,7 @@ def test_bytes_or_a_base_that_are_refused(disk_rig: Rig, delivery: Delivery, way
 
 
 def test_parts_that_are_no_version(disk_rig: Rig, delivery: Delivery, several: Make) -> None:
-    """Of two versions, with a damaged one, or of a source that fails."""
+    """Parts are of two versions, one is damaged, or the source fails."""
     mixed = Delivery(delivery.inlet, delivery.root / "mixed", Options())
     bodies = [delta_part(), delta_part(OTHER_STEP, version=TARGET + 1)]
     refused(disk_rig, mixed, lambda: several(mixed, bodies))
