@@ -73,7 +73,7 @@ def _append(path: Path, boot: str) -> None:
 
 @pytest.mark.slow
 def test_processes_share_a_file(path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_append, args=(path, boot)) for boot in "xyz"]
     for process in processes:
         process.start()

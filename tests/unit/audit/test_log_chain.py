@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine_ext.audit import Chain, Link, prove, read_log_trail
 from engine_ext.errors import LogDamaged
-from engine_ext.log import DeltaLog, Done, done_of, is_signed, keep_publications
+from engine_ext.log import DeltaLog, Done, done_of, is_signed, keep_publications, open_log
 from engine_ext.log.catalog import DONE, folder_name
 from tests.support.present import present
 from tests.support.served_models import PROPERTY
@@ -122,16 +121,17 @@ def test_records_need_the_signature_by_the_key(log: DeltaLog, signed_with: str |
     assert problem.startswith("signature: weight_v000001")
 
 
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """The signed record of a version."""
+    folder = tmp_path_factory.mktemp("log")
+    write(open_log(folder), 1)
+    return msgspec.json.decode((folder / folder_name(1) / DONE).read_bytes(), type=Done)
+
+
 @PROPERTY
-@given(st.data())
-def test_every_fact_of_a_record_is_signed(data: st.DataObject) -> None:
-    import tempfile
-
-    from engine_ext.log import open_log
-
-    with tempfile.TemporaryDirectory() as folder:
-        write(open_log(Path(folder)), 1)
-        done = msgspec.json.decode(Path(folder, folder_name(1), DONE).read_bytes(), type=Done)
+@given(data=st.data())
+def test_every_fact_of_a_record_is_signed(done: Done, data: st.DataObject) -> None:
     assert is_signed(done, KEY)
     content = msgspec.to_builtins(done)
     name = data.draw(st.sampled_from(sorted({*content, *content["publication"]})))

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,16 +168,15 @@ def test_a_folder_is_maintained_without_torch(command: list[str], log: Path) -> 
     assert shown.splitlines()[-1] == "0 False"
 
 
-@pytest.mark.parametrize("command", [["list"], ["verify"], ["fold", "0", "1"], ["prune"]])
 def test_a_folder_that_is_not_there_is_named(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nowhere = str(tmp_path / "nowhere")
-    name, *arguments = command
-    options = ["--keep", "1"] if name == "prune" else []
-    assert main([name, nowhere, *arguments, *options]) == USAGE
-    shown = capsys.readouterr().err
-    assert shown == f"delta-log: {nowhere}: cannot read the delta log: No such file or directory\n"
+    for name, *rest in (["list"], ["verify"], ["fold", "0", "1"], ["prune", "--keep", "1"]):
+        assert main([name, nowhere, *rest]) == USAGE
+        shown = capsys.readouterr().err
+        says = f"delta-log: {nowhere}: cannot read the delta log: No such file or directory\n"
+        assert shown == says, name
 
 
 def test_verify(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,23 +243,14 @@ def test_fold(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("ends", "status", "message"),
-    [
-        (("5", "5"), USAGE, "FROM must be below TO"),
-        (("5", "9"), DAMAGED, "only to 6"),
-        (("9", "10"), DAMAGED, "does not lead from version 9"),
-    ],
-)
-def test_fold_says_why_not(
-    log: Path,
-    ends: tuple[str, str],
-    status: int,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["fold", str(log), *ends]) == status
-    assert message in capsys.readouterr().err
+def test_fold_says_why_not(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for start, end, status, message in (
+        ("5", "5", USAGE, "FROM must be below TO"),
+        ("5", "9", DAMAGED, "only to 6"),
+        ("9", "10", DAMAGED, "does not lead from version 9"),
+    ):
+        assert main(["fold", str(log), start, end]) == status, message
+        assert message in capsys.readouterr().err
 
 
 def test_fold_of_a_damaged_version(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,9 +322,8 @@ def test_prune_keeps_the_versions_of_engines_that_follow(
     assert folders(log) == ["followers", *(f"weight_v{version:06d}" for version in (3, 4, 5, 6))]
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 def test_prune_refuses_where_a_heartbeat_is_unreadable(
-    log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+    log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It might be that of an engine that needs what would be deleted."""
     facts: dict[str, Any] = {"engine": "vllm", "newest": 6, "state": "held", "failures": 0}
@@ -341,15 +331,17 @@ def test_prune_refuses_where_a_heartbeat_is_unreadable(
     write_heartbeat(open_log(log), beat)
     before, open_file = folders(log), os.open
 
-    def fails(path: Any, *arguments: Any, **options: Any) -> int:
+    def fails(number: int, path: Any, *arguments: Any, **options: Any) -> int:
         if str(path).endswith("live.json"):
             raise OSError(number, os.strerror(number))
         return open_file(path, *arguments, **options)
 
-    monkeypatch.setattr(os, "open", fails)
-    assert main(["prune", str(log), "--keep", "1", "--base-version", "5"]) == DAMAGED
-    assert "followers: its live.json cannot be read" in capsys.readouterr().err
-    assert folders(log) == before
+    for number in (errno.EACCES, errno.EIO):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", partial(fails, number))
+            assert main(["prune", str(log), "--keep", "1", "--base-version", "5"]) == DAMAGED
+        assert "followers: its live.json cannot be read" in capsys.readouterr().err
+        assert folders(log) == before
 
 
 def test_prune_refuses_where_a_heartbeat_is_of_another_release(

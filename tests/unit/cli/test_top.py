@@ -27,7 +27,8 @@ from engine_ext.cli import top
 from engine_ext.log import Heartbeat, open_log, write_heartbeat
 from engine_ext.ranks.replies import ScrubState
 from engine_ext.ranks.status import EngineStatus, PauseStatus
-from engine_ext.settings import API_KEY_ENVIRONMENT
+from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT
+from tests.support.cases import case
 from tests.support.delta_bodies import VERSION, delta_part, fresh_weights, full_part
 from tests.support.endpoint_rig import Rig, app_of
 from tests.support.statuses import changed
@@ -64,12 +65,18 @@ class _Handler(BaseHTTPRequestHandler):
         """Not on standard error."""
 
 
-@pytest.fixture
-def status(rig: Rig) -> EngineStatus:
-    """A server's answer after a sync and a refusal."""
-    rig.send(delta_part(sync_id="a"))
-    rig.send(delta_part(version=VERSION + 5, base_version=VERSION + 4))
-    return rig.status(history="true")
+@pytest.fixture(scope="module")
+def status(tmp_path_factory: pytest.TempPathFactory) -> EngineStatus:
+    """A server's answer after a sync and a refusal; no test changes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT):
+            patch.delenv(name, raising=False)
+        rig = Rig(tmp_path_factory.mktemp("spool"))
+        rig.send(delta_part(sync_id="a"))
+        rig.send(delta_part(version=VERSION + 5, base_version=VERSION + 4))
+        found = rig.status(history="true")
+        rig.close()
+    return found
 
 
 @pytest.fixture
@@ -190,36 +197,27 @@ def test_the_token(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [authorization for _, authorization in engine.asked] == ["Bearer secret"]
 
 
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
+def test_what_is_no_engine(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    unauthorized = b'{"error": {"type": "Unauthorized", "message": "it needs a token"}}'
+    failed = b'{"error": {"type": "DeltaError", "message": "the ranks are gone"}}'
+    answers: list[tuple[int, bytes, list[str]]] = [
+        (401, unauthorized, ["denied HTTP 401: Unauthorized: it needs a token"]),
         (
-            (401, b'{"error": {"type": "Unauthorized", "message": "it needs a token"}}'),
-            "denied HTTP 401: Unauthorized: it needs a token",
+            *(404, b'{"detail": "Not Found"}'),
+            ["no engine HTTP 404: no delta endpoint at", "--enable-delta-updates"],
         ),
-        ((404, b'{"detail": "Not Found"}'), "no engine HTTP 404: no delta endpoint at"),
-        ((404, b'{"detail": "Not Found"}'), "--enable-delta-updates"),
-        (
-            (500, b'{"error": {"type": "DeltaError", "message": "the ranks are gone"}}'),
-            "failing HTTP 500: DeltaError: the ranks are gone",
-        ),
-        ((500, b"<html><p>Oops</p></html>"), "no engine HTTP 500 from"),
-        ((500, b"<html><p>Oops</p></html>"), ": Oops"),
-        ((200, b'{"version": {"number": 1}}'), "no engine no status of this version"),
-        ((200, b"[]"), "no engine no status of this version"),
-    ],
-)
-def test_what_is_no_engine(
-    engine: FakeEngine,
-    answer: tuple[int, bytes],
-    says: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    engine.answer = answer
-    assert top.main([engine.url, "--once"]) == 1
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "unreachable" not in printed
-    assert says in printed
+        (500, failed, ["failing HTTP 500: DeltaError: the ranks are gone"]),
+        (500, b"<html><p>Oops</p></html>", ["no engine HTTP 500 from", ": Oops"]),
+        (200, b'{"version": {"number": 1}}', ["no engine no status of this version"]),
+        (200, b"[]", ["no engine no status of this version"]),
+    ]
+    for code, body, texts in answers:
+        with case((code, body)):
+            engine.answer = (code, body)
+            assert top.main([engine.url, "--once"]) == 1
+            printed = " ".join(capsys.readouterr().out.split())
+            assert "unreachable" not in printed
+            assert all(text in printed for text in texts), printed
 
 
 def test_proxys_refusal_is_not_the_engines(
@@ -248,20 +246,19 @@ def test_an_engine_that_does_not_answer_in_time(
     assert "ReadTimeout" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("changes", "state", "code"),
-    [
+def test_the_state(status: EngineStatus) -> None:
+    states: list[tuple[dict[str, Any], str, int]] = [
         ({}, "certain", 0),
         ({"asleep": True}, "asleep", 0),
         ({"state": "uncertain"}, "uncertain", 3),
         ({"state": "mismatched", "mismatched": ["w"]}, "mismatched", 3),
-    ],
-)
-def test_the_state(status: EngineStatus, changes: Any, state: str, code: int) -> None:
-    seen = [top.Answer("http://engine", changed(status, health=changes))]
-    assert (seen[0].state, top.exit_status(seen)) == (state, code)
-    assert state in shown(seen)
-    assert top.exit_status([*seen, top.Answer("http://other", None, "gone")]) == 1
+    ]
+    for changes, state, code in states:
+        with case(changes):
+            seen = [top.Answer("http://engine", changed(status, health=changes))]
+            assert (seen[0].state, top.exit_status(seen)) == (state, code)
+            assert state in shown(seen)
+            assert top.exit_status([*seen, top.Answer("http://other", None, "gone")]) == 1
 
 
 def test_an_engine_cannot_steer_the_terminal(status: EngineStatus) -> None:
@@ -280,13 +277,16 @@ def test_it_reads_a_status_without_torch() -> None:
     assert subprocess.run(command, capture_output=True, check=True).stdout == b"False\n"
 
 
-@pytest.mark.parametrize(
-    "wrong", [[], ["host:8000"], ["http://h", "--interval", "0"], ["http://h", "--syncs", "-1"]]
-)
-def test_wrong_usage(wrong: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        top.main(wrong)
-    assert stopped.value.code == 2
+def test_wrong_usage() -> None:
+    for wrong in (
+        [],
+        ["host:8000"],
+        ["http://h", "--interval", "0"],
+        ["http://h", "--syncs", "-1"],
+    ):
+        with case(wrong), pytest.raises(SystemExit) as stopped:
+            top.main(wrong)
+        assert stopped.value.code == 2
 
 
 @pytest.mark.slow

@@ -11,8 +11,11 @@ import httpx
 from delta_server.engine import rank_statuses, total_digest
 from tests.support.delta_bodies import (
     STEP,
+    VERSION,
     Changes,
     delta_part,
+    fresh_weights,
+    same,
 )
 from tests.support.endpoint_rig import Rig
 
@@ -52,6 +55,20 @@ def together(rig: Rig, *bodies: bytes) -> list[httpx.Response]:
         return list(await asyncio.gather(*map(rig.sending, bodies)))
 
     return list(rig.run(send()))
+
+
+def assert_unchanged(rig: Rig) -> None:
+    """Nothing was written since start-up, and nothing is left of what was sent.
+
+    `Rig.assert_untouched` at the end of a test asserts also that a correct sync is accepted.
+    """
+    assert same(rig.engine.weights, fresh_weights())
+    assert rig.engine.writes == [0, 0]
+    assert rig.engine.weight_version == str(VERSION)
+    status = rig.status()
+    assert (status.version.number, status.staged) == (VERSION, None)
+    assert not rig.engine.paused
+    assert rig.spooled() == []
 
 
 def assert_already_applied(rig: Rig, response: httpx.Response, version: int = 8) -> None:

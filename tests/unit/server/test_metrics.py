@@ -18,15 +18,21 @@ from prometheus_client import generate_latest
 from delta_server import metrics
 print(generate_latest().decode())
 """
+# Each version is counted by a process of its own.
 COUNTS = """
-import sys
+import os, sys
 from delta_server import metrics
 from engine_ext.ranks.operations import SyncRecord
-sync = SyncRecord(
-    at=0.0, outcome="committed", version=int(sys.argv[1]), bytes=10, nnz=2, elements=100,
-    timings_ms={"pause_ms": 3.0, "resume_ms": 1.0},
-)
-metrics.count(sync, None)
+for version in sys.argv[1:]:
+    process = os.fork()
+    if process == 0:
+        sync = SyncRecord(
+            at=0.0, outcome="committed", version=int(version), bytes=10, nnz=2, elements=100,
+            timings_ms={"pause_ms": 3.0, "resume_ms": 1.0},
+        )
+        metrics.count(sync, None)
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
 """
 
 
@@ -37,9 +43,8 @@ def test_processes_are_added_up_and_the_last_version_counts(tmp_path: Path) -> N
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
     }
-    for version in ("9", "5"):
-        command = [sys.executable, "-c", COUNTS, version]
-        subprocess.run(command, env=environment, check=True)
+    command = [sys.executable, "-c", COUNTS, "9", "5"]
+    subprocess.run(command, env=environment, check=True)
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
     labels = {"outcome": "committed", "error": ""}

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-
-import pytest
 
 from delta_server.process_identity import is_alive, new_name, pid_of
-
-NAMED = """
-import sys
-from delta_server.process_identity import new_name
-print(new_name(), flush=True)
-sys.stdin.read()
-"""
 
 
 def test_this_process_lives() -> None:
@@ -27,27 +16,25 @@ def test_this_process_lives() -> None:
     assert pid_of(one) == pid_of(other) == os.getpid()
 
 
-@pytest.mark.slow
 def test_another_process_lives_until_it_is_killed() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(
-        [sys.executable, "-c", NAMED],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    assert process.stdin is not None
-    name = process.stdout.readline().strip()
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            os.write(writing, new_name().encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    name = os.read(reading, 200).decode()
+    assert pid_of(name) == process
     assert is_alive(name)
-    process.send_signal(signal.SIGKILL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     assert not is_alive(name)  # nobody has reaped it yet
-    process.wait()
+    os.waitpid(process, 0)
     assert not is_alive(name)
-    process.stdin.close()
-    process.stdout.close()
+    os.close(reading)
+    os.close(writing)
 
 
 def test_another_process_with_the_same_number_is_another() -> None:

@@ -14,6 +14,7 @@ from delta_server.sources.disk_files import list_names
 from delta_server.sources.folders import beside, gap_is_empty, is_complete, version_of
 from delta_server.staging import not_applied
 from engine_ext.ranks.operations import Delivery
+from tests.support.cases import case
 from tests.support.delta_bodies import (
     BASE,
     NEXT,
@@ -27,6 +28,7 @@ from tests.support.delta_bodies import (
 )
 from tests.support.endpoint_rig import FROM_DISK, Rig, assert_error
 from tests.support.folder_writer import write_version
+from tests.unit.server.service_parts import assert_unchanged
 
 LATER = after(BASE, STEP, OTHER_STEP)
 INDEX = "model.safetensors.index.json"
@@ -92,28 +94,27 @@ def test_an_index_without_a_signature_shows_nothing(
     assert not gap_is_empty(folder, [8], [str(root)])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["absent", "no file", "DONE", "a file", "half written", "index of a tensor", "other"],
-)
-def test_a_gap_that_may_hold_something(rig: Rig, root: Path, kind: str) -> None:
+def test_a_gap_that_may_hold_something(rig: Rig, root: Path) -> None:
     """A folder without files might have been emptied, or is not filled yet."""
-    if kind != "absent":
-        folder = publish(root, 8)
-        if kind == "no file":
-            pass
-        elif kind == "DONE":
-            (folder / "DONE").touch()
-        elif kind == "a file":
-            (folder / "a.safetensors").touch()
-        elif kind == "half written":
-            (folder / "a.safetensors.tmp").touch()
-        elif kind == "index of a tensor":
-            index(folder, 8, 7, a="model-00000-of-00001.safetensors")
-        else:
-            index(folder, 9, 8)
-    response = disk(rig, publish(root, 9, delta_part()))
-    assert_error(response, 409, "VersionConflict", expected=8, actual=7)
+    following = publish(root, 9, delta_part())
+    folder = root / "weight_v000008"
+    fills: dict[str, Callable[[], object]] = {
+        "no file": lambda: None,
+        "DONE": (folder / "DONE").touch,
+        "a file": (folder / "a.safetensors").touch,
+        "half written": (folder / "a.safetensors.tmp").touch,
+        "index of a tensor": lambda: index(folder, 8, 7, a="model-00000-of-00001.safetensors"),
+        "other": lambda: index(folder, 9, 8),
+    }
+    for kind, fill in {"absent": None, **fills}.items():
+        with case(kind):
+            if fill is not None:
+                publish(root, 8)
+                fill()
+            response = disk(rig, following)
+            assert_error(response, 409, "VersionConflict", expected=8, actual=7)
+            assert_unchanged(rig)
+            shutil.rmtree(folder, ignore_errors=True)
     rig.assert_untouched()
 
 
@@ -181,11 +182,14 @@ def test_a_version_without_changes(rig: Rig) -> None:
     rig.assert_committed(rig.send(delta_part(version=21)), NEXT, 21)
 
 
-@pytest.mark.parametrize("version", ["", "x", "-1", "1.5", "6", None, []])
-def test_a_version_that_is_none(rig: Rig, version: Any) -> None:
-    response = advance(rig, version)
-    assert response.status_code == (409 if version == "6" else 400)
-    assert response.json()["success"] is False
+def test_a_version_that_is_none(rig: Rig) -> None:
+    versions: list[Any] = ["", "x", "-1", "1.5", "6", None, []]
+    for version in versions:
+        with case(version):
+            response = advance(rig, version)
+            assert response.status_code == (409 if version == "6" else 400)
+            assert response.json()["success"] is False
+            assert_unchanged(rig)
     rig.assert_untouched()
 
 

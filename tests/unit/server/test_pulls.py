@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from delta_server import guards
 from delta_server.routes import attach
 from engine_ext.ranks.operations import Operation
+from tests.support.cases import case
 from tests.support.delta_bodies import (
     BASE,
     NEXT,
@@ -285,27 +286,23 @@ def test_another_version_than_was_pulled(rig: Rig, root: Path) -> None:
     rig.assert_committed(load(rig, 8), NEXT, 8)
 
 
-@pytest.mark.parametrize(
-    ("body", "query"),
-    [
+def test_pulled_versions_are_not_committed_otherwise(rig: Rig, root: Path) -> None:
+    """It would be the model that changes, and at once."""
+    publish(root, 8, delta_part())
+    pull(rig, root, 8)
+    others: list[tuple[dict[str, Any], dict[str, str]]] = [
         ({"adapter": "style"}, {}),
         ({"base_version": "7"}, {}),
         ({}, {"base_version": "7"}),
         ({"files": ["a.safetensors"]}, {}),
         ({}, {"commit": "hold"}),
         ({"commit": "hold"}, {}),
-    ],
-)
-def test_pulled_versions_are_not_committed_otherwise(
-    rig: Rig, root: Path, body: dict[str, Any], query: dict[str, str]
-) -> None:
-    """It would be the model that changes, and at once."""
-    publish(root, 8, delta_part())
-    pull(rig, root, 8)
-    asked = {"model_path": CHECKPOINT, "weight_version": "8", **body}
-    answer = rig.post(FROM_DISK, json=asked, params=query)
-    assert_error(answer, 400, "MalformedPart")
-    assert same(rig.engine.weights, BASE)
+    ]
+    for body, query in others:
+        with case((body, query)):
+            asked = {"model_path": CHECKPOINT, "weight_version": "8", **body}
+            assert_error(rig.post(FROM_DISK, json=asked, params=query), 400, "MalformedPart")
+            assert same(rig.engine.weights, BASE)
     rig.assert_committed(load(rig, 8), NEXT, 8)
 
 

@@ -16,6 +16,7 @@ from delta_server.request_options import (
 from delta_server.sources.numbering import part_id
 from engine_ext.errors import MalformedPart
 from engine_ext.format import Manifest, decode_part
+from tests.support.cases import case
 from tests.support.delta_bodies import bare, delta_part, forged, fresh_weights, full_part
 
 BIGGEST = 2**63 - 1
@@ -35,41 +36,29 @@ def test_query_defaults() -> None:
     assert parse_query({"something": "else"}) == Options()
 
 
-@pytest.mark.parametrize("key", ["weight_version", "base_version"])
-@pytest.mark.parametrize("version", [0, 8, BIGGEST])
-def test_query_versions(key: str, version: int) -> None:
-    assert getattr(parse_query({key: str(version)}), key) == version
+def test_query_versions() -> None:
+    for key in ("weight_version", "base_version"):
+        for version in (0, 8, BIGGEST):
+            assert getattr(parse_query({key: str(version)}), key) == version
+        for text in NO_VERSIONS:
+            with case((key, text)), pytest.raises(MalformedPart, match=key):
+                parse_query({key: text})
 
 
-@pytest.mark.parametrize("key", ["weight_version", "base_version"])
-@pytest.mark.parametrize("text", NO_VERSIONS)
-def test_query_versions_are_decimals(key: str, text: str) -> None:
-    with pytest.raises(MalformedPart, match=key):
-        parse_query({key: text})
+def test_pause_modes() -> None:
+    for mode in ("keep", "wait", "abort"):
+        assert parse_query({"pause_mode": mode}).pause_mode == mode
+    for mode in ("", "Keep", "retract", "in_place"):
+        with case(mode), pytest.raises(MalformedPart, match="keep, wait, abort"):
+            parse_query({"pause_mode": mode})
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_pause_modes(mode: str) -> None:
-    assert parse_query({"pause_mode": mode}).pause_mode == mode
-
-
-@pytest.mark.parametrize("mode", ["", "Keep", "retract", "in_place"])
-def test_other_pause_modes_are_refused(mode: str) -> None:
-    with pytest.raises(MalformedPart, match="keep, wait, abort"):
-        parse_query({"pause_mode": mode})
-
-
-@pytest.mark.parametrize(
-    ("text", "flush"), [("true", True), ("false", False), ("salt", "salt"), ("SALT", "salt")]
-)
-def test_flush_cache(text: str, flush: bool | str) -> None:
-    assert parse_query({"flush_cache": text}).flush_cache == flush
-
-
-@pytest.mark.parametrize("text", ["", "0", "1", "no", "none", "pepper"])
-def test_other_values_of_flush_cache_are_refused(text: str) -> None:
-    with pytest.raises(MalformedPart, match="flush_cache"):
-        parse_query({"flush_cache": text})
+def test_flush_cache() -> None:
+    for text, flush in (("true", True), ("false", False), ("salt", "salt"), ("SALT", "salt")):
+        assert parse_query({"flush_cache": text}).flush_cache == flush
+    for text in ("", "0", "1", "no", "none", "pepper"):
+        with case(text), pytest.raises(MalformedPart, match="flush_cache"):
+            parse_query({"flush_cache": text})
 
 
 # JSON bodies ---------------------------------------------------------------------------------
@@ -89,21 +78,17 @@ def test_disk_request_ignores_unknown_keys() -> None:
     assert disk_request(abort_all_requests=True, keep_pause=None).options({}) == Options()
 
 
-@pytest.mark.parametrize("version", ["12", 12])
-def test_disk_request_versions(version: str | int) -> None:
-    options = disk_request(weight_version=version, base_version=11).options({})
-    assert (options.weight_version, options.base_version) == (12, 11)
+def test_disk_request_versions() -> None:
+    for version in ("12", 12):
+        options = disk_request(weight_version=version, base_version=11).options({})
+        assert (options.weight_version, options.base_version) == (12, 11)
+    for none in (*NO_VERSIONS, -1, BIGGEST + 1):
+        with case(none), pytest.raises(MalformedPart, match="weight_version"):
+            disk_request(weight_version=none).options({})
 
 
-@pytest.mark.parametrize("version", [*NO_VERSIONS, -1, BIGGEST + 1])
-def test_disk_request_versions_are_decimals(version: str | int) -> None:
-    with pytest.raises(MalformedPart, match="weight_version"):
-        disk_request(weight_version=version).options({})
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
+def test_disk_request_types() -> None:
+    wrong: list[dict[str, Any]] = [
         {"model_path": None},
         {"model_path": 3},
         {"files": "part.safetensors"},
@@ -113,24 +98,16 @@ def test_disk_request_versions_are_decimals(version: str | int) -> None:
         {"weight_version": ["12"]},
         {"flush_cache": "true"},
         {"pause_mode": True},
-    ],
-)
-def test_disk_request_types(keys: dict[str, Any]) -> None:
-    with pytest.raises(MalformedPart, match="bad request body"):
-        disk_request(**keys)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
+    ]
+    for keys in wrong:
+        with case(keys), pytest.raises(MalformedPart, match="bad request body"):
+            disk_request(**keys)
+    for body in (
         *(b"", b"{", b"[]", b'"x"', b"{}", b"\xff\xfe", b'{"model_path": "\xff"}'),
         *(b"[" * 100_000, b'{"a":' * 100_000),
-    ],
-    ids=lambda body: repr(body[:9]),
-)
-def test_what_is_no_disk_request(body: bytes) -> None:
-    with pytest.raises(MalformedPart, match="bad request body"):
-        parse_body(body, DiskRequest)
+    ):
+        with case(body[:9]), pytest.raises(MalformedPart, match="bad request body"):
+            parse_body(body, DiskRequest)
 
 
 @pytest.mark.parametrize(
@@ -153,29 +130,25 @@ def test_disk_request_options_stand_in_body_or_query(
     assert options == Options(weight_version=12, base_version=4, pause_mode="abort")
 
 
-@pytest.mark.parametrize("flush", [False, "salt"])
-@pytest.mark.parametrize("place", ["body", "query"])
-def test_disk_request_flush_cache(place: str, flush: bool | str) -> None:
-    if place == "body":
-        options = disk_request(flush_cache=flush).options({})
-    else:
-        options = disk_request().options({"flush_cache": str(flush).lower()})
-    assert options.flush_cache == flush
+def test_disk_request_flush_cache() -> None:
+    for flush in (False, "salt"):
+        assert disk_request(flush_cache=flush).options({}).flush_cache == flush
+        query = {"flush_cache": str(flush).lower()}
+        assert disk_request().options(query).flush_cache == flush
 
 
-@pytest.mark.parametrize(
-    ("keys", "query"),
-    [
+def test_disk_request_and_query_must_agree() -> None:
+    others: list[tuple[dict[str, Any], dict[str, str]]] = [
         ({"weight_version": "12"}, {"weight_version": "13"}),
         ({"base_version": 3}, {"base_version": "4"}),
         ({"pause_mode": "keep"}, {"pause_mode": "abort"}),
         ({"flush_cache": True}, {"flush_cache": "false"}),
         ({"flush_cache": "salt"}, {"flush_cache": "true"}),
-    ],
-)
-def test_disk_request_and_query_must_agree(keys: dict[str, Any], query: dict[str, str]) -> None:
-    with pytest.raises(MalformedPart, match=next(iter(keys))):
-        disk_request(**keys).options(query)
+    ]
+    for keys, query in others:
+        [name] = keys
+        with case((keys, query)), pytest.raises(MalformedPart, match=name):
+            disk_request(**keys).options(query)
 
 
 # What a part is ------------------------------------------------------------------------------
@@ -240,11 +213,12 @@ def test_no_version_at_all() -> None:
         part_id(manifest(bare(delta_part())), "", Options(base_version=7))
 
 
-@pytest.mark.parametrize("options", [Options(weight_version=9), Options(base_version=5)])
-@pytest.mark.parametrize("full", [False, True])
-def test_metadata_and_query_must_agree(options: Options, full: bool) -> None:
-    body = full_part(fresh_weights(), 8, base_version=6) if full else delta_part(base_version=6)
-    with pytest.raises(MalformedPart) as caught:
-        part_id(manifest(body), "", options)
-    in_part, in_request = (8, 9) if options.weight_version else (6, 5)
-    assert caught.value.operands == {"in_part": in_part, "in_request": in_request}
+def test_metadata_and_query_must_agree() -> None:
+    delta = delta_part(base_version=6)
+    full = full_part(fresh_weights(), 8, base_version=6)
+    for body in (delta, full):
+        for options in (Options(weight_version=9), Options(base_version=5)):
+            with pytest.raises(MalformedPart) as caught:
+                part_id(manifest(body), "", options)
+            in_part, in_request = (8, 9) if options.weight_version else (6, 5)
+            assert caught.value.operands == {"in_part": in_part, "in_request": in_request}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import zstandard
 
+from tests.support.cases import case
 from tests.support.delta_bodies import (
     NEXT,
+    OTHER_STEP,
     VERSION,
     after,
     bare,
@@ -24,7 +27,7 @@ from tests.support.delta_bodies import (
 )
 from tests.support.endpoint_rig import DELTA, FROM_DISK, MAX_BODY_BYTES, STATUS, Rig, assert_error
 from tests.support.present import present
-from tests.unit.server.service_parts import PHASES
+from tests.unit.server.service_parts import PHASES, assert_unchanged
 
 OCTETS = {"Content-Type": "application/octet-stream"}
 GOOD = delta_part()
@@ -35,34 +38,44 @@ MakeRig = Callable[..., Rig]
 # The body on its way -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("encoding", ["indices", "deltas", "deltas_zstd", "gap8_exp"])
-@pytest.mark.parametrize("chunk", [None, 1, 50], ids=["length", "chunks-of-1", "chunks-of-50"])
-def test_a_body_is_committed(rig: Rig, encoding: str, chunk: int | None) -> None:
-    body = delta_part(encoding=encoding)
-    response = rig.send(body if chunk is None else pieces(body, chunk))
-    rig.assert_committed(response, NEXT, VERSION + 1)
-    answer = response.json()
-    timings = answer["timings_ms"]
+def test_a_body_is_committed(rig: Rig) -> None:
+    """In each encoding, and in each kind of stream."""
+    encodings = ("indices", "deltas", "deltas_zstd", "gap8_exp")
+    for number, (encoding, chunk) in enumerate(itertools.product(encodings, (None, 1, 50)), 1):
+        with case(f"{encoding} in chunks of {chunk}"):
+            body = delta_part(encoding=encoding)
+            response = rig.send(body if chunk is None else pieces(body, chunk))
+            rig.assert_committed(response, NEXT, VERSION + 1)
+            timings = response.json()["timings_ms"]
+            # Ranks search their model before each sync whose number is a power of two.
+            assert ("search_ms" in timings) == (number & (number - 1) == 0)
+            assert_timings({"search_ms": 0.0, **timings})
+            assert {**response.json(), "timings_ms": None} == {
+                "status": "committed",
+                "version": 8,
+                "base_version": 7,
+                "run": f"anonymous-{number}",
+                "nnz": 3,
+                "tensors": 2,
+                "skipped": {},
+                "bytes": len(body),
+                "apply": "shard",
+                "rollback": True,
+                "digest": rig.digest_of(NEXT),
+                "timings_ms": None,
+            }
+            assert rig.post("/delta_rollback").status_code == 200
+            assert same(rig.engine.weights, fresh_weights())
+
+
+def assert_timings(timings: dict[str, float]) -> None:
     assert timings.keys() == {*PHASES, "total_ms"}
     longer = {"receive_ms", "stage_ms", "pause_ms"}
     assert timings["total_ms"] >= sum(timings[phase] for phase in longer)
     assert timings["stage_ms"] >= timings["search_ms"]
     paused = PHASES - longer - {"search_ms"}
     assert timings["pause_ms"] >= sum(timings[phase] for phase in paused) - 0.01
-    assert all(ms >= 0 for ms in answer.pop("timings_ms").values())
-    assert answer == {
-        "status": "committed",
-        "version": 8,
-        "base_version": 7,
-        "run": "anonymous-1",
-        "nnz": 3,
-        "tensors": 2,
-        "skipped": {},
-        "bytes": len(body),
-        "apply": "shard",
-        "rollback": True,
-        "digest": rig.digest_of(NEXT),
-    }
+    assert all(ms >= 0 for ms in timings.values())
 
 
 def test_any_encoding_may_come_in_a_frame(rig: Rig) -> None:
@@ -89,63 +102,59 @@ def unread() -> AsyncIterator[bytes]:
     return Body()  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(
-    ("headers", "status", "kind"),
-    [
-        (OCTETS | {"Content-Length": str(MAX_BODY_BYTES + 1)}, 413, "TooLarge"),
-        (OCTETS | {"Content-Length": str(1 << 70)}, 413, "TooLarge"),
-        (OCTETS | {"Content-Encoding": "zstd"}, 415, "UnsupportedMedia"),
-        (OCTETS | {"Content-Encoding": "gzip"}, 415, "UnsupportedMedia"),
-        (OCTETS | {"Content-Encoding": "identity, br"}, 415, "UnsupportedMedia"),
-        ({"Content-Type": "application/json", "Content-Encoding": "zstd"}, 415, "UnsupportedMedia"),
-        ({"Content-Type": "application/octet-streams"}, 415, "UnsupportedMedia"),
-        ({"Content-Type": "text/plain"}, 415, "UnsupportedMedia"),
-        ({"Content-Type": "multipart/form-data; boundary=x"}, 415, "UnsupportedMedia"),
-        ({"Content-Type": ""}, 415, "UnsupportedMedia"),
-        ({}, 415, "UnsupportedMedia"),
-    ],
-    ids=str,
-)
-def test_refused_by_the_headers_alone(
-    rig: Rig, headers: dict[str, str], status: int, kind: str
-) -> None:
-    assert_error(rig.post(DELTA, content=unread(), headers=headers), status, kind)
+def test_refused_by_the_headers_alone(rig: Rig) -> None:
+    large = (413, "TooLarge")
+    other = (415, "UnsupportedMedia")
+    cases: list[tuple[dict[str, str], tuple[int, str]]] = [
+        (OCTETS | {"Content-Length": str(MAX_BODY_BYTES + 1)}, large),
+        (OCTETS | {"Content-Length": str(1 << 70)}, large),
+        (OCTETS | {"Content-Encoding": "zstd"}, other),
+        (OCTETS | {"Content-Encoding": "gzip"}, other),
+        (OCTETS | {"Content-Encoding": "identity, br"}, other),
+        ({"Content-Type": "application/json", "Content-Encoding": "zstd"}, other),
+        ({"Content-Type": "application/octet-streams"}, other),
+        ({"Content-Type": "text/plain"}, other),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, other),
+        ({"Content-Type": ""}, other),
+        ({}, other),
+    ]
+    for headers, error in cases:
+        with case(headers):
+            assert_error(rig.post(DELTA, content=unread(), headers=headers), *error)
+            assert_unchanged(rig)
+    for query in ({"weight_version": "x"}, {"pause_mode": "x"}):
+        with case(query):
+            response = rig.post(DELTA, content=unread(), headers=OCTETS, params=query)
+            assert_error(response, 400, "MalformedPart")
     rig.assert_untouched()
 
 
-@pytest.mark.parametrize("query", [{"weight_version": "x"}, {"pause_mode": "x"}])
-def test_refused_by_the_query_alone(rig: Rig, query: dict[str, str]) -> None:
-    response = rig.post(DELTA, content=unread(), headers=OCTETS, params=query)
-    assert_error(response, 400, "MalformedPart")
+def test_accepted_headers(rig: Rig) -> None:
+    type_with_more = {"Content-Type": "Application/Octet-Stream; charset=binary"}
+    rig.assert_committed(rig.post(DELTA, content=GOOD, headers=type_with_more), NEXT, 8)
+    identity = OCTETS | {"Content-Encoding": "identity"}
+    following = delta_part(OTHER_STEP, 9)
+    response = rig.post(DELTA, content=following, headers=identity)
+    rig.assert_committed(response, after(NEXT, OTHER_STEP), 9)
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Content-Type": "Application/Octet-Stream; charset=binary"},
-        OCTETS | {"Content-Encoding": "identity"},
-    ],
-)
-def test_accepted_headers(rig: Rig, headers: dict[str, str]) -> None:
-    rig.assert_committed(rig.post(DELTA, content=GOOD, headers=headers), NEXT, 8)
-
-
-@pytest.mark.parametrize("body", [b" " * MAX_BODY_BYTES, zstandard.compress(b" " * (1 << 20))])
-def test_a_chunked_body_is_stopped_at_the_limit(rig: Rig, body: bytes) -> None:
-    async def chunks() -> AsyncIterator[bytes]:
+def test_a_chunked_body_is_stopped_at_the_limit(rig: Rig) -> None:
+    async def chunks(body: bytes) -> AsyncIterator[bytes]:
         yield (1 << 24).to_bytes(8, "little") if body[:1] == b" " else b""
         yield body
         raise AssertionError("read beyond the limit")
 
-    response = rig.post(DELTA, content=chunks(), headers=OCTETS)
-    assert_error(response, 413, "TooLarge", limit=MAX_BODY_BYTES)
+    for body in (b" " * MAX_BODY_BYTES, zstandard.compress(b" " * (1 << 20))):
+        response = rig.post(DELTA, content=chunks(body), headers=OCTETS)
+        assert_error(response, 413, "TooLarge", limit=MAX_BODY_BYTES)
+        assert_unchanged(rig)
     rig.assert_untouched()
 
 
-@pytest.mark.parametrize("path", [DELTA, FROM_DISK])
-def test_a_json_body_is_bounded(disk_rig: Rig, path: str) -> None:
-    response = disk_rig.post(path, json={"model_path": "x" * (1 << 20), "load_format": "delta"})
-    assert_error(response, 413, "TooLarge", limit=1 << 20)
+def test_a_json_body_is_bounded(disk_rig: Rig) -> None:
+    for path in (DELTA, FROM_DISK):
+        body = {"model_path": "x" * (1 << 20), "load_format": "delta"}
+        assert_error(disk_rig.post(path, json=body), 413, "TooLarge", limit=1 << 20)
 
 
 async def stalling(body: bytes) -> AsyncIterator[bytes]:
@@ -153,19 +162,19 @@ async def stalling(body: bytes) -> AsyncIterator[bytes]:
     await asyncio.sleep(60)
 
 
-@pytest.mark.parametrize("body", [b"", GOOD[:40]], ids=["nothing", "some"])
-@pytest.mark.parametrize(
-    ("path", "content_type"),
-    [
+def test_a_slow_body(make_rig: MakeRig) -> None:
+    rig = make_rig(stage_timeout=0.05)
+    ways = (
         (DELTA, "application/octet-stream"),
         (DELTA, "application/json"),
         (FROM_DISK, "application/json"),
-    ],
-)
-def test_a_slow_body(make_rig: MakeRig, path: str, content_type: str, body: bytes) -> None:
-    rig = make_rig(stage_timeout=0.05)
-    response = rig.post(path, content=stalling(body), headers={"Content-Type": content_type})
-    assert_error(response, 408, "UploadTooSlow")
+    )
+    for (path, content_type), body in itertools.product(ways, (b"", GOOD[:40])):
+        with case((path, content_type, body)):
+            headers = {"Content-Type": content_type}
+            response = rig.post(path, content=stalling(body), headers=headers)
+            assert_error(response, 408, "UploadTooSlow")
+            assert_unchanged(rig)
     rig.assert_untouched()
 
 
@@ -208,15 +217,13 @@ def exchange(rig: Rig, path: str, *messages: dict[str, Any]) -> list[dict[str, A
     return sent
 
 
-@pytest.mark.parametrize("path", [DELTA, FROM_DISK])
-@pytest.mark.parametrize("body", [b"", GOOD[:40], GOOD], ids=["nothing", "some", "all"])
-def test_a_client_that_goes_away_mid_body(
-    rig: Rig, path: str, body: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    chunk = {"type": "http.request", "body": body, "more_body": True}
-    sent = exchange(rig, path, chunk)
-    assert sent[0]["status"] == 400
-    assert not [record for record in caplog.records if record.exc_info]
+def test_a_client_that_goes_away_mid_body(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    for path, body in itertools.product((DELTA, FROM_DISK), (b"", GOOD[:40], GOOD)):
+        with case((path, body)):
+            sent = exchange(rig, path, {"type": "http.request", "body": body, "more_body": True})
+            assert sent[0]["status"] == 400
+            assert not [record for record in caplog.records if record.exc_info]
+            assert_unchanged(rig)
     rig.assert_untouched()
 
 
@@ -248,34 +255,32 @@ def test_a_request_that_is_cancelled_does_not_stop_its_commit(rig: Rig) -> None:
 # Another sync in progress --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_another_sync_in_progress(rig: Rig) -> None:
+    assert rig.send(delta_part(sync_id="a", part=0, num_parts=2)).json()["status"] == "staged"
+    others: list[dict[str, Any]] = [
         {"sync_id": "b"},
         {"sync_id": None},
         {"sync_id": "a", "version": 9, "base_version": 7},
-    ],
-)
-def test_another_sync_in_progress(rig: Rig, other: dict[str, Any]) -> None:
-    assert rig.send(delta_part(sync_id="a", part=0, num_parts=2)).json()["status"] == "staged"
-    response = rig.send(delta_part(**other))
-    error = assert_error(
-        response, 409, "SyncInProgress", staged_version=VERSION + 1, staged_sync_id="a"
-    )
-    assert 1 <= int(response.headers["Retry-After"]) <= 60
-    assert response.headers["Retry-After"] == str(error["retry_after"])
+    ]
+    for other in others:
+        with case(other):
+            response = rig.send(delta_part(**other))
+            operands: dict[str, Any] = {"staged_version": VERSION + 1, "staged_sync_id": "a"}
+            error = assert_error(response, 409, "SyncInProgress", **operands)
+            assert 1 <= int(response.headers["Retry-After"]) <= 60
+            assert response.headers["Retry-After"] == str(error["retry_after"])
     rest = rig.send(delta_part({"layer.weight": {0: 1}}, sync_id="a", part=1, num_parts=2))
     expected = after(NEXT, {"layer.weight": {0: 1}})
     rig.assert_committed(rest, expected, VERSION + 1)
 
 
-@pytest.mark.parametrize("path", [DELTA, FROM_DISK])
-def test_another_sync_in_progress_from_disk(disk_rig: Rig, root: Path, path: str) -> None:
+def test_another_sync_in_progress_from_disk(disk_rig: Rig, root: Path) -> None:
     disk_rig.send(delta_part(sync_id="a", part=0, num_parts=2))
     (root / "a.safetensors").write_bytes(GOOD)
-    response = disk_rig.disk(root, path=path)
-    error = assert_error(response, 409, "SyncInProgress", staged_sync_id="a")
-    assert response.headers["Retry-After"] == str(error["retry_after"])
+    for path in (DELTA, FROM_DISK):
+        response = disk_rig.disk(root, path=path)
+        error = assert_error(response, 409, "SyncInProgress", staged_sync_id="a")
+        assert response.headers["Retry-After"] == str(error["retry_after"])
 
 
 def test_a_stale_sync_is_dropped(make_rig: MakeRig) -> None:
@@ -303,22 +308,20 @@ def test_one_part_number_with_other_bytes(rig: Rig) -> None:
     rig.assert_committed(rig.send(delta_part({}, sync_id="a", part=1, num_parts=2)), NEXT, 8)
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
+def test_parts_that_disagree(rig: Rig) -> None:
+    rig.send(delta_part(sync_id="a", part=0, num_parts=2))
+    seconds: list[dict[str, Any]] = [
         {"part": 1, "num_parts": 3},
         {"part": 2},
         {"part": 1, "num_parts": 2, "base_version": 5},
-    ],
-)
-def test_parts_that_disagree(rig: Rig, second: dict[str, Any]) -> None:
-    rig.send(delta_part(sync_id="a", part=0, num_parts=2))
-    assert_error(rig.send(delta_part({}, sync_id="a", **second)), 400, "MalformedPart")
+    ]
+    for second in seconds:
+        with case(second):
+            assert_error(rig.send(delta_part({}, sync_id="a", **second)), 400, "MalformedPart")
+            assert present(rig.status().staged).parts == [0]
     rig.assert_committed(rig.send(delta_part({}, sync_id="a", part=1, num_parts=2)), NEXT, 8)
 
 
-@pytest.mark.parametrize(
-    ("method", "path"), [("GET", DELTA), ("PUT", DELTA), ("GET", FROM_DISK), ("POST", STATUS)]
-)
-def test_other_methods(rig: Rig, method: str, path: str) -> None:
-    assert rig.run(rig.request(method, path)).status_code == 405
+def test_other_methods(rig: Rig) -> None:
+    for method, path in (("GET", DELTA), ("PUT", DELTA), ("GET", FROM_DISK), ("POST", STATUS)):
+        assert rig.run(rig.request(method, path)).status_code == 405, (method, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -13,10 +14,11 @@ import httpx
 import pytest
 
 from delta_server.intake import Intake
+from tests.support.cases import case
 from tests.support.delta_bodies import NEXT, bare, delta_part
 from tests.support.endpoint_rig import DELTA, FROM_DISK, MAX_BODY_BYTES, Rig, assert_error
 from tests.support.present import present
-from tests.unit.server.service_parts import PHASES
+from tests.unit.server.service_parts import PHASES, assert_unchanged
 
 GOOD = delta_part()
 
@@ -34,32 +36,37 @@ def assert_disk_error(
         assert answer.keys() == {"error"}
 
 
-@pytest.fixture(params=[DELTA, FROM_DISK])
-def path(request: pytest.FixtureRequest) -> str:
-    """Either route of a disk request."""
-    return str(request.param)
+PATHS = (DELTA, FROM_DISK)  # either takes disk requests
 
 
-def test_a_file_is_committed(disk_rig: Rig, root: Path, path: str) -> None:
+def test_a_file_is_committed(disk_rig: Rig, root: Path) -> None:
     (root / "a.safetensors").write_bytes(bare(GOOD))
-    response = disk_rig.disk(root, "a.safetensors", weight_version="8", path=path)
-    disk_rig.assert_committed(response, NEXT, 8)
-    assert (root / "a.safetensors").read_bytes() == bare(GOOD)
-    answer = response.json()
-    assert answer["timings_ms"].keys() == PHASES
-    assert (answer["base_version"], answer["nnz"], answer["bytes"]) == (7, 3, len(bare(GOOD)))
-    told = {key: answer.get(key) for key in ("success", "message")}
-    if path == FROM_DISK:
-        assert told == {"success": True, "message": "committed version 8"}
-    else:
-        assert told == {"success": None, "message": None}
+    for path, told in (
+        (DELTA, {"success": None, "message": None}),
+        (FROM_DISK, {"success": True, "message": "committed version 8"}),
+    ):
+        with case(path):
+            response = disk_rig.disk(root, "a.safetensors", weight_version="8", path=path)
+            disk_rig.assert_committed(response, NEXT, 8)
+            assert (root / "a.safetensors").read_bytes() == bare(GOOD)
+            answer = response.json()
+            assert answer["timings_ms"].keys() == PHASES
+            assert (answer["base_version"], answer["nnz"], answer["bytes"]) == (
+                7,
+                3,
+                len(bare(GOOD)),
+            )
+            assert {key: answer.get(key) for key in ("success", "message")} == told
+        assert disk_rig.post("/delta_rollback").status_code == 200
 
 
-@pytest.mark.parametrize("load_format", ["auto", "safetensors", "DELTA", "", None])
-def test_other_load_formats(disk_rig: Rig, root: Path, load_format: str | None) -> None:
+def test_other_load_formats(disk_rig: Rig, root: Path) -> None:
     (root / "a.safetensors").write_bytes(GOOD)
-    response = disk_rig.disk(root, load_format=load_format, path=FROM_DISK)
-    assert_disk_error(response, FROM_DISK, 400, "MalformedPart")
+    for load_format in ("auto", "safetensors", "DELTA", "", None):
+        with case(load_format):
+            response = disk_rig.disk(root, load_format=load_format, path=FROM_DISK)
+            assert_disk_error(response, FROM_DISK, 400, "MalformedPart")
+            assert_unchanged(disk_rig)
     disk_rig.assert_untouched()
 
 
@@ -71,9 +78,10 @@ def test_no_load_format(disk_rig: Rig, root: Path) -> None:
     disk_rig.assert_committed(response, NEXT, 8)
 
 
-def test_without_a_root(rig: Rig, root: Path, path: str) -> None:
+def test_without_a_root(rig: Rig, root: Path) -> None:
     (root / "a.safetensors").write_bytes(GOOD)
-    assert_disk_error(rig.disk(root, path=path), path, 403, "PathForbidden")
+    for path in PATHS:
+        assert_disk_error(rig.disk(root, path=path), path, 403, "PathForbidden")
     rig.assert_untouched()
 
 
@@ -81,77 +89,81 @@ def _absent(file: Path) -> None:
     pass
 
 
-@pytest.mark.parametrize("make", [_absent, Path.mkdir, os.mkfifo, Path.touch])
-def test_what_is_no_file(disk_rig: Rig, root: Path, path: str, make: Any) -> None:
+def test_what_is_no_file(disk_rig: Rig, root: Path) -> None:
     (root / "a.safetensors").write_bytes(GOOD)
-    make(root / "b.safetensors")
-    response = disk_rig.disk(root, "a.safetensors", "b.safetensors", path=path)
-    assert_disk_error(response, path, 400, "MalformedPart")
+    makes: list[Callable[[Path], None]] = [_absent, Path.mkdir, os.mkfifo, Path.touch]
+    for number, make in enumerate(makes):
+        name = f"{number}.safetensors"
+        make(root / name)
+        for path in PATHS:
+            with case((make, path)):
+                response = disk_rig.disk(root, "a.safetensors", name, path=path)
+                assert_disk_error(response, path, 400, "MalformedPart")
+                assert_unchanged(disk_rig)
     disk_rig.assert_untouched()
 
 
-@pytest.mark.parametrize("device", ["zero", "null"])
-def test_a_device_below_the_root(make_rig: MakeRig, path: str, device: str) -> None:
+def test_a_device_below_the_root(make_rig: MakeRig) -> None:
     rig = make_rig(roots=("/dev",))
-    assert_disk_error(rig.disk("/dev", device, path=path), path, 400, "MalformedPart", file=device)
+    for path, device in itertools.product(PATHS, ("zero", "null")):
+        response = rig.disk("/dev", device, path=path)
+        assert_disk_error(response, path, 400, "MalformedPart", file=device)
     rig.assert_untouched()
 
 
-def test_a_file_over_the_limit(disk_rig: Rig, root: Path, path: str) -> None:
+def test_a_file_over_the_limit(disk_rig: Rig, root: Path) -> None:
     with open(root / "a.safetensors", "wb") as file:
         file.write((MAX_BODY_BYTES * 2).to_bytes(8, "little"))
         file.truncate(1 << 40)
-    response = disk_rig.disk(root, path=path)
-    assert_disk_error(response, path, 413, "TooLarge", limit=MAX_BODY_BYTES)
+    for path in PATHS:
+        response = disk_rig.disk(root, path=path)
+        assert_disk_error(response, path, 413, "TooLarge", limit=MAX_BODY_BYTES)
     disk_rig.assert_untouched()
 
 
-@pytest.mark.parametrize(
-    ("keys", "status", "kind"),
-    [
-        ({"weight_version": "eight"}, 400, "MalformedPart"),
-        ({"weight_version": -1}, 400, "MalformedPart"),
-        ({"weight_version": 9}, 400, "MalformedPart"),
-        ({"base_version": 6}, 409, "VersionConflict"),
-        ({"pause_mode": "now"}, 400, "MalformedPart"),
-        ({"flush_cache": "yes"}, 400, "MalformedPart"),
-        ({"files": []}, 400, "MalformedPart"),
-        ({"files": ["a.safetensors"] * 2}, 400, "MalformedPart"),
-        ({"files": ["a\0.safetensors"]}, 400, "MalformedPart"),
-        ({"files": "a.safetensors"}, 400, "MalformedPart"),
-        ({"model_path": None}, 400, "MalformedPart"),
-    ],
-    ids=str,
-)
-def test_a_bad_disk_request(
-    disk_rig: Rig, root: Path, path: str, keys: dict[str, Any], status: int, kind: str
-) -> None:
+def test_a_bad_disk_request(disk_rig: Rig, root: Path) -> None:
     (root / "a.safetensors").write_bytes(GOOD)
-    body = {"model_path": str(root), "load_format": "delta", **keys}
-    assert_disk_error(disk_rig.post(path, json=body), path, status, kind)
+    malformed: list[dict[str, Any]] = [
+        {"weight_version": "eight"},
+        {"weight_version": -1},
+        {"weight_version": 9},
+        {"pause_mode": "now"},
+        {"flush_cache": "yes"},
+        {"files": []},
+        {"files": ["a.safetensors"] * 2},
+        {"files": ["a\0.safetensors"]},
+        {"files": "a.safetensors"},
+        {"model_path": None},
+    ]
+    cases = [(keys, 400, "MalformedPart") for keys in malformed]
+    cases.append(({"base_version": 6}, 409, "VersionConflict"))
+    for (keys, status, kind), path in itertools.product(cases, PATHS):
+        with case((keys, path)):
+            body = {"model_path": str(root), "load_format": "delta", **keys}
+            assert_disk_error(disk_rig.post(path, json=body), path, status, kind)
+            assert_unchanged(disk_rig)
+    for query, status in (
+        ({"weight_version": "9"}, 400),
+        ({"pause_mode": "now"}, 400),
+        ({"base_version": "5"}, 409),
+    ):
+        for path in PATHS:
+            with case((query, path)):
+                body = {"model_path": str(root), "load_format": "delta"}
+                assert disk_rig.post(path, json=body, params=query).status_code == status
+                assert_unchanged(disk_rig)
     disk_rig.assert_untouched()
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", GOOD])
-def test_what_is_no_json(disk_rig: Rig, path: str, body: bytes) -> None:
-    response = disk_rig.post(path, content=body, headers={"Content-Type": "application/json"})
-    assert_disk_error(response, path, 400, "MalformedPart")
+def test_what_is_no_json(disk_rig: Rig) -> None:
+    for path, body in itertools.product(PATHS, (b"", b"{", b"[]", GOOD)):
+        with case((path, body)):
+            headers = {"Content-Type": "application/json"}
+            response = disk_rig.post(path, content=body, headers=headers)
+            assert_disk_error(response, path, 400, "MalformedPart")
 
 
-@pytest.mark.parametrize(
-    ("query", "status"),
-    [({"weight_version": "9"}, 400), ({"pause_mode": "now"}, 400), ({"base_version": "5"}, 409)],
-    ids=str,
-)
-def test_the_query_of_a_disk_request_counts(
-    disk_rig: Rig, root: Path, path: str, query: dict[str, str], status: int
-) -> None:
-    (root / "a.safetensors").write_bytes(GOOD)
-    body = {"model_path": str(root), "load_format": "delta"}
-    assert disk_rig.post(path, json=body, params=query).status_code == status
-    disk_rig.assert_untouched()
-
-
+@pytest.mark.parametrize("path", PATHS)
 def test_a_failure_after_the_caller_has_left_is_reported(
     disk_rig: Rig, root: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Awaitable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from delta_server.generation_guard import GenerationGuard
+from tests.support.cases import case
 from tests.support.delta_bodies import delta_part
 from tests.support.endpoint_rig import COMPLETIONS, STATUS, Rig, assert_error
 
@@ -22,16 +24,20 @@ def uncertain(rig: Rig) -> Rig:
     return rig
 
 
-@pytest.mark.parametrize(
-    "path",
-    [COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v2/rerank",
-     "/generate", "/inference/v1/generate", "/pooling", "/score", "/rerank", "/classify",
-     "/invocations", "/api/chat", "/api/generate", "/vertex_generate", "/generative_scoring"],
-)  # fmt: skip
-@pytest.mark.parametrize("method", ["POST", "PUT"])
-def test_generation_is_unavailable_while_uncertain(uncertain: Rig, method: str, path: str) -> None:
-    answer = uncertain.run(uncertain.request(method, path))
-    assert_error(answer, 503, "EngineUncertain", "uncertain")
+GENERATION = [
+    COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v2/rerank",
+    "/generate", "/inference/v1/generate", "/pooling", "/score", "/rerank", "/classify",
+    "/invocations", "/api/chat", "/api/generate", "/vertex_generate", "/generative_scoring",
+]  # fmt: skip
+
+
+def test_generation_alone_is_unavailable_while_uncertain(uncertain: Rig) -> None:
+    for method, path in itertools.product(("POST", "PUT"), GENERATION):
+        with case(f"{method} {path}"):
+            answer = uncertain.run(uncertain.request(method, path))
+            assert_error(answer, 503, "EngineUncertain", "uncertain")
+    assert uncertain.get("/v1/models").status_code == 200
+    assert uncertain.post("/tokenize").status_code == 200
 
 
 def test_paths_that_others_choose_are_unavailable_too(uncertain: Rig) -> None:
@@ -63,21 +69,16 @@ def test_a_websocket_is_unavailable_while_uncertain(uncertain: Rig) -> None:
     assert sent[0]["status"] == 503
 
 
-@pytest.mark.parametrize("root_path", ["/api", "/v1/tenant"])
-def test_the_guard_behind_a_root_path(uncertain: Rig, root_path: str) -> None:
-    async def post(path: str) -> int:
+def test_the_guard_behind_a_root_path(uncertain: Rig) -> None:
+    async def post(root_path: str, path: str) -> int:
         transport = httpx.ASGITransport(uncertain.app, root_path=root_path)
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
             return (await client.post(root_path + path)).status_code
 
-    assert uncertain.run(post(COMPLETIONS)) == 503
-    assert uncertain.run(post("/generate")) == 503
-    assert uncertain.run(post("/tokenize")) == 200
-
-
-@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/tokenize")])
-def test_the_rest_is_served_while_uncertain(uncertain: Rig, method: str, path: str) -> None:
-    assert uncertain.run(uncertain.request(method, path)).status_code == 200
+    paths = (COMPLETIONS, "/generate", "/tokenize")
+    for root_path in ("/api", "/v1/tenant"):
+        found = [uncertain.run(post(root_path, path)) for path in paths]
+        assert found == [503, 503, 200], root_path
 
 
 def test_generation_is_served_otherwise(rig: Rig) -> None:

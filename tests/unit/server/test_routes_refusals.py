@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 import zstandard
 
 from engine_ext.errors import BaseMismatch, DeltaError, MalformedPart, NotUpdatable
 from engine_ext.format.checksum import xxh3_checksum
+from tests.support.cases import case
 from tests.support.delta_bodies import (
     bare,
     delta_part,
@@ -24,6 +24,7 @@ from tests.support.delta_bodies import (
 )
 from tests.support.endpoint_rig import MAX_BODY_BYTES, Rig, assert_error
 from tests.unit.format.test_packed import BROKEN, BROKEN_ULP, packed, ulp
+from tests.unit.server.service_parts import assert_unchanged
 
 
 @dataclass(frozen=True)
@@ -188,72 +189,64 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.id)
-def test_a_refused_body_leaves_the_engine_unchanged(rig: Rig, refusal: Refusal) -> None:
-    response = rig.send(refusal.body, **refusal.query)
-    assert_error(response, refusal.status, refusal.kind, **refusal.operands)
-    assert rig.engine.events == []
+def test_a_refused_body_leaves_the_engine_unchanged(rig: Rig) -> None:
+    for refusal in REFUSALS:
+        with case(refusal.id):
+            response = rig.send(refusal.body, **refusal.query)
+            assert_error(response, refusal.status, refusal.kind, **refusal.operands)
+            assert rig.engine.events == []
+            assert_unchanged(rig)
     rig.assert_untouched()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [one.body for one in REFUSALS if one.operands.get("limit") == MAX_BODY_BYTES]
-    + [zstd_declaring(1 << 40, GOOD)],
-    ids=["body", "decompressed", "frame declares"],
-)
-def test_size_limit_says_how_to_stay_below_it(rig: Rig, body: bytes) -> None:
-    error = rig.send(body).json()["error"]
-    assert (error["type"], error["limit"]) == ("TooLarge", MAX_BODY_BYTES)
-    assert error["message"].endswith(
-        f"the limit is {MAX_BODY_BYTES}; send smaller parts (bucket_bytes=), or raise the engine's "
-        "--delta-tuning max-body-bytes"
-    )
+def test_size_limit_says_how_to_stay_below_it(rig: Rig) -> None:
+    limited = [one.body for one in REFUSALS if one.operands.get("limit") == MAX_BODY_BYTES]
+    assert len(limited) == 2
+    for body in (*limited, zstd_declaring(1 << 40, GOOD)):
+        error = rig.send(body).json()["error"]
+        assert (error["type"], error["limit"]) == ("TooLarge", MAX_BODY_BYTES)
+        assert error["message"].endswith(
+            f"the limit is {MAX_BODY_BYTES}; send smaller parts (bucket_bytes=), or raise the "
+            "engine's --delta-tuning max-body-bytes"
+        )
 
 
-BROKEN_PACKED = [
-    *((id, packed(**broken), error) for id, broken, error, _ in BROKEN),
-    *((f"differences: {id}", ulp(**broken), MalformedPart) for id, broken, _ in BROKEN_ULP),
-]
-
-
-@pytest.mark.parametrize(
-    ("body", "error"), [case[1:] for case in BROKEN_PACKED], ids=[case[0] for case in BROKEN_PACKED]
-)
-def test_a_broken_gap8_part_leaves_the_engine_unchanged(
-    rig: Rig, body: bytes, error: type[DeltaError]
-) -> None:
-    assert_error(rig.send(body), error.status, error.__name__)
-    assert rig.engine.events == []
+def test_a_broken_gap8_part_leaves_the_engine_unchanged(rig: Rig) -> None:
+    values = [(id, packed(**facts), error) for id, facts, error, _ in BROKEN]
+    differences = [(id, ulp(**facts), MalformedPart) for id, facts, _ in BROKEN_ULP]
+    broken: list[tuple[str, bytes, type[DeltaError]]] = [*values, *differences]
+    for id, body, error in broken:
+        with case(id):
+            assert_error(rig.send(body), error.status, error.__name__)
+            assert rig.engine.events == []
+            assert_unchanged(rig)
     rig.assert_untouched()
 
 
-@pytest.mark.parametrize("indices", [[5, 2], [2, 2], [2, 8], [-1, 2]], ids=str)
-def test_bad_indices(rig: Rig, indices: list[int]) -> None:
+def test_bad_indices(rig: Rig) -> None:
     good = np.array([2, 5], "<i4")
     body = delta_part({"norm.weight": {2: 0x1111, 5: 0x2222}})
     assert body.count(good.tobytes()) == 1
-    bad = np.array(indices, "<i4")
-    checksum = xxh3_checksum(bad.tobytes(), np.array([0x1111, 0x2222], "<u2").tobytes())
-    response = rig.send(forged(body.replace(good.tobytes(), bad.tobytes()), checksum=checksum))
-    assert_error(response, 422, "NotUpdatable", tensor="norm.weight")
+    for indices in ([5, 2], [2, 2], [2, 8], [-1, 2]):
+        with case(indices):
+            bad = np.array(indices, "<i4")
+            checksum = xxh3_checksum(bad.tobytes(), np.array([0x1111, 0x2222], "<u2").tobytes())
+            forgery = forged(body.replace(good.tobytes(), bad.tobytes()), checksum=checksum)
+            assert_error(rig.send(forgery), 422, "NotUpdatable", tensor="norm.weight")
+            assert_unchanged(rig)
     rig.assert_untouched()
 
 
-@pytest.mark.parametrize(
-    ("refusal", "status", "kind"),
-    [
-        (NotUpdatable("repacked", tensor="norm.weight", reason="r"), 422, "NotUpdatable"),
-        (BaseMismatch("other bytes", tensor="norm.weight", reason="r"), 409, "BaseMismatch"),
-    ],
-)
-def test_what_one_rank_refuses(rig: Rig, refusal: Exception, status: int, kind: str) -> None:
-    rig.engine.shards[1].refuses["norm.weight"] = refusal
-    assert_error(rig.send(GOOD), status, kind, tensor="norm.weight", reason="r")
-    rig.assert_untouched()
-
-
-def test_a_fault_of_the_program_is_500(rig: Rig) -> None:
+def test_what_one_rank_refuses(rig: Rig) -> None:
+    for refusal in (
+        NotUpdatable("repacked", tensor="norm.weight", reason="r"),
+        BaseMismatch("other bytes", tensor="norm.weight", reason="r"),
+    ):
+        with case(refusal):
+            rig.engine.shards[1].refuses["norm.weight"] = refusal
+            kind = type(refusal).__name__
+            assert_error(rig.send(GOOD), refusal.status, kind, tensor="norm.weight", reason="r")
+            assert_unchanged(rig)
     rig.engine.shards[1].refuses["norm.weight"] = ZeroDivisionError("a fault")
     error = assert_error(rig.send(GOOD), 500, "DeltaError")
     assert "ZeroDivisionError" in error["message"]

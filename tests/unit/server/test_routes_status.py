@@ -12,6 +12,7 @@ import pytest
 
 from engine_ext.ranks.operations import ScrubState
 from engine_ext.ranks.status import EngineStatus, ServerStatus
+from tests.support.cases import case
 from tests.support.delta_bodies import SHAPES, delta_part
 from tests.support.endpoint_rig import STATUS, Rig, assert_error
 from tests.support.toy_adapters import with_adapters
@@ -197,15 +198,16 @@ def test_status_when_the_engine_does_not_answer(rig: Rig) -> None:
     assert "the engine is gone" in error["message"]
 
 
-@pytest.mark.parametrize("operation", ["begin", "status", None])
-def test_a_bug_is_logged_once(
-    rig: Rig, operation: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bug_is_logged_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """Whether the engine's adapter, a reply without an update, or a rank fails."""
-    if operation is None:
-        rig.engine.shards[0].refuses["embed.weight"] = KeyError("w")
-    else:
-        rig.engine.fails[operation] = KeyError("w")
-    response = rig.get(STATUS) if operation == "status" else rig.send(delta_part())
-    assert_error(response, 500, "DeltaError")
-    assert [r.getMessage() for r in caplog.records if r.exc_info] == ["a delta operation failed"]
+    for operation in ("begin", "status", None):
+        with case(operation):
+            caplog.clear()
+            if operation is None:
+                rig.engine.shards[0].refuses["embed.weight"] = KeyError("w")
+            else:
+                rig.engine.fails[operation] = KeyError("w")
+            response = rig.get(STATUS) if operation == "status" else rig.send(delta_part())
+            assert_error(response, 500, "DeltaError")
+            logged = [record.getMessage() for record in caplog.records if record.exc_info]
+            assert logged == ["a delta operation failed"]

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from engine_ext.log import open_log
+from tests.support.cases import case
 from tests.support.delta_bodies import (
     NEXT,
     OTHER_STEP,
@@ -191,9 +192,8 @@ def test_a_release(rig: Rig) -> None:
     assert rig.send(a_step(2, B)).json()["run"] == "b"
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
+def test_a_bad_claim(rig: Rig) -> None:
+    bad: list[dict[str, Any]] = [
         {"action": "steal"},
         {"run": ""},
         {"run": "a b"},
@@ -204,17 +204,14 @@ def test_a_release(rig: Rig) -> None:
         {"host": "a host"},
         {"pid": -1},
         {"takeover": "yes"},
-    ],
-    ids=str,
-)
-def test_a_bad_claim(rig: Rig, keys: dict[str, Any]) -> None:
-    assert_error(ask(rig, "claim", A, **keys), 400, "MalformedPart")
-    assert rig.status().owner is None
-
-
-@pytest.mark.parametrize("sent", ["text", "{}", "[]"])
-def test_a_claim_that_is_none(rig: Rig, sent: str) -> None:
-    assert_error(rig.post(RUN, content=sent), 400, "MalformedPart")
+    ]
+    for keys in bad:
+        with case(keys):
+            assert_error(ask(rig, "claim", A, **keys), 400, "MalformedPart")
+            assert rig.status().owner is None
+    for sent in ("text", "{}", "[]"):
+        with case(sent):
+            assert_error(rig.post(RUN, content=sent), 400, "MalformedPart")
 
 
 def test_an_engine_that_follows_a_log(make_rig: Callable[..., Rig], tmp_path: Path) -> None:
@@ -303,26 +300,23 @@ def sample(name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(name, labels)
 
 
-@pytest.mark.parametrize(
-    ("reason", "kind"),
-    [
+def test_a_full_sync_has_a_reason(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    reasons = [
         ("restarted: the engine was", "restarted"),
         ("lost_track", "lost_track"),
         ("because", "other"),
-    ],
-)
-def test_a_full_sync_has_a_reason(
-    rig: Rig, reason: str, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    before = sample("delta_updates_full_syncs_total", reason=kind)
-    assert before is not None
-    rig.send(whole(VERSION + 1, A), reason=reason)
-    rig.run(rig.service.reporter.flush())
-    assert sample("delta_updates_full_syncs_total", reason=kind) == before + 1
-    assert f"reason={reason} " in caplog.text or f'reason="{reason}" ' in caplog.text
-    [record] = rig.get(STATUS, params={"history": "true"}).json()["history"]
-    assert (record["run"], record["reason"], record["full"]) == ("a", reason, True)
+    ]
+    for number, (reason, kind) in enumerate(reasons, 1):
+        with case(reason):
+            before = sample("delta_updates_full_syncs_total", reason=kind)
+            assert before is not None
+            rig.send(whole(VERSION + number, A), reason=reason)
+            rig.run(rig.service.reporter.flush())
+            assert sample("delta_updates_full_syncs_total", reason=kind) == before + 1
+            assert f"reason={reason} " in caplog.text or f'reason="{reason}" ' in caplog.text
+            record = rig.get(STATUS, params={"history": "true"}).json()["history"][-1]
+            assert (record["run"], record["reason"], record["full"]) == ("a", reason, True)
 
 
 def test_a_full_sync_without_a_reason(rig: Rig) -> None:
@@ -333,9 +327,11 @@ def test_a_full_sync_without_a_reason(rig: Rig) -> None:
     assert [record["reason"] for record in records] == ["sent in full", None]
 
 
-@pytest.mark.parametrize("reason", ["", "two\nlines", "x" * 201, "\N{SNOWMAN}"])
-def test_a_bad_reason(rig: Rig, reason: str) -> None:
-    assert_error(rig.send(whole(VERSION + 1, A), reason=reason), 400, "MalformedPart")
+def test_a_bad_reason(rig: Rig) -> None:
+    for reason in ("", "two\nlines", "x" * 201, "\N{SNOWMAN}"):
+        with case(reason):
+            response = rig.send(whole(VERSION + 1, A), reason=reason)
+            assert_error(response, 400, "MalformedPart")
 
 
 def test_the_gauge_shows_the_run(rig: Rig) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import case
 from tests.support.delta_bodies import (
     BASE,
     NEXT,
@@ -43,20 +44,21 @@ def write(root: Path) -> Callable[..., None]:
 Write = Callable[..., None]
 
 
-@pytest.mark.parametrize("path", [DELTA, FROM_DISK])
-@pytest.mark.parametrize("named", [False, True])
-def test_files_without_numbers_are_one_transaction(
-    disk_rig: Rig, root: Path, write: Write, path: str, named: bool
-) -> None:
+def test_files_without_numbers_are_one_transaction(disk_rig: Rig, root: Path, write: Write) -> None:
     bodies = {f"f{n}": bare(delta_part(changes)) for n, changes in enumerate(SPLIT)}
     write(**bodies)
-    files = [f"{name}.safetensors" for name in reversed(bodies)] if named else []
-    response = disk_rig.disk(root, *files, weight_version="8", path=path)
-    disk_rig.assert_committed(response, NEXT, 8)
-    assert disk_rig.engine.writes == [1, 1]
-    answer = response.json()
-    assert answer["bytes"] == sum(map(len, bodies.values()))
-    assert (answer["nnz"], answer["tensors"]) == (3, 2)
+    names = [f"{name}.safetensors" for name in reversed(bodies)]
+    ways = [(DELTA, names), (FROM_DISK, []), (DELTA, []), (FROM_DISK, names)]
+    for number, (path, files) in enumerate(ways, 1):
+        with case((path, files)):
+            response = disk_rig.disk(root, *files, weight_version="8", path=path)
+            disk_rig.assert_committed(response, NEXT, 8)
+            assert disk_rig.engine.writes == [number, number]
+            answer = response.json()
+            assert answer["bytes"] == sum(map(len, bodies.values()))
+            assert (answer["nnz"], answer["tensors"]) == (3, 2)
+            assert disk_rig.post("/delta_rollback").status_code == 200
+            assert same(disk_rig.engine.weights, BASE)
 
 
 def test_files_with_numbers_are_parts(disk_rig: Rig, root: Path, write: Write) -> None:

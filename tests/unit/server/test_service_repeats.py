@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from engine_ext.sync.sync_state import SyncState
+from tests.support.cases import case
 from tests.support.delta_bodies import (
     BASE,
     NEXT,
@@ -22,15 +23,16 @@ from tests.support.endpoint_rig import Rig, assert_error
 from tests.unit.server.service_parts import assert_already_applied, split_parts, statuses, together
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_a_repeat_of_a_committed_part(rig: Rig, number: int) -> None:
+def test_a_repeat_of_a_committed_part(rig: Rig) -> None:
     parts = split_parts()
     for part in parts:
         rig.send(part)
     rig.engine.events.clear()
-    assert_already_applied(rig, rig.send(parts[number]))
-    assert rig.engine.writes == [1, 1]
-    assert same(rig.engine.weights, NEXT)
+    for number, part in enumerate(parts):
+        with case(number):
+            assert_already_applied(rig, rig.send(part))
+            assert rig.engine.writes == [1, 1]
+            assert same(rig.engine.weights, NEXT)
 
 
 @pytest.mark.parametrize("behind", range(2))
@@ -79,13 +81,15 @@ def test_a_part_that_is_sent_again_before_it_is_answered(rig: Rig, copies: int) 
     assert not rig.engine.paused
 
 
-@pytest.mark.parametrize("operation", ["begin", "poll", "prepare"])
-def test_a_sync_survives_an_answer_that_is_lost(rig: Rig, operation: str) -> None:
-    rig.engine.loses[operation] = ConnectionError("lost")
-    assert_error(rig.send(delta_part()), 500, "DeltaError")
-    assert same(rig.engine.weights, BASE)
-    assert rig.spooled() == []
-    rig.assert_committed(rig.send(delta_part()), NEXT, 8)
+def test_a_sync_survives_an_answer_that_is_lost(rig: Rig) -> None:
+    for operation in ("begin", "poll", "prepare"):
+        with case(operation):
+            rig.engine.loses[operation] = ConnectionError("lost")
+            assert_error(rig.send(delta_part()), 500, "DeltaError")
+            assert same(rig.engine.weights, BASE)
+            assert rig.spooled() == []
+            rig.assert_committed(rig.send(delta_part()), NEXT, 8)
+            assert rig.post("/delta_rollback").status_code == 200
 
 
 @pytest.mark.slow

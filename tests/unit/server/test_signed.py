@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import hmac
+import itertools
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from delta_server import spool as spool_module
 from delta_server.intake import Intake
 from engine_ext.format import FrameReader, Limits, PartGate, Verifier
 from engine_ext.settings import HMAC_KEY_ENVIRONMENT
+from tests.support.cases import case
 from tests.support.delta_bodies import NEXT, delta_part, pieces
 from tests.support.descriptors import open_descriptors
 from tests.support.endpoint_rig import DELTA, FROM_DISK, MAX_BODY_BYTES, STATUS, Rig, assert_error
@@ -66,23 +68,28 @@ def assert_nothing_taken(rig: Rig) -> None:
 # Bodies --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-@pytest.mark.parametrize("size", [7, 1 << 20])
-def test_a_signed_body_is_committed(rig: Rig, body: bytes, size: int) -> None:
-    response = post(rig, pieces(body, size), signed(body))
-    rig.assert_committed(response, NEXT, 8)
-    assert response.json()["bytes"] == len(body)
+def test_a_signed_body_is_committed(rig: Rig) -> None:
+    for body, size in itertools.product(BODIES.values(), (7, 1 << 20)):
+        with case((body, size)):
+            response = post(rig, pieces(body, size), signed(body))
+            rig.assert_committed(response, NEXT, 8)
+            assert response.json()["bytes"] == len(body)
+        assert rig.post("/delta_rollback").status_code == 200
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [signed(GOOD, "another key"), signed(GOOD[:-1]), signed(b""), {"X-Delta-Signature": "0"}],
-    ids=["key", "bytes", "empty", "form"],
-)
 @pytest.mark.usefixtures("unparsed")
-def test_another_signature(rig: Rig, headers: dict[str, str]) -> None:
-    for body in (GOOD, zstandard.compress(GOOD), b"no part at all"):
-        assert_error(post(rig, body, headers), 401, "Unauthorized")
+def test_another_signature(rig: Rig) -> None:
+    others = {
+        "key": signed(GOOD, "another key"),
+        "bytes": signed(GOOD[:-1]),
+        "empty": signed(b""),
+        "form": {"X-Delta-Signature": "0"},
+    }
+    for (kind, headers), body in itertools.product(
+        others.items(), (GOOD, zstandard.compress(GOOD), b"no part at all")
+    ):
+        with case((kind, body)):
+            assert_error(post(rig, body, headers), 401, "Unauthorized")
     assert_nothing_taken(rig)
 
 
@@ -108,10 +115,11 @@ def test_without_a_key_a_signature_is_not_looked_at(
     rig.assert_committed(post(rig, GOOD, {"X-Delta-Signature": "0"}), NEXT, 8)
 
 
-@pytest.mark.parametrize("body", [b"", b"\xff" * 64, GOOD[:-1], GOOD + b"\0"])
-def test_what_is_signed_is_still_checked(rig: Rig, body: bytes) -> None:
-    assert post(rig, body, signed(body)).status_code in (400, 413)
-    assert_nothing_taken(rig)
+def test_what_is_signed_is_still_checked(rig: Rig) -> None:
+    for body in (b"", b"\xff" * 64, GOOD[:-1], GOOD + b"\0"):
+        with case(body):
+            assert post(rig, body, signed(body)).status_code in (400, 413)
+            assert_nothing_taken(rig)
 
 
 @pytest.mark.usefixtures("unparsed")
@@ -161,17 +169,15 @@ def test_a_signed_part_needs_room_twice(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert asked == [200, 100]
 
 
-@pytest.mark.parametrize("path", [STATUS, "/delta_digest"])
-def test_what_is_no_part_needs_no_signature(rig: Rig, path: str) -> None:
-    assert rig.get(path).status_code == 200
+def test_what_is_no_part_needs_no_signature(rig: Rig) -> None:
+    for path in (STATUS, "/delta_digest"):
+        assert rig.get(path).status_code == 200, path
 
 
 # Files ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[DELTA, FROM_DISK])
-def path(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+PATHS = (DELTA, FROM_DISK)
 
 
 def put(file: Path, body: bytes, signature: str | None = None) -> None:
@@ -180,53 +186,43 @@ def put(file: Path, body: bytes, signature: str | None = None) -> None:
     file.with_name(file.name + ".sig").write_text(text)
 
 
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-def test_a_signed_file_is_committed(disk_rig: Rig, root: Path, path: str, body: bytes) -> None:
-    put(root / "a.safetensors", body)
-    disk_rig.assert_committed(disk_rig.disk(root, path=path), NEXT, 8)
+def test_a_signed_file_is_committed(disk_rig: Rig, root: Path) -> None:
+    for body, path in itertools.product(BODIES.values(), PATHS):
+        with case((body, path)):
+            put(root / "a.safetensors", body)
+            disk_rig.assert_committed(disk_rig.disk(root, path=path), NEXT, 8)
+        assert disk_rig.post("/delta_rollback").status_code == 200
 
 
-@pytest.mark.parametrize("signature", ["", "0" * 64, "\xff" * 999])
 @pytest.mark.usefixtures("unparsed")
-def test_a_file_with_another_signature(
-    disk_rig: Rig, root: Path, path: str, signature: str
-) -> None:
-    put(root / "a.safetensors", GOOD, signature)
-    assert_error(disk_rig.disk(root, path=path), 401, "Unauthorized")
-    assert_nothing_taken(disk_rig)
+def test_a_file_without_its_signature(disk_rig: Rig, root: Path) -> None:
+    """With another one, none, or what is no file in its place."""
+    file, signature = root / "a.safetensors", root / "a.safetensors.sig"
+    for text, path in itertools.product(("", "0" * 64, "\xff" * 999), PATHS):
+        with case((text, path)):
+            put(file, GOOD, text)
+            assert_error(disk_rig.disk(root, path=path), 401, "Unauthorized")
+            assert_nothing_taken(disk_rig)
+    signature.unlink()
+    makes: list[Callable[[Path], None]] = [Path.mkdir, Path.rmdir, os.mkfifo]
+    for make, path in itertools.product(makes, PATHS):
+        with case((make, path)):
+            if path == PATHS[0]:
+                make(signature)
+            error = assert_error(disk_rig.disk(root, path=path), 401, "Unauthorized")
+            assert ".sig" in error["message"]
+            assert_nothing_taken(disk_rig)
 
 
-def _absent(signature: Path, outside: Path) -> None:
-    pass
-
-
-def _folder(signature: Path, outside: Path) -> None:
-    signature.mkdir()
-
-
-def _fifo(signature: Path, outside: Path) -> None:
-    os.mkfifo(signature)
-
-
-@pytest.mark.parametrize("make", [_absent, _folder, _fifo])
-@pytest.mark.usefixtures("unparsed")
-def test_a_file_without_a_signature(
-    disk_rig: Rig, root: Path, path: str, make: Callable[[Path, Path], None]
-) -> None:
-    (root / "a.safetensors").write_bytes(GOOD)
-    make(root / "a.safetensors.sig", root.parent)
-    error = assert_error(disk_rig.disk(root, path=path), 401, "Unauthorized")
-    assert ".sig" in error["message"]
-    assert_nothing_taken(disk_rig)
-
-
-def test_a_signature_behind_a_link_is_not_read(disk_rig: Rig, root: Path, path: str) -> None:
+def test_a_signature_behind_a_link_is_not_read(disk_rig: Rig, root: Path) -> None:
     put(root.parent / "a.safetensors", GOOD)
     (root / "a.safetensors").write_bytes(GOOD)
     (root / "a.safetensors.sig").symlink_to(root.parent / "a.safetensors.sig")
-    assert_error(disk_rig.disk(root, path=path), 403, "PathForbidden")
+    for path in PATHS:
+        assert_error(disk_rig.disk(root, path=path), 403, "PathForbidden")
 
 
+@pytest.mark.parametrize("path", PATHS)
 def test_a_file_that_changes_after_its_check(
     disk_rig: Rig, root: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ from tests.support.delta_bodies import (
 )
 from tests.support.endpoint_rig import Rig
 from tests.support.folder_writer import write_checkpoint
+from tests.unit.server.service_parts import assert_unchanged
 
 SERVER = Path(__file__).parents[3] / "server/delta_server"
 TARGET = VERSION + 1
@@ -91,7 +92,7 @@ Make = Callable[[Delivery, Sequence[bytes]], Source]
 
 
 def _write(folder: Path, bodies: Sequence[bytes]) -> list[Path]:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     paths = [folder / f"{number}.safetensors" for number in range(len(bodies))]
     for path, body in zip(paths, bodies, strict=True):
         path.write_bytes(body)
@@ -185,16 +186,12 @@ def answered(rig: Rig, delivery: Delivery, make: Make, bodies: Sequence[bytes]) 
 # What is delivered ---------------------------------------------------------------------------
 
 
-def test_a_version_is_committed(disk_rig: Rig, delivery: Delivery, way: Make) -> None:
+def test_a_version_is_committed_once(disk_rig: Rig, delivery: Delivery, way: Make) -> None:
     answer = answered(disk_rig, delivery, way, [delta_part()])
     assert (answer["status"], answer["version"]) == ("committed", TARGET)
     assert delivery.settled == ["committed"]
     assert same(disk_rig.engine.weights, NEXT)
     assert disk_rig.spooled() == []
-
-
-def test_a_repeat_is_already_applied(disk_rig: Rig, delivery: Delivery, way: Make) -> None:
-    answered(disk_rig, delivery, way, [delta_part()])
     repeat = again(delivery)
     assert answered(disk_rig, repeat, way, [delta_part()])["status"] == "already_applied"
     assert repeat.settled == ["already_applied"]
@@ -270,48 +267,6 @@ def test_a_checkpoint_of_another_trainer(disk_rig: Rig, delivery: Delivery) -> N
 # What is refused -----------------------------------------------------------------------------
 
 
-def test_bytes_that_are_no_part_reach_no_rank(disk_rig: Rig, delivery: Delivery, way: Make) -> None:
-    refused(disk_rig, delivery, lambda: way(delivery, [delta_part()[:-1] + b"\xff"]))
-    assert delivery.settled == [None]
-    assert delivery.completed == []
-    disk_rig.assert_untouched()
-
-
-def test_a_version_for_another_base_is_refused(
-    disk_rig: Rig, delivery: Delivery, way: Make
-) -> None:
-    delivery.options = Options(weight_version=TARGET + 1)
-    refused(disk_rig, delivery, lambda: way(delivery, [delta_part(version=TARGET + 1)]))
-    assert delivery.settled == [None]
-    disk_rig.assert_untouched()
-
-
-def test_parts_that_are_not_of_one_version(
-    disk_rig: Rig, delivery: Delivery, several: Make
-) -> None:
-    delivery.options = Options()
-    bodies = [delta_part(), delta_part(OTHER_STEP, version=TARGET + 1)]
-    refused(disk_rig, delivery, lambda: several(delivery, bodies))
-    assert delivery.settled == [None]
-    disk_rig.assert_untouched()
-
-
-def test_one_bad_file_refuses_the_others(disk_rig: Rig, delivery: Delivery, several: Make) -> None:
-    bodies = [*HALVES, HALVES[0][:-1] + b"\xff"]
-    refused(disk_rig, delivery, lambda: several(delivery, bodies))
-    assert delivery.settled == [None]
-    disk_rig.assert_untouched()
-
-
-@pytest.mark.parametrize("undoes", [True, False])
-def test_a_commit_fails(disk_rig: Rig, delivery: Delivery, way: Make, undoes: bool) -> None:
-    for shard in disk_rig.engine.shards:
-        shard.breaks, shard.undoes = True, undoes
-    refused(disk_rig, delivery, lambda: way(delivery, [delta_part()]))
-    assert delivery.settled == [None]
-    assert disk_rig.spooled() == []
-
-
 class BreaksOff(Source):
     """A source that fails after its first part."""
 
@@ -331,7 +286,30 @@ class BreaksOff(Source):
         await self.source.settled(status)
 
 
-def test_a_source_that_fails_half_way(disk_rig: Rig, delivery: Delivery, several: Make) -> None:
+def test_bytes_or_a_base_that_are_refused(disk_rig: Rig, delivery: Delivery, way: Make) -> None:
+    refused(disk_rig, delivery, lambda: way(delivery, [delta_part()[:-1] + b"\xff"]))
+    assert (delivery.settled, delivery.completed) == ([None], [])
+    assert_unchanged(disk_rig)
+    other = Delivery(delivery.inlet, delivery.root, Options(weight_version=TARGET + 1))
+    refused(disk_rig, other, lambda: way(other, [delta_part(version=TARGET + 1)]))
+    assert other.settled == [None]
+    disk_rig.assert_untouched()
+
+
+def test_parts_that_are_no_version(disk_rig: Rig, delivery: Delivery, several: Make) -> None:
+    """Parts are of two versions, one is damaged, or the source fails."""
+    mixed = Delivery(delivery.inlet, delivery.root / "mixed", Options())
+    bodies = [delta_part(), delta_part(OTHER_STEP, version=TARGET + 1)]
+    refused(disk_rig, mixed, lambda: several(mixed, bodies))
+    assert mixed.settled == [None]
+    assert_unchanged(disk_rig)
+
+    damaged = Delivery(delivery.inlet, delivery.root / "damaged")
+    bodies = [*HALVES, HALVES[0][:-1] + b"\xff"]
+    refused(disk_rig, damaged, lambda: several(damaged, bodies))
+    assert damaged.settled == [None]
+    assert_unchanged(disk_rig)
+
     async def run() -> None:
         await delivery.run(BreaksOff(several(delivery, HALVES)))
 
@@ -339,6 +317,19 @@ def test_a_source_that_fails_half_way(disk_rig: Rig, delivery: Delivery, several
         disk_rig.run(run())
     assert delivery.settled == [None]
     disk_rig.assert_untouched()
+
+
+def test_a_commit_fails(disk_rig: Rig, delivery: Delivery, way: Make) -> None:
+    """And is undone, or is not."""
+    for shard in disk_rig.engine.shards:
+        shard.breaks, shard.undoes = True, True
+    for undone in (True, False):
+        refused(disk_rig, delivery, lambda: way(delivery, [delta_part()]))
+        assert delivery.settled.pop() is None
+        assert disk_rig.status().health.state == ("certain" if undone else "uncertain")
+        assert disk_rig.spooled() == []
+        for shard in disk_rig.engine.shards:
+            shard.undoes = False
 
 
 # What is cancelled ---------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -42,6 +43,7 @@ from engine_ext.format import (
 from engine_ext.format.checksum import xxh3_checksum
 from engine_ext.format.container import write_container
 from engine_ext.format.manifest import manifest_checksum
+from tests.support.cases import case
 from tests.support.delta_bodies import STEP, delta_part, part_of, pieces, sparse, zstd_declaring
 from tests.support.independent_encoder import sendable
 from tests.support.verified_part import read_verified
@@ -119,20 +121,21 @@ def bits_of(part: DecodedPart | None) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("encoding", [*ENCODINGS, BIT_CHANGES])
-@pytest.mark.parametrize("size", [1, 7, 1 << 20])
-def test_ranks_read_what_was_sent(spool: Intake, encoding: str, size: int) -> None:
+def test_ranks_read_what_was_sent(spool: Intake, encoding: str) -> None:
     body = encoded(encoding)
-    spooled = receive(spool, pieces(body, size), declared=len(body))
-    data = spooled.path.read_bytes()
-    assert (spooled.identity, data) == verified_file(body)
-    sent = b"".join(FrameReader(LIMITS.max_part_bytes).feed(body))
-    assert bits_of(read_verified(data, spooled.identity)) == bits_of(decode_part(sent))
-    assert spooled.manifest.current_version == 8
-    assert spooled.wire_bytes == len(body)
-    assert files(spool) == [spooled.path]
-    spooled.remove()
-    spooled.remove()
-    assert files(spool) == []
+    sent = bits_of(decode_part(b"".join(FrameReader(LIMITS.max_part_bytes).feed(body))))
+    for size in (1, 7, 1 << 20):
+        with case(f"pieces of {size}"):
+            spooled = receive(spool, pieces(body, size), declared=len(body))
+            data = spooled.path.read_bytes()
+            assert (spooled.identity, data) == verified_file(body)
+            assert bits_of(read_verified(data, spooled.identity)) == sent
+            assert spooled.manifest.current_version == 8
+            assert spooled.wire_bytes == len(body)
+            assert files(spool) == [spooled.path]
+            spooled.remove()
+            spooled.remove()
+            assert files(spool) == []
 
 
 def test_identity_is_of_what_is_written(spool: Intake) -> None:
@@ -188,52 +191,33 @@ def zeros_behind(body: bytes, count: int) -> bytes:
     return compressor.compress(body + bytes(count)) + compressor.flush()
 
 
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        (b"", MalformedPart),
-        (PLAIN[:3], MalformedPart),
-        (PLAIN[:100], MalformedPart),
-        (PLAIN[:-1], MalformedPart),
-        (PLAIN + b"\0", MalformedPart),
-        (PLAIN + bytes(8192), OVERSIZED),
-        (ZSTD[:3], MalformedPart),
-        (ZSTD[:-1], MalformedPart),
-        (ZSTD + b"\0", MalformedPart),
-        (ZSTD[:40] + b"\xff" * 8 + ZSTD[48:], MalformedPart),
-        (zstd_declaring(len(PLAIN) - 1, PLAIN), MalformedPart),
-        (zstd_declaring(len(PLAIN) + 1, PLAIN), MalformedPart),
-        (zstd_declaring(LIMITS.max_part_bytes + 1, PLAIN), TooLarge),
-        (zstd_declaring(1 << 62, PLAIN), TooLarge),
-        (b"\xff" * 64, TooLarge),
-        (zeros_behind(b"", 1 << 20), OVERSIZED),
-        (zeros_behind((8192).to_bytes(8, "little"), 1 << 20), TooLarge),
-    ],
-    ids=[
-        "empty",
-        "ends-in-the-length",
-        "ends-in-the-header",
-        "last-byte-missing",
-        "one-byte-more",
-        "many-bytes-more",
-        "zstd-magic-cut",
-        "zstd-cut",
-        "data-behind-the-frame",
-        "zstd-corrupt",
-        "declares-less",
-        "declares-more",
-        "declares-over-the-limit",
-        "declares-absurdly-much",
-        "header-length-over-the-limit",
-        "zeros-in-a-frame",
-        "bomb",
-    ],
-)
-@pytest.mark.parametrize("size", [9, 1 << 20])
-def test_nothing_stays_of_a_refused_body(spool: Intake, body: bytes, error: Any, size: int) -> None:
-    with pytest.raises(error):
-        receive(spool, pieces(body, size))
-    assert files(spool) == []
+REFUSED: dict[str, tuple[bytes, Any]] = {
+    "empty": (b"", MalformedPart),
+    "ends in the length": (PLAIN[:3], MalformedPart),
+    "ends in the header": (PLAIN[:100], MalformedPart),
+    "last byte missing": (PLAIN[:-1], MalformedPart),
+    "one byte more": (PLAIN + b"\0", MalformedPart),
+    "many bytes more": (PLAIN + bytes(8192), OVERSIZED),
+    "zstd magic cut": (ZSTD[:3], MalformedPart),
+    "zstd cut": (ZSTD[:-1], MalformedPart),
+    "data behind the frame": (ZSTD + b"\0", MalformedPart),
+    "zstd corrupt": (ZSTD[:40] + b"\xff" * 8 + ZSTD[48:], MalformedPart),
+    "declares less": (zstd_declaring(len(PLAIN) - 1, PLAIN), MalformedPart),
+    "declares more": (zstd_declaring(len(PLAIN) + 1, PLAIN), MalformedPart),
+    "declares over the limit": (zstd_declaring(LIMITS.max_part_bytes + 1, PLAIN), TooLarge),
+    "declares absurdly much": (zstd_declaring(1 << 62, PLAIN), TooLarge),
+    "header length over the limit": (b"\xff" * 64, TooLarge),
+    "zeros in a frame": (zeros_behind(b"", 1 << 20), OVERSIZED),
+    "bomb": (zeros_behind((8192).to_bytes(8, "little"), 1 << 20), TooLarge),
+}
+
+
+def test_nothing_stays_of_a_refused_body(spool: Intake) -> None:
+    for (kind, (body, error)), size in itertools.product(REFUSED.items(), (9, 1 << 20)):
+        with case(f"{kind}, pieces of {size}"):
+            with pytest.raises(error):
+                receive(spool, pieces(body, size))
+            assert files(spool) == []
 
 
 def test_a_body_without_end_is_stopped_at_the_limit(spool: Intake) -> None:
@@ -252,11 +236,12 @@ def test_a_body_without_end_is_stopped_at_the_limit(spool: Intake) -> None:
     assert files(spool) == []
 
 
-@pytest.mark.parametrize("body", [b"", PLAIN[:50], ZSTD[:50]], ids=["nothing", "plain", "zstd"])
-def test_a_stalled_body_is_given_up(spool: Intake, body: bytes) -> None:
-    with pytest.raises(UploadTooSlow):
-        receive(spool, stalling(body), stall=0.05)
-    assert files(spool) == []
+def test_a_stalled_body_is_given_up(spool: Intake) -> None:
+    for body in (b"", PLAIN[:50], ZSTD[:50]):
+        with case(body):
+            with pytest.raises(UploadTooSlow):
+                receive(spool, stalling(body), stall=0.05)
+            assert files(spool) == []
 
 
 def test_nothing_stays_of_a_body_whose_stream_fails(spool: Intake) -> None:
@@ -368,16 +353,15 @@ def test_read_keeps_a_copy(spool: Intake, tmp_path: Path, body: bytes) -> None:
     assert spooled.path.parent == spool.directory
 
 
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [(b"", MalformedPart), (PLAIN[:-1], MalformedPart), (b"\xff" * 9000, TooLarge)],
-    ids=["empty", "cut", "no-container"],
-)
-def test_nothing_stays_of_a_refused_file(
-    spool: Intake, tmp_path: Path, body: bytes, error: type[DeltaError]
-) -> None:
+def test_nothing_stays_of_a_refused_file(spool: Intake, tmp_path: Path) -> None:
     source = tmp_path / "part.safetensors"
-    source.write_bytes(body)
-    with pytest.raises(error):
-        read(spool, source)
-    assert files(spool) == []
+    bodies: list[tuple[bytes, type[DeltaError]]] = [
+        (b"", MalformedPart),
+        (PLAIN[:-1], MalformedPart),
+        (b"\xff" * 9000, TooLarge),
+    ]
+    for body, error in bodies:
+        source.write_bytes(body)
+        with case(body[:20]), pytest.raises(error):
+            read(spool, source)
+        assert files(spool) == []

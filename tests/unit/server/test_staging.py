@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from delta_server import staging
 from engine_ext.errors import BaseMismatch, DeltaError, NotUpdatable
 from engine_ext.format import DecodedPart
 from engine_ext.ranks.operations import BeginPart, Operation, PartBegun, PollPart, PrepareSync
+from tests.support.cases import case
 from tests.support.delta_bodies import NEXT, Changes, after, delta_part, fresh_weights
 from tests.support.endpoint_rig import Rig, assert_error
 from tests.support.in_process_engine import RANKS
@@ -236,15 +238,13 @@ def test_ranks_that_cannot_signal_are_asked(rig: Rig, monkeypatch: pytest.Monkey
     rig.assert_committed(rig.send(delta_part()), NEXT, 8)
 
 
-@pytest.mark.parametrize("encoding", ["deltas", "gap8_exp"])
-def test_no_rank_hears_of_a_damaged_part(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, encoding: str
-) -> None:
+def test_no_rank_hears_of_a_damaged_part(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = recorded(rig, monkeypatch)
-    body = delta_part(encoding=encoding)
-    answer = rig.send(body[:-1] + bytes([body[-1] ^ 1]))
-    assert_error(answer, 400, "ChecksumMismatch")
-    assert (calls, rig.spooled()) == ([], [])
+    for encoding in ("deltas", "gap8_exp"):
+        body = delta_part(encoding=encoding)
+        answer = rig.send(body[:-1] + bytes([body[-1] ^ 1]))
+        assert_error(answer, 400, "ChecksumMismatch")
+        assert (calls, rig.spooled()) == ([], []), encoding
 
 
 def test_a_dead_rank_is_noticed_while_others_stage(
@@ -262,21 +262,22 @@ def test_a_dead_rank_is_noticed_while_others_stage(
     assert rig.spooled() == []
 
 
-@pytest.mark.parametrize("bad", range(3))
-@pytest.mark.parametrize("error", [NotUpdatable("no"), BaseMismatch("no"), ValueError("no")])
-def test_one_bad_file_and_nothing_is_staged(
-    disk_rig: Rig, root: Path, bad: int, error: Exception
-) -> None:
+def test_one_bad_file_and_nothing_is_staged(disk_rig: Rig, root: Path) -> None:
     write_files(root)
-    [name] = THREE[bad]
-    disk_rig.engine.shards[1].refuses[name] = error
-    answer = disk_rig.disk(root)
-    kind = type(error).__name__ if isinstance(error, DeltaError) else "DeltaError"
-    assert answer.json()["error"]["type"] == kind
-    assert disk_rig.status().staged is None
-    assert all(r._staging.get(n) is None for r in disk_rig.engine.receivers for n in range(3))
-    assert (disk_rig.engine.writes, disk_rig.spooled()) == ([0, 0], [])
-    disk_rig.engine.shards[1].refuses.clear()
+    refuses = disk_rig.engine.shards[1].refuses
+    errors = (NotUpdatable("no"), BaseMismatch("no"), ValueError("no"))
+    for [name], error in itertools.product(THREE, errors):
+        with case((name, error)):
+            refuses[name] = error
+            answer = disk_rig.disk(root)
+            kind = type(error).__name__ if isinstance(error, DeltaError) else "DeltaError"
+            assert answer.json()["error"]["type"] == kind
+            assert disk_rig.status().staged is None
+            assert all(
+                r._staging.get(n) is None for r in disk_rig.engine.receivers for n in range(3)
+            )
+            assert (disk_rig.engine.writes, disk_rig.spooled()) == ([0, 0], [])
+            refuses.clear()
     disk_rig.assert_committed(disk_rig.disk(root), after(fresh_weights(), *THREE), 8)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 from delta_server.sources.log import LogReplay
 from engine_ext.format import encode_part
 from engine_ext.log import open_log
+from tests.support.cases import case
 from tests.support.delta_bodies import VERSION
 from tests.support.endpoint_rig import assert_error
 from tests.support.folder_writer import INDEX, write_checkpoint, write_version
@@ -49,25 +51,25 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checksum_format", ["xxh3-128", "blake3", "adler32"])
-@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
-def test_a_step(engine: Engine, encoding: str, checksum_format: str) -> None:
-    folder = write_version(
-        engine.root,
-        NEXT,
-        engine.base,
-        engine.target,
-        encoding=encoding,
-        checksum_format=checksum_format,
-        ranks=3,
-    )
-    engine.assert_at(engine.ask(folder), engine.target)
-    assert engine.ask(folder).json()["status"] == "already_applied"
-    # Back, and forward again.
-    back = write_version(engine.root, NEXT + 1, engine.target, engine.base, encoding=encoding)
-    engine.assert_at(engine.ask(back), engine.base, NEXT + 1)
-    assert engine.rig.post("/delta_rollback").json()["version"] == NEXT
-    engine.assert_at(engine.ask(back), engine.base, NEXT + 1)
+def test_a_step(engine: Engine) -> None:
+    """In each encoding with each kind of checksums; back, and forward again."""
+    version = NEXT
+    kinds = itertools.product(("xor", "overwrite"), ("xxh3-128", "blake3", "adler32"))
+    for encoding, checksum_format in kinds:
+        with case((encoding, checksum_format)):
+            form = {"encoding": encoding, "checksum_format": checksum_format}
+            folder = write_version(
+                engine.root, version, engine.base, engine.target, ranks=3, **form
+            )
+            engine.assert_at(engine.ask(folder), engine.target, version)
+            assert engine.ask(folder).json()["status"] == "already_applied"
+            back = write_version(
+                engine.root, version + 1, engine.target, engine.base, encoding=encoding
+            )
+            engine.assert_at(engine.ask(back), engine.base, version + 1)
+            assert engine.rig.post("/delta_rollback").json()["version"] == version
+            engine.assert_at(engine.ask(back), engine.base, version + 1)
+        version += 2
 
 
 @pytest.mark.slow
@@ -172,19 +174,21 @@ def test_a_wrong_base_version(engine: Engine) -> None:
     engine.assert_untouched()
 
 
-@pytest.mark.parametrize("name", [*Rank.shapes])
-@pytest.mark.parametrize(("byte", "encoding"), [(0, "xor"), (-1, "xor"), (-1, "overwrite")])
-def test_one_byte_of_the_base_is_another(
-    engine: Engine, name: str, byte: int, encoding: str
-) -> None:
+def test_one_byte_of_the_base_is_another(engine: Engine) -> None:
     """Also one that the step does not change: the trainer's base is not the engine's."""
-    wrong = {**engine.base, name: engine.base[name].clone()}
-    wrong[name].view(torch.uint8).view(-1)[byte] ^= 1
-    after = {**wrong, name: wrong[name].clone()}
-    after[name].view(torch.uint8).view(-1)[2] ^= 3
-    folder = write_version(engine.root, NEXT, wrong, after, encoding=encoding)
-    error = assert_error(engine.ask(folder), 409, "BaseMismatch", tensor=name)
-    assert error["expected"] != error["actual"]
+    for name, (byte, encoding) in itertools.product(
+        Rank.shapes, ((0, "xor"), (-1, "xor"), (-1, "overwrite"))
+    ):
+        with case((name, byte, encoding)):
+            wrong = {**engine.base, name: engine.base[name].clone()}
+            wrong[name].view(torch.uint8).view(-1)[byte] ^= 1
+            after = {**wrong, name: wrong[name].clone()}
+            after[name].view(torch.uint8).view(-1)[2] ^= 3
+            folder = write_version(engine.root, NEXT, wrong, after, encoding=encoding)
+            error = assert_error(engine.ask(folder), 409, "BaseMismatch", tensor=name)
+            assert error["expected"] != error["actual"]
+            assert engine.memories() == [memory(load(model, engine.base)) for model in MODELS]
+            shutil.rmtree(folder)
     engine.assert_untouched()
 
 

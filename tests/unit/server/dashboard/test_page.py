@@ -29,6 +29,7 @@ from engine_ext.ranks.status import (
     VersionStatus,
 )
 from engine_ext.settings import API_KEY_ENVIRONMENT
+from tests.support.cases import case
 from tests.support.delta_bodies import delta_part
 from tests.support.endpoint_rig import Rig, assert_error
 
@@ -71,6 +72,17 @@ def policy(response: httpx.Response) -> dict[str, str]:
     return {name: sources for name, _, sources in (rule.partition(" ") for rule in rules)}
 
 
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> httpx.Response:
+    """The page, as this host gets it of an engine without a token."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(API_KEY_ENVIRONMENT, raising=False)
+        rig = Rig(tmp_path_factory.mktemp("spool"))
+        response = rig.get(PAGE)
+        rig.close()
+    return response
+
+
 @pytest.fixture
 def guarded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
     monkeypatch.setenv(API_KEY_ENVIRONMENT, TOKEN)
@@ -85,12 +97,9 @@ def denied(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
     return errors
 
 
-@pytest.mark.parametrize("headers", [{}, BROWSER])
-def test_without_a_token_clients_on_this_host_get_it(rig: Rig, headers: dict[str, str]) -> None:
-    assert_page(rig.get(PAGE, headers=headers))
-
-
-def test_without_a_token_others_do_not(rig: Rig, denied: list[Exception]) -> None:
+def test_without_a_token_only_this_host_gets_it(rig: Rig, denied: list[Exception]) -> None:
+    for headers in ({}, BROWSER):
+        assert_page(rig.get(PAGE, headers=headers))
     response = rig.run(rig.request("GET", PAGE, peer=("10.0.4.9", 9)))
     assert_error(response, 403, "AccessDenied")
     forwarded = rig.get(PAGE, headers={"X-Forwarded-For": "10.0.4.9"})
@@ -119,25 +128,17 @@ def test_trusted_networks_get_it(make_rig: Callable[..., Rig]) -> None:
     assert_page(rig.run(rig.request("GET", PAGE, peer=("10.0.4.9", 9), headers=BROWSER)))
 
 
-def test_a_browser_gets_it_as_the_text_of_the_401(guarded: Rig, denied: list[Exception]) -> None:
+def test_the_token_opens_it(guarded: Rig, denied: list[Exception]) -> None:
+    """Who has none gets the page if it is a browser, as the text of the 401."""
     response = guarded.get(PAGE, headers=BROWSER)
     assert_page(response, 401)
     assert response.headers["www-authenticate"] == "Bearer"
     assert denied == []  # every first visit is one
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [{}, {"Authorization": "Bearer wrong"}, {**BROWSER, "Authorization": "Bearer wrong"}],
-)
-def test_other_requests_without_the_token_are_refused(
-    guarded: Rig, denied: list[Exception], headers: dict[str, str]
-) -> None:
-    assert_error(guarded.get(PAGE, headers=headers), 401, "Unauthorized")
-    assert len(denied) == 1
-
-
-def test_the_token_opens_it(guarded: Rig) -> None:
+    wrong = {"Authorization": "Bearer wrong"}
+    for number, headers in enumerate(({}, wrong, {**BROWSER, **wrong}), 1):
+        with case(headers):
+            assert_error(guarded.get(PAGE, headers=headers), 401, "Unauthorized")
+            assert len(denied) == number
     assert_page(guarded.get(PAGE, headers={"Authorization": f"Bearer {TOKEN}"}))
 
 
@@ -148,11 +149,10 @@ def test_it_holds_nothing_of_the_engine(rig: Rig) -> None:
     assert before.headers["cache-control"] == "no-store"
 
 
-def test_only_its_one_script_and_style_are_allowed(rig: Rig) -> None:
-    response = rig.get(PAGE)
-    rules, page = policy(response), Elements(response.text)
+def test_only_its_one_script_and_style_are_allowed(page: httpx.Response) -> None:
+    rules, texts = policy(page), Elements(page.text).texts
     for tag, rule in (("script", "script-src"), ("style", "style-src")):
-        [text] = page.texts[tag]
+        [text] = texts[tag]
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert rules[rule] == f"'sha256-{digest}'"
     assert rules["default-src"] == "'none'"
@@ -160,11 +160,11 @@ def test_only_its_one_script_and_style_are_allowed(rig: Rig) -> None:
     assert rules["require-trusted-types-for"] == "'script'"
     for rule in ("base-uri", "form-action", "frame-ancestors", "trusted-types"):
         assert rules[rule] == "'none'"
-    assert "unsafe" not in response.headers["content-security-policy"]
+    assert "unsafe" not in page.headers["content-security-policy"]
 
 
-def test_it_loads_nothing_and_has_no_inline_handlers(rig: Rig) -> None:
-    for tag, attributes in Elements(rig.get(PAGE).text).found:
+def test_it_loads_nothing_and_has_no_inline_handlers(page: httpx.Response) -> None:
+    for tag, attributes in Elements(page.text).found:
         assert not any(name.startswith("on") or name == "style" for name in attributes), tag
         assert attributes.get("href", "data:,") == "data:,"
         assert "src" not in attributes
@@ -207,8 +207,8 @@ def test_the_groups_it_takes_apart_are_in_the_status() -> None:
     assert {*names.split(", ")} <= {*HealthStatus.__struct_fields__}
 
 
-def test_its_script_finds_its_elements(rig: Rig) -> None:
-    ids = {attributes.get("id") for _, attributes in Elements(rig.get(PAGE).text).found}
+def test_its_script_finds_its_elements(page: httpx.Response) -> None:
+    ids = {attributes.get("id") for _, attributes in Elements(page.text).found}
     assert set(re.findall(r'find\("#([\w-]+)', SCRIPT)) <= ids
 
 
@@ -218,18 +218,18 @@ def words(page: str, title: str) -> set[str]:
     return set(re.findall(r"<dt>(.*?)</dt>", group))
 
 
-def test_the_legend_has_every_word_that_the_page_shows(rig: Rig) -> None:
-    page = rig.get(PAGE).text
-    assert words(page, "States") == {*get_args(HealthState), "asleep", "unreachable"}
+def test_the_legend_has_every_word_that_the_page_shows(page: httpx.Response) -> None:
+    text = page.text
+    assert words(text, "States") == {*get_args(HealthState), "asleep", "unreachable"}
     statuses = {status.value for status in Status} - {Status.UNJUDGED.value}
-    assert words(page, "How tensors are updated") == statuses
+    assert words(text, "How tensors are updated") == statuses
     known = {metric.name: metric for metric in REGISTRY.collect()}
     documented = known["delta_updates_syncs"].documentation.partition(": ")[2].partition(".")[0]
     outcomes = re.sub(r" \(.*?\)", "", documented).split(", ")
-    assert words(page, "Outcomes of a sync") == set(outcomes)
+    assert words(text, "Outcomes of a sync") == set(outcomes)
     samples = known["delta_updates_full_syncs"].samples
     reasons = {sample.labels["reason"] for sample in samples} - {"other"}
-    assert words(page, "Why a sync was full") == reasons
+    assert words(text, "Why a sync was full") == reasons
 
 
 def test_the_status_names_host_model_and_uptime(rig: Rig) -> None:
@@ -238,8 +238,8 @@ def test_the_status_names_host_model_and_uptime(rig: Rig) -> None:
     assert 0 <= server["seconds"] <= time.time() - server["since"] + 1
 
 
-def test_refused_tensors_fit_a_phone(rig: Rig) -> None:
-    [style] = Elements(rig.get(PAGE).text).texts["style"]
+def test_refused_tensors_fit_a_phone(page: httpx.Response) -> None:
+    [style] = Elements(page.text).texts["style"]
     [phone] = re.findall(r"@media \(max-width: 40rem\) \{(.*?\n)\}", style, re.S)
     assert "#refused tr, #refused td { display: block; }" in phone
     assert "#refused td { overflow-wrap: anywhere; }" in style
