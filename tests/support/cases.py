@@ -1,0 +1,40 @@
+"""Tables that one test goes through, where a test per row would cost more than its check."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+Test = Callable[..., None]
+
+
+def in_one_test(
+    names: str | Sequence[str], table: Iterable[Any], ids: Iterable[str] | None = None
+) -> Callable[[Test], Test]:
+    """Give a test each row, as ``pytest.mark.parametrize`` does, and name the row that fails.
+
+    Fixtures are made once: a test must leave them as they were.
+    """
+    keys = [names] if isinstance(names, str) else [*names]
+    rows = [dict(zip(keys, [row] if isinstance(names, str) else row, strict=True)) for row in table]
+    called: list[Any] = rows if ids is None else [*ids]
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def whole(**given: Any) -> None:
+            for name, row in zip(called, rows, strict=True):
+                try:
+                    test(**row, **given)
+                except (Exception, pytest.fail.Exception) as error:
+                    raise AssertionError(f"in the row {str(name)[:500]}") from error
+
+        signature = inspect.signature(test)
+        left = [one for name, one in signature.parameters.items() if name not in keys]
+        setattr(whole, "__signature__", signature.replace(parameters=left))  # noqa: B010
+        return whole
+
+    return decorate
