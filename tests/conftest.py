@@ -16,7 +16,7 @@ WITH_ENGINES = {ROOT / "live", ROOT / "faults"}
 
 def starts_engines(module: Path) -> bool:
     """Whether all tests of a module start an engine, by the folder that it is in."""
-    return module.parent in WITH_ENGINES and module.stem != "test_table"
+    return not WITH_ENGINES.isdisjoint(module.parents) and module.stem != "test_table"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
