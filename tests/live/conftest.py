@@ -22,12 +22,6 @@ from scripts.live_engine.registry import ENGINES
 PROMPTS = ["the quick brown fox", "a reward is a number", "def add(a, b):", "In 2024 there"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.engine)
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function that builds a small checkpoint of one architecture once."""

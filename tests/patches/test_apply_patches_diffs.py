@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from scripts import apply_patches
 from scripts.apply_patches import Hunk, PatchSet, Refused, State
+from tests.support.cases import in_one_test
 
 HEADER = b"--- a/x.py\n+++ b/x.py\n"
 LINES = [b"%d\n" % k for k in range(10)]
@@ -76,7 +77,7 @@ def test_lines_may_have_moved() -> None:
         assert found == above + CONTENT.replace(b"3\n", b"3\nnew\n")
 
 
-@pytest.mark.parametrize("content", [CONTENT * 2, b"3\n4\n3\n4\n", CONTENT + b"3\n4\n"])
+@in_one_test("content", [CONTENT * 2, b"3\n4\n3\n4\n", CONTENT + b"3\n4\n"])
 def test_a_hunk_that_fits_twice_is_refused(content: bytes) -> None:
     with pytest.raises(Refused, match="more than once"):
         apply_patches.apply_hunks(content, hunks_of(INSERT))
@@ -101,7 +102,7 @@ def test_hunks_may_touch_but_not_overlap() -> None:
         apply_patches.apply_hunks(b"1\n2\n3\n", [hunks[0], Hunk(b"2\n3\n", b"3\n")])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "content",
     [
         CONTENT.replace(b"4", b"four"),
@@ -114,7 +115,7 @@ def test_other_context_does_not_fit(content: bytes) -> None:
         apply_patches.apply_hunks(content, hunks_of(INSERT))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("diff", "message"),
     [
         (b"", "expected '--- a/PATH'"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -16,14 +19,11 @@ from tests.patches.fake_engine import FILES, PATCHED, VERSION, Tool, read, set_v
 ROOT = Path(__file__).parents[2]
 
 
-# Runs the tool and dies, as by SIGKILL, at the n-th call that writes something.
+# Runs the tool for each line, in a process that dies, as by SIGKILL, at the n-th call that writes.
 KILLED = """
-import os, sys
+import json, os, sys
 from pathlib import Path
 from scripts import apply_patches
-
-left = int(sys.argv[1])
-apply_patches.PATCHES = Path(sys.argv[2])
 
 def deadly(function):
     def call(*args, **kwargs):
@@ -36,7 +36,14 @@ def deadly(function):
 
 os.fchmod, os.fsync, os.replace = map(deadly, (os.fchmod, os.fsync, os.replace))
 Path.unlink = deadly(Path.unlink)
-sys.exit(apply_patches.main(sys.argv[3:]))
+for line in sys.stdin:
+    left, patches, *arguments = json.loads(line)
+    process = os.fork()
+    if not process:
+        sys.stdout = sys.stderr
+        apply_patches.PATCHES = Path(patches)
+        os._exit(apply_patches.main(arguments))
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
 
 
@@ -222,21 +229,35 @@ def test_temporary_files_go_where_nothing_else_is_to_do(
     assert tool("--revert")[0] == 0
 
 
-def killed(source: Path, at: int, *options: str) -> bool:
-    """Run the tool and kill it at its `at`-th write; whether it came to that."""
-    arguments = [str(apply_patches.PATCHES), "vllm", "--target", str(source), *options]
-    command = [sys.executable, "-S", "-c", KILLED, str(at), *arguments]
+Killed = Callable[..., bool]
+
+
+@pytest.fixture(scope="module")
+def killed() -> Iterator[Killed]:
+    """Runs the tool and kills it at its `at`-th write; whether it came to that."""
+    command = [sys.executable, "-S", "-c", KILLED]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, check=False, capture_output=True, text=True)
-    assert done.returncode in (0, 9), done.stderr
-    return done.returncode == 9
+    with subprocess.Popen(command, env=env, stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        given, answers = process.stdin, process.stdout
+
+        def kill(source: Path, at: int, *options: str) -> bool:
+            patches = str(apply_patches.PATCHES)
+            print(json.dumps([at, patches, "vllm", "--target", str(source), *options]), file=given)
+            given.flush()
+            status = int(answers.readline())
+            assert status in (0, 9)
+            return status == 9
+
+        yield kill
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [VERSION, "1.2.9"])
 @pytest.mark.parametrize("reverts", [False, True])
 def test_killed_anywhere_the_next_run_goes_on(
-    tool: Tool, source: Path, version: str, reverts: bool
+    tool: Tool, source: Path, killed: Killed, version: str, reverts: bool
 ) -> None:
     """Every file is as before or as after, and both ways lead on from there."""
     ways = {

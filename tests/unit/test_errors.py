@@ -12,6 +12,7 @@ from engine_ext.errors import (
     EngineUncertain,
     from_wire,
 )
+from tests.support.cases import in_one_test
 
 # The table of errors in docs/http-api.md, one row per class.
 STATUS = {
@@ -56,7 +57,7 @@ def test_the_table_is_complete() -> None:
     assert {cls.__name__: cls.status for cls in tree()} == {"DeltaError": 500, **STATUS}
 
 
-@pytest.mark.parametrize("cls", tree(), ids=lambda cls: cls.__name__)
+@in_one_test("cls", tree())
 def test_the_state_that_each_leaves_the_engine_in(cls: type[DeltaError]) -> None:
     expected = "uncertain" if issubclass(cls, CommitFailed) else "unchanged"
     if cls is CommittedNotResumed:
@@ -64,7 +65,7 @@ def test_the_state_that_each_leaves_the_engine_in(cls: type[DeltaError]) -> None
     assert cls("x").to_wire()["engine_state"] == expected
 
 
-@pytest.mark.parametrize("cls", tree(), ids=lambda cls: cls.__name__)
+@in_one_test("cls", tree())
 def test_over_the_wire_and_back(cls: type[DeltaError]) -> None:
     sent = cls("what is wrong", tensor="a.b", expected=3, retry_after=7, tensors=["x"])
     assert sent.to_wire() == {
@@ -82,7 +83,7 @@ def test_over_the_wire_and_back(cls: type[DeltaError]) -> None:
     assert received.operands == sent.operands
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("state", "cls"),
     [
         ("unchanged", DeltaError),
@@ -98,7 +99,7 @@ def test_an_unknown_type_keeps_its_engine_state(state: str | None, cls: type[Del
     assert received.operands == {"rank": 1}
 
 
-@pytest.mark.parametrize("wire", [{}, {"type": None}, {"type": []}, {"message": 3}])
+@in_one_test("wire", [{}, {"type": None}, {"type": []}, {"message": 3}])
 def test_a_poor_error_is_still_an_error(wire: dict[str, object]) -> None:
     assert type(from_wire(wire)) is DeltaError
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
 from delta_server import metrics
+from tests.support.cases import in_one_test
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
 DASHBOARD: dict[str, Any] = json.loads((EXAMPLES / "grafana-dashboard.json").read_text())
@@ -24,6 +25,7 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 ADDED = {"job", "instance", "le"}  # by Prometheus
 
 
+@cache
 def scraped() -> dict[str, set[str]]:
     """The labels of every time series, by its name."""
     found = {}
@@ -46,7 +48,7 @@ def expressions() -> Iterator[tuple[str, str]]:
         yield from ((case["name"], series["series"]) for series in case["input_series"])
 
 
-@pytest.mark.parametrize(("where", "expression"), [*expressions()])
+@in_one_test(("where", "expression"), [*expressions()])
 def test_metrics_and_labels_exist(where: str, expression: str) -> None:
     known = scraped()
     names = set(re.findall(r"delta_updates_\w+", expression))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,8 @@ LEFT: dict[str, int] = {}
 
 def long_names(path: Path) -> list[str]:
     """The names of a file's tests that are too long."""
-    nodes = ast.walk(ast.parse(path.read_text()))
-    names = [one.name for one in nodes if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return [name for name in names if name.startswith("test_") and len(name) > MOST]
+    names = re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), re.M)
+    return [name for name in names if len(name) > MOST]
 
 
 def test_names_are_short() -> None:

@@ -23,6 +23,7 @@ from engine_ext.settings import (
     from_namespace,
     parse_size,
 )
+from tests.support.cases import in_one_test
 from tests.support.served_models import PROPERTY
 
 
@@ -112,7 +113,7 @@ def test_roots_are_real_paths(tmp_path: Path) -> None:
     assert chosen.roots == (str(folder),)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "flag",
     ["--delta-tuning=chunk-bytes=1M", "--delta-base-version=0", "--delta-tuning=stage-timeout=60"],
 )
@@ -146,7 +147,7 @@ def test_tuning_takes_a_json_object() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "wrong"),
     [
         ("streams", "not KEY=VALUE: 'streams'"),
@@ -169,7 +170,7 @@ def test_tuning_names_what_is_wrong(
     assert f"argument --delta-tuning: {wrong}" in shown
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("flags", "needed"),
     [
         (["--delta-follow"], "--delta-log"),
@@ -183,7 +184,7 @@ def test_following_needs_a_log(flags: list[str], needed: str) -> None:
         parse("--enable-delta-updates", *flags)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "flag",
     [
         "--delta-follow-group=a/b",
@@ -214,7 +215,7 @@ def test_bad_values_are_refused_by_the_parser(flag: str) -> None:
         parse("--enable-delta-updates", flag)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "size"),
     [
         ("1", 1),
@@ -288,7 +289,7 @@ def test_client_sends_no_empty_token(monkeypatch: pytest.MonkeyPatch, text: str)
     assert bearer_headers() == bearer_headers(text) == {}
 
 
-@pytest.mark.parametrize("text", ["s3\ncret", "s3crét", "s3\x7fcret", "s3cret\udcff"])
+@in_one_test("text", ["s3\ncret", "s3crét", "s3\x7fcret", "s3cret\udcff"])
 def test_message_names_bad_token_without_value(text: str) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)

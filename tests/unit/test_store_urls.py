@@ -7,9 +7,10 @@ import importlib.util
 import pytest
 
 from engine_ext.store_urls import is_store_url, is_within, store_url
+from tests.support.cases import in_one_test
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("given", "found"),
     [
         ("s3://bucket", "s3://bucket"),
@@ -24,7 +25,7 @@ def test_a_url_is_normalised(given: str, found: str) -> None:
     assert store_url(given) == found
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("given", "message"),
     [
         ("ftp://host/x", "not the URL of an object store"),
@@ -47,7 +48,7 @@ def test_what_is_no_url_of_a_store_is_refused(given: str, message: str) -> None:
         store_url(given)
 
 
-@pytest.mark.parametrize("path", ["/mnt/log", "log", "C:/log", "s3:/x", "", None])
+@in_one_test("path", ["/mnt/log", "log", "C:/log", "s3:/x", "", None])
 def test_paths_are_no_urls(path: object) -> None:
     assert not is_store_url(path)
 
@@ -65,7 +66,7 @@ def test_what_is_below_a_url() -> None:
     assert not is_within("s3://b", "s3://b/log")
 
 
-@pytest.mark.parametrize("url", ["https://user:secret@host/x", "s3://key:secret@bucket//x"])
+@in_one_test("url", ["https://user:secret@host/x", "s3://key:secret@bucket//x"])
 def test_credentials_are_not_shown(url: str) -> None:
     with pytest.raises(ValueError, match="not the URL") as raised:
         store_url(url)

@@ -13,20 +13,17 @@ from engine_ext.adapters.sglang import hooks as sglang_hooks
 from engine_ext.adapters.sglang import refusals as sglang
 from engine_ext.adapters.vllm import hooks as vllm_hooks
 from engine_ext.adapters.vllm import refusals as vllm
+from tests.support.cases import in_one_test
 
 ARGUMENTS = {
     "vllm": vllm.ARGUMENTS,
     "vllm's configuration": vllm.RESOLVED,
     "sglang": sglang.ARGUMENTS,
 }
-CASES = [
-    pytest.param(engine, refusal, id=f"{engine}: {refusal.what}")
-    for engine, refusals in ARGUMENTS.items()
-    for refusal in refusals
-]
+CASES = [(engine, refusal) for engine, refusals in ARGUMENTS.items() for refusal in refusals]
 
 
-@pytest.mark.parametrize(("engine", "refusal"), CASES)
+@in_one_test(("engine", "refusal"), CASES)
 def test_a_command_line_that_meets_all_conditions_is_refused(engine: str, refusal: Refusal) -> None:
     example = refusal.example()
     example.patched = getattr(example, "patched", True)
@@ -39,7 +36,7 @@ def test_a_command_line_that_meets_all_conditions_is_refused(engine: str, refusa
     assert refusal.why in str(raised.value)
 
 
-@pytest.mark.parametrize(("engine", "refusal"), CASES)
+@in_one_test(("engine", "refusal"), CASES)
 def test_every_condition_counts(engine: str, refusal: Refusal) -> None:
     for missing in refusal.conditions:
         rest: dict[str, Any] = {c.name: c.example for c in refusal.conditions if c is not missing}

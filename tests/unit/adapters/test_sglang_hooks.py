@@ -20,6 +20,7 @@ from engine_ext import settings
 from engine_ext.adapters.sglang import frontend, hooks, rpc
 from engine_ext.adapters.sglang.frontend import DiskUpdates
 from engine_ext.ranks import operations as ops
+from tests.support.cases import in_one_test
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +122,7 @@ def test_server_that_drains_answers_a_call_in_flight(
         call = rpc.Call.from_manifest(sent.manifest)
         message = call.reply([ops.encode_answer(ops.Reply)], 0)
         output = Output(success=True, message=message)
-        asyncio.get_running_loop().call_later(1.0, lambda: answers[Output](output))
+        asyncio.get_running_loop().call_later(0.6, lambda: answers[Output](output))
 
     rank = SimpleNamespace(is_alive=lambda: is_alive)
     manager = SimpleNamespace(
@@ -139,13 +140,13 @@ def test_server_that_drains_answers_a_call_in_flight(
             asyncio.run(channel.call(ops.AbortSync()))
 
 
-@pytest.mark.parametrize("manifest", [None, {}, {"call": 1}, {"w": {"dtype": "bf16"}}])
+@in_one_test("manifest", [None, {}, {"call": 1}, {"w": {"dtype": "bf16"}}])
 def test_a_manifest_of_another_kind_is_no_call(manifest: Any) -> None:
     with pytest.raises(msgspec.ValidationError):
         rpc.Call.from_manifest(manifest)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("body", "taken_by"),
     [
         (b'{"load_format": "delta", "model_path": "m"}', "delta"),
@@ -166,7 +167,7 @@ def test_a_manifest_of_another_kind_is_no_call(manifest: Any) -> None:
         (b"", "other"),
     ],
 )
-@pytest.mark.parametrize("cut", [0, 20])
+@in_one_test("cut", [0, 20])
 def test_disk_updates_go_by_their_format(body: bytes, taken_by: str, cut: int) -> None:
     """However the body arrives, the app that takes it gets all of it."""
     seen: dict[str, bytes] = {}

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.engine import UtilityOutput
-from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from engine_ext.adapters.vllm import engine_core, prefix_cache
 from engine_ext.errors import Conflict
 from engine_ext.ranks.operations import CommitSync, encode_request
+from tests.support.lazy_modules import LazyModule
 
+ENGINE, CORE = LazyModule("vllm.v1.engine"), LazyModule("vllm.v1.engine.core")
 OPERATION, ARGUMENTS = encode_request(CommitSync(version=8, sync_id=None))
 
 
@@ -62,15 +62,17 @@ class Core:
         self.paused = False
 
 
-def call(core: Core, method: str, *arguments: Any) -> list[UtilityOutput]:
+def call(core: Core, method: str, *arguments: Any) -> list[Any]:
     """Call a method as vLLM's loop does; returns a list that its answer is appended to."""
-    answers: list[UtilityOutput] = []
-    bound = partial(getattr(EngineCore, method), core, *arguments)
-    EngineCoreProc._invoke_utility_method(method, bound, UtilityOutput(1), answers.append)
+    answers: list[Any] = []
+    bound = partial(getattr(CORE.EngineCore, method), core, *arguments)
+    CORE.EngineCoreProc._invoke_utility_method(
+        method, bound, ENGINE.UtilityOutput(1), answers.append
+    )
     return answers
 
 
-def stop_and_commit(core: Core, flush_cache: bool | str = True) -> list[UtilityOutput]:
+def stop_and_commit(core: Core, flush_cache: bool | str = True) -> list[Any]:
     return call(core, engine_core.CALL_STOPPED, flush_cache, OPERATION, dict(ARGUMENTS))
 
 

@@ -11,8 +11,6 @@ from torch import nn
 from engine_ext.adapters.vllm.postload import online_processing
 from engine_ext.startup import UnprocessedModules
 
-pytest.importorskip("vllm")
-
 
 class Method:
     """Quantises, as vLLM's online methods do."""
@@ -33,6 +31,7 @@ class Layer(nn.Linear):
 def test_a_module_that_does_not_fit_stops_no_start(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("vllm")
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
     from vllm.model_executor.model_loader.reload import layerwise
 

@@ -8,17 +8,19 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from vllm import SamplingParams
-from vllm.model_executor.layers.pooler.tokwise.methods import AllPool
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.pool.metadata import PoolingStates
-from vllm.v1.request import Request, RequestStatus
 
 from engine_ext.adapters.vllm import prefix_cache
 from engine_ext.errors import Conflict
+from tests.support.lazy_modules import LazyModule
+
+VLLM = LazyModule("vllm")
+HASHING = LazyModule("vllm.utils.hashing")
+KV_CACHE = LazyModule("vllm.v1.kv_cache_interface")
+KV_CACHE_MANAGER = LazyModule("vllm.v1.core.kv_cache_manager")
+KV_CACHE_UTILS = LazyModule("vllm.v1.core.kv_cache_utils")
+POOLING = LazyModule("vllm.v1.pool.metadata")
+POOLING_METHODS = LazyModule("vllm.model_executor.layers.pooler.tokwise.methods")
+REQUEST = LazyModule("vllm.v1.request")
 
 BLOCK = 4
 PROMPT = list(range(1, 14))  # three blocks and one token
@@ -28,15 +30,19 @@ class Core:
     """An engine core as `prefix_cache.salt` uses it; its scheduler runs what it is given."""
 
     def __init__(self, *, caching: bool = True) -> None:
-        init_none_hash(sha256)
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        config = KVCacheConfig(
+        KV_CACHE_UTILS.init_none_hash(HASHING.sha256)
+        spec = KV_CACHE.FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        config = KV_CACHE.KVCacheConfig(
             num_blocks=32,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(layer_names=["a"], kv_cache_spec=spec)],
+            kv_cache_groups=[KV_CACHE.KVCacheGroupSpec(layer_names=["a"], kv_cache_spec=spec)],
         )
-        self.manager = KVCacheManager(config, 256, BLOCK, BLOCK, enable_caching=caching)
-        self.requests: dict[str, Request] = {}
+        self.manager = KV_CACHE_MANAGER.KVCacheManager(
+            config, 256, BLOCK, BLOCK, enable_caching=caching
+        )
+        self.requests: dict[str, Any] = {}
         self.dropped = 0
         self.scheduler = SimpleNamespace(
             requests=self.requests,
@@ -48,39 +54,39 @@ class Core:
     def _drop(self) -> None:
         self.dropped += 1
 
-    def add(self, name: str, tokens: list[int] = PROMPT, salt: str | None = None) -> Request:
+    def add(self, name: str, tokens: list[int] = PROMPT, salt: str | None = None) -> Any:
         """Add a request that waits."""
-        request = Request(
+        request = REQUEST.Request(
             request_id=name,
             prompt_token_ids=tokens,
-            sampling_params=SamplingParams(max_tokens=64),
+            sampling_params=VLLM.SamplingParams(max_tokens=64),
             pooling_params=None,
             cache_salt=salt,
-            block_hasher=get_request_block_hasher(BLOCK, sha256),
+            block_hasher=KV_CACHE_UTILS.get_request_block_hasher(BLOCK, HASHING.sha256),
         )
         self.requests[name] = request
         return request
 
-    def prefill(self, request: Request) -> int:
+    def prefill(self, request: Any) -> int:
         """Run a request's prompt; return how many tokens came from the cache."""
         blocks, cached, *_ = self.manager.get_computed_blocks(request)
         new = request.num_tokens - cached
         assert self.manager.allocate_slots(request, new, cached, blocks) is not None
-        request.status = RequestStatus.RUNNING
+        request.status = REQUEST.RequestStatus.RUNNING
         request.num_computed_tokens = request.num_tokens
         return cached
 
-    def decode(self, request: Request, tokens: list[int]) -> None:
+    def decode(self, request: Any, tokens: list[int]) -> None:
         for token in tokens:
             request.append_output_token_ids(token)
             assert self.manager.allocate_slots(request, 1) is not None
             request.num_computed_tokens += 1
 
-    def end(self, request: Request) -> None:
+    def end(self, request: Any) -> None:
         self.manager.free(request)
         del self.requests[request.request_id]
 
-    def blocks(self, request: Request) -> list[int]:
+    def blocks(self, request: Any) -> list[int]:
         [found] = self.manager.get_block_ids(request.request_id)
         return found
 
@@ -132,7 +138,7 @@ def test_a_preempted_request_computes_its_kv_again(core: Core) -> None:
     prefix_cache.salt(core)
     core.decode(flying, [50, 51, 52, 53])
     core.manager.free(flying)
-    flying.status, flying.num_computed_tokens = RequestStatus.PREEMPTED, 0
+    flying.status, flying.num_computed_tokens = REQUEST.RequestStatus.PREEMPTED, 0
     assert core.prefill(flying) == 0
 
 
@@ -188,10 +194,10 @@ def test_flush_drops_only_caches_computed_from_weights(
 
 def test_preempted_prompt_gives_one_row_per_token() -> None:
     """vLLM's own pooling of chunks; between two of them, a sync makes the request begin again."""
-    pool = AllPool.__new__(AllPool)
+    pool = POOLING_METHODS.AllPool.__new__(POOLING_METHODS.AllPool)
     torch.nn.Module.__init__(pool)
     pool.enable_chunked_prefill, pool.clone_finished = True, False
-    states = PoolingStates()
+    states = POOLING.PoolingStates()
 
     def chunk(tokens: int, weights: float, *, finished: bool) -> Any:
         cursor = SimpleNamespace(

@@ -17,6 +17,7 @@ from delta_server.sources.transfer import MAX_INLINE_BYTES
 from engine_ext.adapters.vllm import features, transfer_frontend
 from engine_ext.adapters.vllm.frontend import DeltaEndpoints
 from engine_ext.settings import API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT
+from tests.support.cases import in_one_test
 from tests.support.delta_bodies import (
     BASE,
     NEXT,
@@ -103,7 +104,7 @@ def test_the_options_of_the_update_count(api: Api) -> None:
     assert api.rig.engine.events[:2] == [("end_requests", "wait"), ("stop", False)]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("info", "status", "kind"),
     [
         ({}, 400, "MalformedPart"),
@@ -126,10 +127,16 @@ def test_the_options_of_the_update_count(api: Api) -> None:
         ({"broadcast_bytes": 10}, 409, "Conflict"),
     ],
 )  # fmt: skip
-def test_a_refused_part_ends_the_update(api: Api, info: Any, status: int, kind: str) -> None:
+def refuse_a_part(api: Api, info: Any, status: int, kind: str) -> None:
     api.post(START)
     assert api.update(inline(parts()[0])).status_code == 200
     assert_error(api.update(info), status, kind)
+    assert_error(api.post(FINISH), 409, "Conflict")
+    assert api.rig.status().staged is None
+
+
+def test_a_refused_part_ends_the_update(api: Api) -> None:
+    refuse_a_part(api=api)
     assert_ended(api)
 
 

@@ -12,6 +12,7 @@ from delta_sender import cli as send
 from engine_ext import settings
 from engine_ext.cli import log, plan, top
 from scripts.doc_tables.__main__ import DOCS, README
+from tests.support.cases import in_one_test
 
 ROOT = DOCS.parent
 COMMANDS = {"delta-send": send, "delta-plan": plan, "delta-log": log, "delta-top": top}
@@ -44,7 +45,7 @@ def named(line: tuple[str, list[str]]) -> str:
     return f"{line[0]}: {' '.join(line[1])[:50]}"
 
 
-@pytest.mark.parametrize("line", [one for one in LINES if one[1][0] in COMMANDS], ids=named)
+@in_one_test("line", [one for one in LINES if one[1][0] in COMMANDS])
 def test_a_command_has_the_options_that_it_is_shown_with(
     line: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,7 +61,7 @@ def test_a_command_has_the_options_that_it_is_shown_with(
     assert [one for one in options(words) if one not in own and f"{one} " not in said] == []
 
 
-@pytest.mark.parametrize("line", [one for one in LINES if one[1][0] == "make"], ids=named)
+@in_one_test("line", [one for one in LINES if one[1][0] == "make"])
 def test_a_target_that_is_shown_exists(line: tuple[str, list[str]]) -> None:
     makefile = (ROOT / "Makefile").read_text()
     words = [word for word in line[1][1:] if not word.startswith("-") and "=" not in word]
@@ -101,7 +102,7 @@ RUN_BY = {
 OF_A_SHELL = {"git", "cd", "mkdir", "export", "source", "pip"}
 
 
-@pytest.mark.parametrize("line", [one for one in LINES if one[0] != "tutorial.md"], ids=named)
+@in_one_test("line", [one for one in LINES if one[0] != "tutorial.md"])
 def test_a_line_is_run_by_a_test(line: tuple[str, list[str]]) -> None:
     shown = " ".join(line[1])
     tests = [test for start, test in RUN_BY.items() if shown.startswith(start)]
@@ -109,13 +110,13 @@ def test_a_line_is_run_by_a_test(line: tuple[str, list[str]]) -> None:
     assert all((ROOT / test).is_file() for test in tests)
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@in_one_test("name", TEXTS)
 def test_a_module_that_is_shown_exists(name: str) -> None:
     modules = set(re.findall(r"python -m (scripts\.[\w.]*\w)", TEXTS[name]))
     assert [one for one in sorted(modules) if find_spec(one) is None] == []
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@in_one_test("name", TEXTS)
 def test_a_flag_that_is_shown_exists(name: str) -> None:
     known = {"--enable-delta-updates", "--delta-api-key", "--delta-tuning"}
     known |= {flag.name for flags in settings.FLAGS.values() for flag in flags}

@@ -25,6 +25,7 @@ import delta_sender
 from delta_sender.diff.quantize import Quantizer
 from engine_ext.cli import conformance
 from scripts.doc_tables.__main__ import DOCS
+from tests.support.cases import in_one_test
 from tests.support.fake_engine import Engine, Model, error, sends
 from tests.support.quantised_models import quantised, save_quantised
 from tests.support.shown_examples import TEXTS, examples
@@ -300,7 +301,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("page", TEXTS)
+@in_one_test("page", TEXTS)
 def test_every_block_is_run(page: str) -> None:
     shown = examples(page)
     if page == "tutorial.md":  # by tests/live/test_tutorial.py, as files

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from scripts.doc_tables.__main__ import DOCS
+from tests.support.cases import in_one_test
 
 ROOT = DOCS.parent
 RESULTS = ROOT / "scripts/bench/results"
@@ -34,13 +35,13 @@ def bodies(text: str) -> str:
     return re.sub(r"^\|.+\n(?=\| ---)", "", text, flags=re.M)
 
 
-@pytest.mark.parametrize("module", sorted(set(re.findall(r"scripts\.[\w.]*\w", PAGE))))
+@in_one_test("module", sorted(set(re.findall(r"scripts\.[\w.]*\w", PAGE))))
 def test_a_command_of_the_page_is_a_module(module: str) -> None:
     path = ROOT / module.replace(".", "/")
     assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
 
 
-@pytest.mark.parametrize("section", MEASURED)
+@in_one_test("section", MEASURED)
 def test_the_figures_of_a_table_are_measured(section: str) -> None:
     text = SECTIONS[section]
     names = re.findall(r"scripts\.bench\.(\w+)|`(\w+)\.json`", text)

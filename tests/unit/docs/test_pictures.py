@@ -6,15 +6,14 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-
 from scripts import inline_pictures
 from scripts.doc_tables.__main__ import DOCS, README
+from tests.support.cases import in_one_test
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.mark.parametrize("file", sorted((DOCS / "pictures").iterdir()), ids=lambda file: file.name)
+@in_one_test("file", sorted((DOCS / "pictures").iterdir()))
 def test_a_picture_has_text_and_both_schemes(file: Path) -> None:
     drawing = ElementTree.parse(file).getroot()
     named = {one.get("id"): one.text for one in drawing if one.tag in (f"{SVG}title", f"{SVG}desc")}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 
 import pytest
 
 from scripts.doc_tables.__main__ import DOCS
+from tests.support.cases import in_one_test
 
 ROOT = DOCS.parent
 SENDER, RECEIVER = "One changed weight", "One byte of a part"
@@ -25,6 +27,7 @@ def steps(heading: str) -> list[tuple[int, str, str]]:
     return [(int(number), name, f"{folder}/{file}".lstrip("/")) for number, name, file in rows]
 
 
+@cache
 def defined(file: str) -> set[str]:
     """Return the names of a file's functions and of its classes' methods."""
     tree = ast.parse((ROOT / file).read_text())
@@ -45,7 +48,7 @@ def test_a_walk_has_few_numbered_steps(heading: str, most: int) -> None:
     assert 10 <= len(numbers) <= most
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "file"),
     [step[1:] for heading in (SENDER, RECEIVER) for step in steps(heading)],
 )

@@ -24,6 +24,7 @@ from engine_ext.format import (
 from engine_ext.format.manifest import Manifest, ParamEntry
 from engine_ext.format.zstd_frames import FrameReader
 from scripts.doc_tables.__main__ import DOCS
+from tests.support.cases import in_one_test
 
 SCHEMA: dict[str, Any] = json.loads((DOCS / "wire-metadata.schema.json").read_text())
 METADATA = Draft202012Validator(SCHEMA)
@@ -72,7 +73,7 @@ def test_what_is_written_fits(encoding: str) -> None:
     assert metadata.keys() | {"full"} == SCHEMA["properties"].keys()
 
 
-@pytest.mark.parametrize("dtype", TORCH_DTYPE)
+@in_one_test("dtype", TORCH_DTYPE)
 def test_every_dtype_fits(dtype: str) -> None:
     PARAMS.validate(json.loads(part("deltas", dtype)["params"]))
 
@@ -93,7 +94,7 @@ def test_it_has_the_names_of_the_code() -> None:
     assert set(entry["properties"]["dtype"]["enum"]) == TORCH_DTYPE.keys()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "change",
     [
         {"encoding": "gap8"},
@@ -132,7 +133,7 @@ def test_what_is_refused_does_not_fit(change: dict[str, Any]) -> None:
     assert not METADATA.is_valid(metadata)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "change",
     [{"dtype": "bf16"}, {"shape": [-1]}, {"pos_width": 3}, {"new_checksum": "adler32:0"}],
 )

@@ -11,6 +11,7 @@ import torch
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype
 from engine_ext.errors import ChecksumMismatch, MalformedPart
 from engine_ext.format.checksum import slime_checksum, verify_checksum, xxh3_checksum
+from tests.support.cases import in_one_test
 from tests.support.independent_encoder import xxh3
 
 POSITIONS = np.array([3, 1, 4, 1, 5], np.uint8)
@@ -70,7 +71,7 @@ def test_slime_is_torch_hash_tensor(dtype: str) -> None:
         assert slime_checksum(POSITIONS, values) == p ^ (v << 1)
 
 
-@pytest.mark.parametrize("dtype", sorted(TORCH_DTYPE))
+@in_one_test("dtype", sorted(TORCH_DTYPE))
 def test_verify(dtype: str) -> None:
     values = np.arange(6).astype(bits_dtype(dtype)) % 2
     tensor = torch.from_numpy(values.view(np.uint8)).view(TORCH_DTYPE[dtype])

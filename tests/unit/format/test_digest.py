@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from engine_ext.format import digest
 from engine_ext.format.digest import Digest, change_digest, tensor_digest
+from tests.support.cases import in_one_test
 
 # No example database: a test must leave nothing behind in the working tree.
 PROPERTY = settings(deadline=None, database=None, max_examples=50)
@@ -126,7 +127,7 @@ def elements(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any
 # --- the definition ---
 
 
-@pytest.mark.parametrize(("name", "indices", "values", "width", "expected"), GOLDEN)
+@in_one_test(("name", "indices", "values", "width", "expected"), GOLDEN)
 def test_golden_reference(
     name: str, indices: list[int], values: list[int], width: int, expected: str
 ) -> None:
@@ -155,8 +156,8 @@ def test_sparse_is_the_reference(backend: str, data: Any) -> None:
 
 @BACKENDS
 @WIDTHS
-@pytest.mark.parametrize("start", [0, 3, 250, 1020, 2**40 + 1])
-@pytest.mark.parametrize("n", [1, 7, 40])
+@in_one_test("start", [0, 3, 250, 1020, 2**40 + 1])
+@in_one_test("n", [1, 7, 40])
 def test_dense_is_the_reference(backend: str, width: int, start: int, n: int) -> None:
     values = random_values(n, width)
     expected = reference(NAME, range(start, start + n), values.tolist(), width)
@@ -390,7 +391,7 @@ def test_arithmetic_wraps(a: int, b: int, c: int, d: int) -> None:
     assert one + other - other == one == Digest.parse(one.hex())
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "text", ["", "0" * 31, "0" * 33, "0" * 31 + "g", "A" * 32, "0x" + "0" * 30, "0" * 32 + "\n"]
 )
 def test_other_text_is_no_digest(text: str) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from engine_ext.format import ENCODINGS, FrameReader, decode_part
 from engine_ext.format.digest import Digest, tensor_digest
+from tests.support.cases import in_one_test
 from tests.support.plain_trainer import Trainer, bits, container
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8]
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@in_one_test("encoding", ENCODINGS)
+@in_one_test("dtype", DTYPES)
 def test_the_readers_deltas_are_the_trainers(encoding: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
     sizes = [(1,), (7, 300), (4, 200), (100_000,)]

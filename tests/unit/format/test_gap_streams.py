@@ -24,6 +24,7 @@ from engine_ext.format.gap_streams import (
 )
 from engine_ext.format.manifest import ParamEntry
 from engine_ext.format.small_arrays import in_groups
+from tests.support.cases import in_one_test
 from tests.support.independent_encoder import PROPERTY
 
 SKIP = "ff"
@@ -59,7 +60,7 @@ def indices_of(values: list[int]) -> np.ndarray[Any, Any]:
     return np.array(values, np.int64)
 
 
-@pytest.mark.parametrize(("indices", "stream", "width"), GOLDEN + SPARSE)
+@in_one_test(("indices", "stream", "width"), GOLDEN + SPARSE)
 @pytest.mark.usefixtures("loops")
 def test_golden(indices: list[int], stream: str, width: int) -> None:
     raw, found = encode_gaps(indices_of(indices))
@@ -108,7 +109,7 @@ def test_the_smaller_form_is_taken(density: float, width: int) -> None:
     assert encode_gaps(chosen)[1] == width
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "indices", [[-1], [1, 1], [2, 1], [0, -5], [10**6, 5], [10**6, 10**6], [2**40], [5, 2**63 - 1]]
 )
 @pytest.mark.usefixtures("loops")
@@ -117,16 +118,14 @@ def test_what_cannot_be_encoded(indices: list[int]) -> None:
         encode_gaps(indices_of(indices))
 
 
-@pytest.mark.parametrize(
-    ("stream", "width"), [("ff", 1), ("00ff", 1), ("ff ff", 2), ("00ff 00ff", 2)]
-)
+@in_one_test(("stream", "width"), [("ff", 1), ("00ff", 1), ("ff ff", 2), ("00ff 00ff", 2)])
 @pytest.mark.usefixtures("loops")
 def test_a_gap_without_end(stream: str, width: int) -> None:
     with pytest.raises(MalformedPart, match="within a gap"):
         decode_gaps(np.frombuffer(bytes.fromhex(stream), np.uint8), width, 2**40)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("stream", "width", "numel"),
     [("05", 1, 5), ("02 02", 1, 5), ("ff00", 1, 255), ("00 01", 2, 256)],
 )
@@ -138,7 +137,7 @@ def test_past_the_tensor(stream: str, width: int, numel: int) -> None:
         decode_gaps(raw, width, numel)
 
 
-@pytest.mark.parametrize("last", [2**31 - 2, 2**31 - 1, 2**31])
+@in_one_test("last", [2**31 - 2, 2**31 - 1, 2**31])
 @pytest.mark.usefixtures("loops")
 def test_indices_are_narrow_if_they_fit(last: int) -> None:
     """One that does not fit is not taken for the negative one that it would wrap to."""

@@ -9,6 +9,7 @@ import pytest
 from engine_ext.errors import ChecksumMismatch, DeltaError, MalformedPart, TooLarge
 from engine_ext.format import Limits, encode_part
 from engine_ext.format.manifest import manifest_checksum, parse_manifest, parse_version
+from tests.support.cases import in_one_test
 from tests.support.independent_encoder import (
     BF16_PARAMS,
     good_metadata,
@@ -84,7 +85,7 @@ def test_a_run_alone_is_its_first_opening() -> None:
     assert (manifest.run, manifest.run_epoch, manifest.run_owner) == ("r" * 64, 1, None)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "metadata",
     [
         *({"run": run} for run in ("", "a b", "r" * 65, "anonymous-1", "a:b", "a\n")),
@@ -96,7 +97,6 @@ def test_a_run_alone_is_its_first_opening() -> None:
         {"run_epoch": "1"},
         {"run_owner": "host:1"},
     ],
-    ids=str,
 )
 def test_a_broken_run_is_refused(metadata: dict[str, str]) -> None:
     with pytest.raises(MalformedPart, match="run"):
@@ -203,7 +203,7 @@ BROKEN_METADATA: list[tuple[Mapping[str, str | None], type[DeltaError], str]] = 
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), BROKEN_METADATA)
+@in_one_test(("changes", "error", "message"), BROKEN_METADATA)
 def test_broken_metadata_is_refused(
     changes: dict[str, str | None], error: type[DeltaError], message: str
 ) -> None:
@@ -234,7 +234,7 @@ BROKEN_FOR_BOTH: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BROKEN_FOR_BOTH)
+@in_one_test(("arguments", "message"), BROKEN_FOR_BOTH)
 def test_reader_and_writer_refuse_the_same(arguments: dict[str, Any], message: str) -> None:
     strings = {key: str(value) for key, value in arguments.items()}
     with pytest.raises((MalformedPart, TooLarge), match=message):
@@ -263,12 +263,12 @@ def test_indices_are_for_tensors_below_2_31_elements(numel_ok: bool) -> None:
                 parse_manifest(metadata, Limits())
 
 
-@pytest.mark.parametrize("version", [0, 1, 10, 2**63 - 1])
+@in_one_test("version", [0, 1, 10, 2**63 - 1])
 def test_version(version: int) -> None:
     assert parse_version(str(version), "version") == version
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "text",
     [
         *("", "-1", "+1", " 1", "1 ", "1\n", "01", "00", "1_0", "1.0", "0x1", "default"),
@@ -286,7 +286,7 @@ def test_manifest_checksum_golden() -> None:
     assert manifest_checksum({"b": "2", "a": "é", "manifest_checksum": "no"}) == expected
 
 
-@pytest.mark.parametrize("key", [*good_metadata(), "note"])
+@in_one_test("key", [*good_metadata(), "note"])
 def test_manifest_checksum_covers_every_key(key: str) -> None:
     metadata = hash_metadata(good_metadata(note="ignored, yet hashed"))
     parse_manifest(metadata, LIMITS)

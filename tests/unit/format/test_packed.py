@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine_ext.errors import DeltaError, MalformedPart, NotUpdatable, TooLarge
 from engine_ext.format import Limits, ParamDelta, decode_part, encode_part
+from tests.support.cases import in_one_test
 from tests.support.independent_encoder import (
     PROPERTY,
     assert_same,
@@ -217,7 +218,7 @@ BROKEN_ULP: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize(
+@in_one_test(
     ("broken", "message"), [case[1:] for case in BROKEN_ULP], ids=[case[0] for case in BROKEN_ULP]
 )
 def test_broken_differences(broken: dict[str, Any], message: str) -> None:
@@ -316,7 +317,7 @@ BROKEN: list[tuple[str, dict[str, Any], type[DeltaError], str]] = [
 
 
 @pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize(
+@in_one_test(
     ("broken", "error", "message"),
     [case[1:] for case in BROKEN],
     ids=[case[0] for case in BROKEN],

@@ -7,6 +7,7 @@ import pytest
 
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize
 from engine_ext.format import ENCODINGS, ParamDelta, decode_part, encode_part
+from tests.support.cases import in_one_test
 from tests.support.independent_encoder import (
     assert_same,
     assert_well_formed,
@@ -18,7 +19,7 @@ from tests.support.independent_encoder import (
 pytestmark = pytest.mark.usefixtures("both_ways")
 
 
-@pytest.mark.parametrize("dtype", sorted(TORCH_DTYPE))
+@in_one_test("dtype", sorted(TORCH_DTYPE))
 def test_odd_patterns_of_every_dtype(dtype: str) -> None:
     width = itemsize(dtype)
     top = 1 << (8 * width - 1)
@@ -41,7 +42,7 @@ def test_odd_patterns_of_every_dtype(dtype: str) -> None:
         assert_well_formed(part)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@in_one_test("dtype", ["bfloat16", "float16"])
 def test_every_pattern(dtype: str) -> None:
     values = np.arange(1 << 16).astype(np.uint16)
     sparse = ParamDelta("w", dtype, (2**33,), np.arange(1 << 16) * 70_000, values)

@@ -17,6 +17,7 @@ from engine_ext.format import (
     read_container,
 )
 from engine_ext.format.checksum import slime_checksum
+from tests.support.cases import in_one_test
 from tests.support.independent_encoder import (
     BF16_PARAMS,
     EMBED,
@@ -203,7 +204,7 @@ def test_uint8_values_are_the_bytes_of_one_byte_dtypes() -> None:
                 decode_part(body)
 
 
-@pytest.mark.parametrize("shift", range(1, 8))
+@in_one_test("shift", range(1, 8))
 def test_values_are_aligned_wherever_they_lie(shift: int) -> None:
     header, data = header_of(safetensors_file(good_metadata()))
     header["__positions__"]["data_offsets"] = [0, 20]
@@ -234,9 +235,7 @@ def test_flipped_data_is_a_checksum_mismatch() -> None:
         body[at] ^= 0x10
 
 
-@pytest.mark.parametrize(
-    "indices", [[0, 7, 20], [0, 7, 7], [7, 0, 19], [-1, 7, 19], [0, 2**31 - 1, 19]]
-)
+@in_one_test("indices", [[0, 7, 20], [0, 7, 7], [7, 0, 19], [-1, 7, 19], [0, 2**31 - 1, 19]])
 def test_bad_index_names_the_tensor(indices: list[int]) -> None:
     positions = np.array([*indices, 2, 6], "<i4").view(np.uint8)
     metadata = good_metadata(checksum=xxh3(positions.tobytes(), VALUES.tobytes()))
@@ -265,7 +264,7 @@ def test_gaps_count_as_indices() -> None:
     decode_part(body, Limits(max_part_bytes=5 * count))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("deltas", "message"),
     [
         ([EMBED, ParamDelta("f", "float16", (1,), None, bits16(0))], "one dtype"),
@@ -324,7 +323,7 @@ def test_int32_indices_end_at_2_31_elements() -> None:
                 encode_part([delta], encoding="indices", current_version=1)
 
 
-@pytest.mark.parametrize(("last", "width"), [(65536, 2), (65537, 4), (2**32, 4)])
+@in_one_test(("last", "width"), [(65536, 2), (65537, 4), (2**32, 4)])
 def test_a_large_gap_widens_its_param_only(last: int, width: int) -> None:
     far = ParamDelta("far", "bfloat16", (2**33,), np.array([0, last]), bits16(1, 2))
     part = decode_part(encode_part([NORM, far, EMBED], encoding="deltas", current_version=1))
@@ -338,8 +337,8 @@ def test_a_gap_of_2_32_is_an_error() -> None:
         encode_part([far], encoding="deltas", current_version=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("checksum", ["0", xxh3()])
+@in_one_test("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@in_one_test("checksum", ["0", xxh3()])
 def test_an_empty_values_tensor_of_any_dtype(dtype: torch.dtype, checksum: str) -> None:
     metadata = good_metadata(params="[]", checksum=checksum)
     body = safetensors_file(metadata, POSITIONS[:0], VALUES[:0], dtype)

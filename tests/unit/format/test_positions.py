@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from engine_ext.errors import MalformedPart, NotUpdatable
 from engine_ext.format import ENCODINGS
 from engine_ext.format.positions import decode_positions, encode_positions, position_bytes
+from tests.support.cases import in_one_test
 from tests.support.independent_encoder import PROPERTY
 
 # (encoding, indices, bytes, pos_width)
@@ -31,7 +32,7 @@ GOLDEN = [
 ]
 
 
-@pytest.mark.parametrize(("encoding", "indices", "raw", "width"), GOLDEN)
+@in_one_test(("encoding", "indices", "raw", "width"), GOLDEN)
 def test_golden(encoding: str, indices: list[int], raw: str, width: int) -> None:
     encoded, pos_width = encode_positions(encoding, np.array(indices, np.int64))
     assert (encoded.tobytes(), pos_width) == (bytes.fromhex(raw), width)
@@ -48,7 +49,7 @@ def test_golden(encoding: str, indices: list[int], raw: str, width: int) -> None
             decode_positions(encoding, encoded, width, 2**31)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("encoding", "indices"),
     [
         ("indices", [2**31]),
@@ -66,7 +67,7 @@ def test_what_cannot_be_encoded(encoding: str, indices: list[int]) -> None:
         encode_positions(encoding, np.array(indices, np.int64))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("encoding", "width", "raw", "numel"),
     [
         ("indices", 4, "05000000", 5),
@@ -91,7 +92,7 @@ def test_bad_index(encoding: str, width: int, raw: str, numel: int) -> None:
         decode_positions(encoding, np.frombuffer(bytes.fromhex(raw), np.uint8), width, numel)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("encoding", "width", "size"),
     [
         *(("indices", 2, 4), ("indices", 4, 5), ("indices", 0, 4), ("gaps", 4, 4)),

@@ -7,6 +7,7 @@ import torch
 from engine_ext.dtypes import TORCH_DTYPE, bits_dtype, itemsize
 from engine_ext.errors import MalformedPart
 from engine_ext.format.undo_promotion import narrow_values
+from tests.support.cases import in_one_test
 
 FLOATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 INTS = ("int32", "int16", "int8", "uint8", "bool")
@@ -38,7 +39,7 @@ def every_value(dtype: str) -> torch.Tensor:
     return tensor[~tensor.isnan()] if tensor.dtype.is_floating_point else tensor
 
 
-@pytest.mark.parametrize(("wide", "dtype"), LOSSLESS)
+@in_one_test(("wide", "dtype"), LOSSLESS)
 def test_every_value_comes_back(wide: str, dtype: str) -> None:
     tensor = every_value(dtype)
     widened = bits(tensor.to(TORCH_DTYPE[wide]), wide)
@@ -49,8 +50,8 @@ def test_every_value_comes_back(wide: str, dtype: str) -> None:
     assert np.array_equal(narrow_values(widened, wide, dtype, "w"), narrowed)
 
 
-@pytest.mark.parametrize("wide", sorted(TORCH_DTYPE))
-@pytest.mark.parametrize("dtype", sorted(TORCH_DTYPE))
+@in_one_test("wide", sorted(TORCH_DTYPE))
+@in_one_test("dtype", sorted(TORCH_DTYPE))
 def test_other_pairs_are_refused(wide: str, dtype: str) -> None:
     ones = bits(torch.ones(3).to(TORCH_DTYPE[wide]), wide)
     same = wide == dtype or (wide == "uint8" and itemsize(dtype) == 1)
@@ -63,7 +64,7 @@ def test_other_pairs_are_refused(wide: str, dtype: str) -> None:
         assert caught.value.operands == {"tensor": "w"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8", "uint8", "bool", "float64"])
+@in_one_test("dtype", ["bfloat16", "float8_e4m3fn", "int8", "uint8", "bool", "float64"])
 def test_own_bytes_are_not_touched(dtype: str) -> None:
     patterns = np.arange(250, 256).astype(bits_dtype(dtype))
     assert narrow_values(patterns, dtype, dtype, "w") is patterns
@@ -77,7 +78,7 @@ def test_bfloat16_in_float32_keeps_nan_payloads() -> None:
     assert np.array_equal(narrow_values(widened, "float32", "bfloat16", "w"), patterns)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("wide", "dtype", "value"),
     [
         ("float32", "bfloat16", 1.00001),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine_ext.errors import MalformedPart, TooLarge
 from engine_ext.format import ZSTD_MAGIC, FrameReader
 from engine_ext.format.zstd_frames import compress_frame, compress_planes, decompress_planes
+from tests.support.cases import in_one_test
 from tests.support.independent_encoder import PROPERTY, unwrap
 
 MIB = 1 << 20
@@ -35,9 +36,9 @@ def frame(content: bytes, **options: Any) -> bytes:
     return zstandard.ZstdCompressor(level=1, **options).compress(content)
 
 
-@pytest.mark.parametrize("content", SAMPLES)
-@pytest.mark.parametrize("checksum", [True, False])
-@pytest.mark.parametrize("size", [True, False])
+@in_one_test("content", SAMPLES)
+@in_one_test("checksum", [True, False])
+@in_one_test("size", [True, False])
 def test_unwraps_what_zstd_writes(content: bytes, checksum: bool, size: bool) -> None:
     wrapped = frame(content, write_checksum=checksum, write_content_size=size)
     assert unwrap(wrapped) == content
@@ -49,7 +50,7 @@ def test_frame_without_content() -> None:
     assert unwrap(raw_frame(b"")) == b""
 
 
-@pytest.mark.parametrize("content", [b"{", b"plain", ZSTD_MAGIC[:3] + b"\0", RANDOM])
+@in_one_test("content", [b"{", b"plain", ZSTD_MAGIC[:3] + b"\0", RANDOM])
 def test_anything_else_passes_through(content: bytes) -> None:
     content = b"\0" + content if content is RANDOM else content
     reader = FrameReader(MIB)
@@ -151,7 +152,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN)
+@in_one_test("body", BROKEN.values(), ids=BROKEN)
 def test_broken_frame(body: bytes) -> None:
     with pytest.raises(MalformedPart):
         unwrap(body)

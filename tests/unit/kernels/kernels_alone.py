@@ -102,7 +102,7 @@ def _small_blocks() -> Iterator[None]:
             patch.setattr(module, "BLOCK", BLOCK)
         for module in (device, device_batch, device_memory, targets, digest_on_device):
             patch.setattr(module, "runs_kernels", lambda device: True)
-        for module in (diff_batch, listed, streams_on_device):
+        for module in (diff_batch, listed, sender_snapshot, streams_on_device):
             patch.setattr(module, "runs_change_kernels", lambda device: True)
         yield
 

@@ -35,29 +35,26 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 # The tests of a GPU leave out what those of the CPU have run.
 INTERPRETED = () if DEVICE.type == "cuda" else ("interpreter",)
-PLACES = [*INTERPRETED, *(["cuda"] if torch.cuda.is_available() else [])]
+ON_A_GPU = ("cuda",) if torch.cuda.is_available() else ()
+ALONE = ("kernels_alone", "streams_alone")
 SANITIZER = shutil.which("compute-sanitizer")
 # The conformance suite reads models in host memory.
 RUNS = [
+    *((place, (*ALONE, "conformance_alone"), "not full") for place in INTERPRETED),
+    *((place, (cases,), "not full") for place in ON_A_GPU for cases in ALONE),
     *(
-        (place, cases, "not full")
-        for place in PLACES
-        for cases in ("kernels_alone", "streams_alone")
+        pytest.param("sanitizer", (cases,), "not full", marks=pytest.mark.full)
+        for cases in ALONE
+        if ON_A_GPU and SANITIZER
     ),
-    *((place, "conformance_alone", "not full") for place in INTERPRETED),
-    *(
-        pytest.param("sanitizer", cases, "not full", marks=pytest.mark.full)
-        for cases in ("kernels_alone", "streams_alone")
-        if torch.cuda.is_available() and SANITIZER
-    ),
-    pytest.param("interpreter", "conformance_alone", "full", marks=pytest.mark.full),
+    pytest.param("interpreter", ("conformance_alone",), "full", marks=pytest.mark.full),
 ]
 BITS = ("*u8", "*i16", "*i32", "*i64")
 
 
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize(("place", "cases", "marked"), RUNS)
-def test_the_kernels_do_what_the_host_does(place: str, cases: str, marked: str) -> None:
+def test_the_kernels_do_what_the_host_does(place: str, cases: tuple[str, ...], marked: str) -> None:
     interpreted = place == "interpreter"
     environment = {**os.environ, "TRITON_INTERPRET": "1" if interpreted else "0"}
     environment["DELTA_TEST_DEVICE"] = "cpu" if interpreted else "cuda:0"
@@ -66,13 +63,14 @@ def test_the_kernels_do_what_the_host_does(place: str, cases: str, marked: str) 
     if place == "sanitizer":  # an access outside of a tensor must be one outside of any memory
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         checked = [str(SANITIZER), "--error-exitcode", "9"]
+    files = [f"tests/unit/kernels/{name}.py" for name in cases]
     run = subprocess.run(
-        [*checked, sys.executable, "-m", "pytest", *options, f"tests/unit/kernels/{cases}.py"],
+        [*checked, sys.executable, "-m", "pytest", *options, *files],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=1200 if checked or marked == "full" else 480,
+        timeout=1200 if checked or interpreted else 480,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from scripts import command_line
-from scripts.demo import __main__ as demo
+from tests.support.lazy_modules import LazyModule
+
+DEMO = LazyModule("scripts.demo.__main__")  # transformers' models
 
 SLEEPS = """
 import contextlib, signal, sys, time
@@ -68,6 +70,6 @@ def test_demo_keeps_nothing_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(SystemExit) as ended:
-        demo.parse_arguments(["--keep", str(file)])
+        DEMO.parse_arguments(["--keep", str(file)])
     assert ended.value.code == 2
     assert f"--keep: {file} is no folder" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from scripts.fleet_soak.answers import (
     unknown_versions,
 )
 from scripts.fleet_soak.coordinator import Kill, Killing
+from tests.support.cases import in_one_test
 
 
 def answer(**facts: Any) -> Answer:
@@ -26,7 +27,7 @@ def answer(**facts: Any) -> Answer:
     return Answer(**{**known, "state": "answered", "prompt": [7], "spans": [(0, 3)], **facts})
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("facts", "problem"),
     [
         ({}, None),

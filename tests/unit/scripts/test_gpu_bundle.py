@@ -151,26 +151,40 @@ def test_unpacking_needs_the_standard_library_alone() -> None:
     subprocess.run([base, "-I", "-S", "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("program", "shown"),
-    [
-        (("scripts.gpu", "nonesuch"), "no rows ['nonesuch']"),
-        (("scripts.gpu.carriers", "--help"), "columns:"),
-        (("scripts.bench.device_staging", "--help"), "one line of JSON"),
-    ],
-)
-def test_a_plain_checkout_runs_the_programs(program: tuple[str, ...], shown: str) -> None:
+PROGRAMS = {
+    ("scripts.gpu", "nonesuch"): "no rows ['nonesuch']",
+    ("scripts.gpu.carriers", "--help"): "columns:",
+    ("scripts.bench.device_staging", "--help"): "one line of JSON",
+}
+# Each in a process of its own, which has imported torch, and nothing of the product.
+IN_TURN = f"""
+import os, runpy, sys, torch
+for program in {[*PROGRAMS]}:
+    if os.fork() == 0:
+        sys.argv = [*program]
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+        sys.exit()
+    os.wait()
+    print("ended", flush=True)
+"""
+
+
+def test_a_plain_checkout_runs_the_programs() -> None:
     """No part of the product is installed: ``-S`` leaves out what an installation adds."""
     run = subprocess.run(
-        [sys.executable, "-S", "-m", *program],
+        [sys.executable, "-S", "-c", IN_TURN],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": sysconfig.get_path("purelib")},
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=120,
-        check=False,
+        check=True,
     )
-    assert shown in run.stdout + run.stderr
+    *outputs, rest = run.stdout.split("ended\n")
+    assert rest == ""
+    for (ran, shown), output in zip(PROGRAMS.items(), outputs, strict=True):
+        assert shown in output, ran
 
 
 def test_the_engine_of_the_carriers_finds_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:

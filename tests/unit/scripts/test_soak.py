@@ -16,6 +16,7 @@ from scripts.soak.memory import (
     grown,
     spooled,
 )
+from tests.support.cases import in_one_test
 
 MIB = 1 << 20
 
@@ -26,7 +27,7 @@ def answered(reason: str | None, tokens: int, *, may_abort: bool = False) -> Tal
     return tally
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("reason", "tokens", "may_abort", "counts"),
     [
         ("length", 8, False, Counts(finished=1, tokens=8)),
@@ -80,7 +81,7 @@ def chunk(reason: str | None = None, **more: object) -> dict[str, object]:
 USAGE = {"choices": [], "usage": {"completion_tokens": 8}}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "chunks",
     [
         [chunk(), chunk("length"), USAGE],
@@ -91,7 +92,7 @@ def test_a_stream_is_read(chunks: list[object]) -> None:
     assert read_stream(iter(stream(*chunks))) == ("length", 8)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "pieces",
     [
         [],

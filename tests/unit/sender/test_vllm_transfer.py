@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
 from delta_sender import DeltaSender, RunFenced
-from delta_sender.integrations.vllm_transfer import DeltaTrainerInitInfo
 from delta_sender.models import empty_model
 from tests.support.fake_engine import Engine
+from tests.support.lazy_modules import LazyModule
 from tests.support.trainer_models import change, make_model, save, saved
 
+VLLM = LazyModule("vllm.distributed.weight_transfer")
+OURS = LazyModule("delta_sender.integrations.vllm_transfer")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
@@ -43,11 +44,13 @@ def engine_and_transfer(
     trained: torch.nn.Module, model: torch.nn.Module, base: Path
 ) -> tuple[Engine, Any]:
     engine = Engine.of(saved(trained))
-    info = DeltaTrainerInitInfo(
+    info = OURS.DeltaTrainerInitInfo(
         base=base, model=model, rank=0, options={"client": engine.client(), "posts_in_flight": 1}
     )
-    source = ModuleSource(trained)
-    made = WeightTransferTrainerFactory.trainer_init(info, client=SyncClient(engine), source=source)
+    source = VLLM.ModuleSource(trained)
+    made = VLLM.WeightTransferTrainerFactory.trainer_init(
+        info, client=SyncClient(engine), source=source
+    )
     return engine, made
 
 
