@@ -256,7 +256,8 @@ def test_unprocessed_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None
 
 @pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_sync_that_is_dropped_before_it_is_prepared(tmp_path: Path, ranks: int) -> None:
+def test_a_sync_that_is_dropped_changes_nothing(tmp_path: Path, ranks: int) -> None:
+    """Before it is prepared, and afterwards."""
     serving = Serving(Everything, tmp_path, ranks=ranks)
     before = serving.served()
     body = serving.body(target_of(serving))
@@ -271,17 +272,9 @@ def test_a_sync_that_is_dropped_before_it_is_prepared(tmp_path: Path, ranks: int
     engine.call("abort")
     assert {e["type"] for e in errors_of(engine.prepare(part))} == {"Conflict"}
     assert serving.served() == before
-    errors_of(serving.sync(target_of(serving)), none=True)
-    serving.assert_fresh()
-
-
-@pytest.mark.host_memory
-def test_a_prepared_sync_that_is_dropped_changes_nothing(tmp_path: Path) -> None:
-    serving = Serving(Everything, tmp_path)
-    before = serving.served()
-    errors_of(serving.stage(serving.body(target_of(serving))), none=True)
+    errors_of(serving.stage(body), none=True)
     assert serving.served() == before
-    serving.engine.call("abort")
+    engine.call("abort")
     errors_of(serving.sync(target_of(serving, seed=30)), none=True)
     serving.assert_fresh()
 
