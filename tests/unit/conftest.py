@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -35,6 +36,14 @@ def same_loggers() -> Iterator[None]:
     yield
     for one, (propagate, level, handlers) in zip(loggers, before, strict=True):
         one.propagate, one.level, one.handlers = propagate, level, handlers
+
+
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """A garbage collection looks only at what the test has made."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

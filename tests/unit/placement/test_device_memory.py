@@ -86,6 +86,7 @@ def test_what_does_not_fit_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert pinned == [100]
 
 
+@pytest.mark.usefixtures("quick_collections")
 def test_threads_and_collections_return_memory() -> None:
     memory = DeviceMemory(1 << 20, [HERE])
 

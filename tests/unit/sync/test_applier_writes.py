@@ -11,15 +11,17 @@ from engine_ext.conformance import toy_models
 from engine_ext.conformance.toy_models import PlainCopy, ToyModel, every_model
 from engine_ext.errors import BaseMismatch
 from tests.support.served_models import (
+    APPLIES,
     Served,
     attempt,
     base_checkpoint,
     delta_between,
+    make_applier,
     parts_of,
     serve,
     target_checkpoint,
 )
-from tests.unit.sync.applier_cases import APPLY, DENSE, deltas_for, refused, sync_id
+from tests.unit.sync.applier_cases import DENSE, deltas_for, refused, sync_id
 
 
 @pytest.fixture
@@ -101,11 +103,12 @@ def test_the_loader_gets_only_what_changes_here() -> None:
 
 
 @pytest.mark.parametrize("model", every_model(), ids=sync_id)
-@APPLY
-def test_describe_is_json_and_names_the_uncertified(model: type[ToyModel], apply: str) -> None:
-    served = serve(model, base_checkpoint(model), apply=apply)
-    told = json.loads(json.dumps(served.applier.describe()))
-    assert told["apply"] == apply
-    assert sum(told["certification"].values()) == len(model.shapes)
-    assert told["uncertified"].keys() <= model.refused
-    assert all(told["uncertified"].values())
+def test_describe_is_json_and_names_the_uncertified(model: type[ToyModel]) -> None:
+    served = serve(model, base_checkpoint(model))
+    for apply in APPLIES:
+        applier = make_applier(served.model, served.index, served.applier.plan, apply=apply)
+        told = json.loads(json.dumps(applier.describe()))
+        assert told["apply"] == apply
+        assert sum(told["certification"].values()) == len(model.shapes)
+        assert told["uncertified"].keys() <= model.refused
+        assert all(told["uncertified"].values())

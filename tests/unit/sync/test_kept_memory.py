@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import tracemalloc
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from tests.support.rank_engine import Engine, errors_of, part_id
 from tests.support.served_models import Served, dense_delta, serve_ranks
 from tests.support.staged_writes import writes_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_collections")]
 
 RANKS = 8
 ROWS, COLUMNS = 768, 768  # of so many elements a part's own kilobytes are a tenth
@@ -52,6 +53,7 @@ def ranks() -> list[Served]:
     return serve_ranks([rank_of_eight(r) for r in range(RANKS)], base, apply="scatter")
 
 
+@functools.cache
 def a_part(encoding: str) -> bytes:
     """Return a part that changes 5 % of both tensors."""
     random = np.random.default_rng(3)
@@ -68,7 +70,6 @@ def allocated(make: Callable[[], Any]) -> tuple[Any, int]:
 
     Count only what it or a thread of the engine allocates: a thread of pytest-xdist can do so, too.
     """
-    gc.collect()
     tracemalloc.start(100)
     try:
         made = make()

@@ -210,6 +210,7 @@ def test_tied_tensor_is_followed_under_both_names(tmp_path: Path) -> None:
     assert_heals(serving)
 
 
+@pytest.mark.usefixtures("quick_collections")
 def test_a_replaced_parameter_is_freed_once_it_is_followed(tmp_path: Path) -> None:
     serving = Serving(Plain, tmp_path)
     plain = serving.models[0].plain

@@ -54,16 +54,10 @@ def target_of(serving: Serving, *names: str, seed: int = 1) -> dict[str, torch.T
 
 @pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_everything_is_updatable(tmp_path: Path, ranks: int) -> None:
+def test_syncs_rollbacks_and_full_syncs(tmp_path: Path, ranks: int) -> None:
     serving = Serving(Everything, tmp_path, ranks=ranks)
     assert serving.reasons() == {}
     serving.assert_fresh()
-
-
-@pytest.mark.host_memory
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_syncs_rollbacks_and_full_syncs(tmp_path: Path, ranks: int) -> None:
-    serving = Serving(Everything, tmp_path, ranks=ranks)
     before = serving.base
     for seed in range(3):
         before = dict(serving.current)
@@ -84,13 +78,13 @@ def test_syncs_rollbacks_and_full_syncs(tmp_path: Path, ranks: int) -> None:
 def test_each_tensor_alone(tmp_path: Path, method: type[Method]) -> None:
     serving = Serving(one_layer(method), tmp_path)
     for name in serving.base:
-        before = dict(serving.current)
         errors_of(serving.sync(target_of(serving, name)), none=True)
         serving.assert_fresh()
-        errors_of(serving.rollback(before), none=True)
+        errors_of(serving.rollback(serving.base), none=True)
         serving.assert_fresh()
+    for name in serving.base:
         errors_of(serving.sync(target_of(serving, name)), none=True)
-        serving.assert_fresh()
+    serving.assert_fresh()
 
 
 # --- refused with the engine unchanged, or undone ---
@@ -136,29 +130,28 @@ def attribute_gone(layer: Any) -> None:
     del layer.weight_scale
 
 
+BEHAVIOURS: list[Callable[[Any], None]] = [
+    *(fail, other_layout, other_stride, other_dtype, no_tensor, other_attribute, attribute_gone)
+]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "behaviour",
-    [fail, other_layout, other_stride, other_dtype, no_tensor, other_attribute, attribute_gone],
-)
 def test_a_rebuild_that_goes_wrong_is_refused(
-    tmp_path: Path,
-    ranks: int,
-    behaviour: Callable[[Any], None],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving = Serving(one_layer(Drifting), tmp_path, ranks=ranks)
-    before = serving.served()
-    with monkeypatch.context() as patch:
-        patch.setattr(Drifting, "drift", staticmethod(behaviour))
-        answers = serving.sync(target_of(serving))
-        assert "lin cannot be rebuilt with the new weights" in refusal(answers)
-        assert {a["error"]["type"] for a in answers} == {"NotUpdatable"}
-        assert answers[0]["error"]["module"] == "lin"
-    assert serving.served() == before
-    serving.assert_fresh()
-    errors_of(serving.sync(target_of(serving)), none=True)
-    serving.assert_fresh()
+    for seed, behaviour in enumerate(BEHAVIOURS):
+        before, target = serving.served(), target_of(serving, seed=10 * seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(Drifting, "drift", staticmethod(behaviour))
+            answers = serving.sync(target)
+            assert "lin cannot be rebuilt with the new weights" in refusal(answers), behaviour
+            assert {a["error"]["type"] for a in answers} == {"NotUpdatable"}
+            assert answers[0]["error"]["module"] == "lin"
+        assert serving.served() == before, behaviour
+        serving.assert_fresh()
+        errors_of(serving.sync(target), none=True)
+        serving.assert_fresh()
 
 
 @pytest.mark.host_memory
@@ -187,23 +180,24 @@ def test_a_failed_write_on_one_rank_is_undone_on_all(
 
 
 @pytest.mark.host_memory
-@pytest.mark.parametrize("number", [0, 1, 3])
 def test_a_write_that_fails_half_way_is_undone(
-    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving = Serving(Everything, tmp_path)
-    before, put, calls = serving.served(), Write.put, count()
+    before, put = serving.served(), Write.put
+    for number in (0, 1, 3):
+        calls = count(-number)
 
-    def put_or_fail(self: Write, compares: bool) -> None:
-        if not self.live and next(calls) == number:
-            raise OSError("no more")
-        put(self, compares)
+        def put_or_fail(self: Write, compares: bool, calls: count[int] = calls) -> None:
+            if not self.live and next(calls) == 0:
+                raise OSError("no more")
+            put(self, compares)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Write, "put", put_or_fail)
-        assert "every rank was restored" in refusal(serving.sync(target_of(serving)))
-    assert serving.served() == before
-    serving.assert_fresh()
+        with monkeypatch.context() as patch:
+            patch.setattr(Write, "put", put_or_fail)
+            assert "every rank was restored" in refusal(serving.sync(target_of(serving))), number
+        assert serving.served() == before, number
+        serving.assert_fresh()
 
 
 def test_rebuilt_modules_without_their_writes_are_not_done(
@@ -262,7 +256,8 @@ def test_unprocessed_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None
 
 @pytest.mark.host_memory
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_sync_that_is_dropped_before_it_is_prepared(tmp_path: Path, ranks: int) -> None:
+def test_a_sync_that_is_dropped_changes_nothing(tmp_path: Path, ranks: int) -> None:
+    """Before it is prepared, and afterwards."""
     serving = Serving(Everything, tmp_path, ranks=ranks)
     before = serving.served()
     body = serving.body(target_of(serving))
@@ -277,17 +272,9 @@ def test_a_sync_that_is_dropped_before_it_is_prepared(tmp_path: Path, ranks: int
     engine.call("abort")
     assert {e["type"] for e in errors_of(engine.prepare(part))} == {"Conflict"}
     assert serving.served() == before
-    errors_of(serving.sync(target_of(serving)), none=True)
-    serving.assert_fresh()
-
-
-@pytest.mark.host_memory
-def test_a_prepared_sync_that_is_dropped_changes_nothing(tmp_path: Path) -> None:
-    serving = Serving(Everything, tmp_path)
-    before = serving.served()
-    errors_of(serving.stage(serving.body(target_of(serving))), none=True)
+    errors_of(serving.stage(body), none=True)
     assert serving.served() == before
-    serving.engine.call("abort")
+    engine.call("abort")
     errors_of(serving.sync(target_of(serving, seed=30)), none=True)
     serving.assert_fresh()
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from engine_ext.conformance.toy_models import Checkpoint
 from engine_ext.format.identity import PartId
 from tests.support.quantised_engine import Serving, refusal
 from tests.support.rank_engine import errors_of, part_id
@@ -25,7 +26,7 @@ from tests.support.toy_quantised import (
 )
 from tests.unit.sync.test_post_load import Drifting, target_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_collections")]
 
 
 class TwoLayers(Model):
@@ -93,32 +94,35 @@ def alive(serving: Serving) -> list[weakref.ref[Any]]:
     return [weakref.ref(one) for one in found]
 
 
-def on_ranks(serving: Serving, method: str, *arguments: str) -> None:
+def on_ranks(serving: Serving, method: str, *arguments: object) -> None:
     for receiver in serving.engine.receivers:
         getattr(receiver, method)(*arguments)
 
 
-ENDS: dict[str, Callable[[Serving], object]] = {
-    "dropped": lambda serving: serving.engine.call("abort"),
-    "put to sleep": lambda serving: on_ranks(serving, "weights_released"),
-    "reloaded": lambda serving: on_ranks(serving, "weights_replaced", "it"),
-    "rolled back": lambda serving: serving.engine.call("rollback"),
+ENDS: dict[str, Callable[[Serving, Checkpoint], object]] = {
+    "dropped": lambda serving, before: serving.engine.call("abort"),
+    "rolled back": lambda serving, before: serving.rollback(before),
+    "put to sleep": lambda serving, before: on_ranks(serving, "weights_released"),
+    "reloaded": lambda serving, before: on_ranks(serving, "weights_replaced", "it"),
 }
 
 
 @pytest.mark.host_memory
-@pytest.mark.parametrize("end", ENDS)
-def test_nothing_is_kept_of_a_prepared_sync(tmp_path: Path, end: str) -> None:
+def test_nothing_is_kept_of_a_prepared_sync(tmp_path: Path) -> None:
     serving = Serving(Everything, tmp_path, ranks=2)
-    errors_of(serving.sync(target_of(serving)), none=True)
-    errors_of(serving.stage(serving.body(target_of(serving, seed=30))), none=True)
-    kept = alive(serving)
-    assert len(kept) > 40
-    before = serving.served()
-    ENDS[end](serving)
-    gc.collect()
-    assert not [one for one in kept if one() is not None]
-    assert (serving.served() != before) == (end == "rolled back")
+    for seed, (end, do) in enumerate(ENDS.items()):
+        previous = dict(serving.current)
+        errors_of(serving.sync(target_of(serving, seed=100 * seed)), none=True)
+        errors_of(serving.stage(serving.body(target_of(serving, seed=100 * seed + 30))), none=True)
+        kept = alive(serving)
+        assert len(kept) > 40, end
+        before = serving.served()
+        do(serving, previous)
+        gc.collect()
+        assert not [one for one in kept if one() is not None], end
+        assert (serving.served() != before) == (end == "rolled back"), end
+        if end == "put to sleep":
+            on_ranks(serving, "set_asleep", False)
 
 
 @pytest.mark.host_memory

@@ -22,7 +22,6 @@ WAIT_S = 30
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

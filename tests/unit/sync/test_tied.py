@@ -71,6 +71,7 @@ class Alias(Tied):
 
 
 KINDS = pytest.mark.parametrize("kind", [Tied, Retied, RetiedWithCopy])
+RANKS = pytest.mark.parametrize("ranks", [1, 2])
 STATUSES = {Tied: "exact", Retied: "exact", RetiedWithCopy: "rebuilt"}
 
 
@@ -81,56 +82,42 @@ def both(serving: Serving, seed: int) -> Checkpoint:
 
 
 @KINDS
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"dense": True}, {"full": True}], ids=str)
-def test_the_same_values_for_both_are_exact(
-    tmp_path: Path, kind: type[Tied], ranks: int, options: dict[str, Any]
-) -> None:
+@RANKS
+def test_the_same_values_for_both_are_exact(tmp_path: Path, kind: type[Tied], ranks: int) -> None:
+    """In every kind of sync; and a rollback brings both back."""
     serving = Serving(kind, tmp_path, ranks=ranks)
     assert (serving.statuses()[EMBED], serving.statuses()[HEAD]) == ("exact", STATUSES[kind])
-    more = {"norm": changed(serving.current["norm"], 3)}
-    errors_of(serving.sync(both(serving, 1) | more, **options), none=True)
-    serving.assert_fresh()
-    errors_of(serving.sync(both(serving, 2)), none=True)
-    serving.assert_fresh()
-
-
-@KINDS
-def test_a_rollback_brings_both_back(tmp_path: Path, kind: type[Tied]) -> None:
-    serving = Serving(kind, tmp_path)
-    before = dict(serving.current)
-    errors_of(serving.sync(both(serving, 1)), none=True)
+    before = serving.current
+    options: dict[str, Any]
+    for seed, options in enumerate([{}, {"dense": True}, {"full": True}, {}], 1):
+        before = dict(serving.current)
+        target = both(serving, seed) | {"norm": changed(serving.current["norm"], seed)}
+        errors_of(serving.sync(target, **options), none=True)
+        serving.assert_fresh()
     errors_of(serving.rollback(before), none=True)
     serving.assert_fresh()
 
 
 @KINDS
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("sent", [(EMBED,), (HEAD,), (EMBED, HEAD)])
-@pytest.mark.parametrize("options", [{}, {"dense": True}], ids=str)
+@RANKS
 def test_different_values_are_refused_with_both_names(
-    tmp_path: Path, kind: type[Tied], ranks: int, sent: tuple[str, ...], options: dict[str, Any]
+    tmp_path: Path, kind: type[Tied], ranks: int
 ) -> None:
     serving = Serving(kind, tmp_path, ranks=ranks)
     before = serving.served()
-    target = {name: changed(serving.current[name], seed) for seed, name in enumerate(sent)}
-    message = refusal(serving.sync(target, **options))
-    assert EMBED in message
-    assert HEAD in message
-    assert serving.served() == before
+
+    def assert_refused(target: Checkpoint, **options: Any) -> None:
+        message = refusal(serving.sync(target, **options))
+        assert all(name in message for name in (EMBED, HEAD)), (*target, options, message)
+        assert serving.served() == before, (*target, options)
+
+    for sent in ((EMBED,), (HEAD,), (EMBED, HEAD)):
+        target = {name: changed(serving.current[name], seed) for seed, name in enumerate(sent)}
+        assert_refused(target)
+        assert_refused(target, dense=True)
+    assert_refused({**serving.current, HEAD: changed(serving.current[HEAD], 4)}, full=True)
     errors_of(serving.sync(both(serving, 7)), none=True)
     serving.assert_fresh()
-
-
-@KINDS
-def test_a_full_sync_of_different_values_is_refused(tmp_path: Path, kind: type[Tied]) -> None:
-    serving = Serving(kind, tmp_path)
-    before = serving.served()
-    target = {**serving.current, HEAD: changed(serving.current[HEAD], 4)}
-    message = refusal(serving.sync(target, full=True))
-    assert EMBED in message
-    assert HEAD in message
-    assert serving.served() == before
 
 
 @KINDS
@@ -212,10 +199,11 @@ def test_the_first_sync_of_an_engine_without_weights(tmp_path: Path) -> None:
     serving.assert_fresh()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"dense": True}, {"full": True}], ids=str)
-def test_an_alias_need_not_be_sent(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
+@RANKS
+def test_an_alias_need_not_be_sent(tmp_path: Path, ranks: int) -> None:
     serving = Serving(Alias, tmp_path, ranks=ranks)
-    target = {"norm": serving.current["norm"], EMBED: changed(serving.current[EMBED], 1)}
-    errors_of(serving.sync(target, **options), none=True)
-    serving.assert_fresh()
+    options: dict[str, Any]
+    for seed, options in enumerate([{}, {"dense": True}, {"full": True}], 1):
+        target = {"norm": serving.current["norm"], EMBED: changed(serving.current[EMBED], seed)}
+        errors_of(serving.sync(target, **options), none=True)
+        serving.assert_fresh()

@@ -74,37 +74,32 @@ def lose_and_return(serving: Serving) -> None:
         receiver.set_asleep(False)
 
 
-@pytest.fixture(params=[True, False], ids=["computed ones kept", "computed ones left out"])
-def keeps_computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_restored(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """The toys' tensors are all small, and kept; others are left out if a rebuild makes them."""
-    if not request.param:
-        monkeypatch.setattr(unwritten_module, "_SMALL", 0)
+    for seed, small in enumerate((1 << 16, 0)):
+        monkeypatch.setattr(unwritten_module, "_SMALL", small)
+        lose_and_return(serving)
+        errors_of(serving.sync(target_of(serving, seed=1 + seed), full=True), none=True)
+        serving.assert_fresh()
+        errors_of(serving.sync(target_of(serving, seed=9 + seed)), none=True)
+        serving.assert_fresh()
 
 
 @pytest.mark.host_memory
-@pytest.mark.usefixtures("keeps_computed")
 @pytest.mark.parametrize("method", METHODS)
-def test_every_processing(tmp_path: Path, method: type[Method]) -> None:
-    serving = Serving(one_layer(method), tmp_path)
-    lose_and_return(serving)
-    errors_of(serving.sync(target_of(serving), full=True), none=True)
-    serving.assert_fresh()
-    errors_of(serving.sync(target_of(serving, seed=9)), none=True)
-    serving.assert_fresh()
+def test_every_processing(
+    tmp_path: Path, method: type[Method], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_restored(Serving(one_layer(method), tmp_path), monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.host_memory
-@pytest.mark.usefixtures("keeps_computed")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_all_of_them_on_several_ranks(tmp_path: Path, ranks: int) -> None:
-    serving = Serving(Everything, tmp_path, ranks=ranks)
-    lose_and_return(serving)
-    errors_of(serving.sync(target_of(serving), full=True), none=True)
-    serving.assert_fresh()
-    lose_and_return(serving)
-    errors_of(serving.sync(target_of(serving, seed=3), full=True), none=True)
-    serving.assert_fresh()
+def test_all_of_them_on_several_ranks(
+    tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_restored(Serving(Everything, tmp_path, ranks=ranks), monkeypatch)
 
 
 @pytest.mark.slow

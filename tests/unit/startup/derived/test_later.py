@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -107,8 +108,16 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("when", ["before the first status", "before any sync", "later"])
-@pytest.mark.parametrize("path", MADE)
+WHEN = ["before the first status", "before any sync"]
+
+
+@pytest.mark.parametrize(
+    ("path", "when"),
+    [
+        *((path, "later") for path in MADE),
+        *product(("first.wide", "first.largest"), WHEN),
+    ],
+)
 def test_copy_of_first_forward_refuses_its_module(tmp_path: Path, path: str, when: str) -> None:
     """The other modules are updated as before; a full sync would have to update this one, too."""
     serving = Serving(Generating, tmp_path, ranks=2)

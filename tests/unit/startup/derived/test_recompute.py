@@ -25,8 +25,7 @@ from tests.unit.startup.derived.latent_attention import (
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("apply", ["scatter", "masked"])
-@pytest.mark.parametrize("functions", [each, together])
+@pytest.mark.parametrize(("functions", "apply"), [(each, "scatter"), (together, "masked")])
 def test_exact_after_a_sync_and_after_a_rollback(
     tmp_path: Path, attention: type[Attention], functions: Functions, apply: str
 ) -> None:

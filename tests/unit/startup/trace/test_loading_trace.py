@@ -145,6 +145,7 @@ def test_a_loader_that_is_wrapped_now_is_not_traced() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_collections")
 def test_the_specs_are_the_checkpoints_and_no_memory_is_kept() -> None:
     model, loading = PackedAway(), LoadingTrace()
     loading.trace(model, model.load_weights, checkpoint(PackedAway).items)

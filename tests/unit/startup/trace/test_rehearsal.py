@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import ClassVar
 
 import pytest
@@ -10,39 +10,36 @@ import torch
 from torch import nn
 
 from engine_ext.conformance import toy_models
-from engine_ext.conformance.toy_models import ToyModel, every_model, parameter
+from engine_ext.conformance.toy_models import ToyModel, parameter
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import TensorSpec
 from engine_ext.startup import LoaderDryRun
-from tests.support.served_models import base_checkpoint, memory, serve
-from tests.unit.startup.trace.traced import identities, loaded
+from tests.support.served_models import Served, base_checkpoint, memory, serve
+from tests.unit.startup.trace.traced import COPY, MODELS, identities, loaded
 
 # --- rehearsal ---
 
 
-def reasons(model: type[ToyModel], names: Iterable[str]) -> dict[str, str]:
-    served = serve(model, base_checkpoint(model))
+def rehearsed(served: Served, names: Iterable[str]) -> dict[str, str]:
     return LoaderDryRun(served.model, served.model.load_weights, served.index).rehearse(
         list(names), served.placement
     )
 
 
-def in_and_out_of_company() -> Iterator[tuple[type[ToyModel], str]]:
-    for model in every_model():
-        for name in model.shapes:
-            if name not in model.refused:
-                yield model, name
-
-
-@pytest.mark.parametrize(
-    ("model", "name"), list(in_and_out_of_company()), ids=lambda v: getattr(v, "__name__", v)
-)
-def test_a_rehearsal_tells_whether_the_loader_needs_company(
-    model: type[ToyModel], name: str
-) -> None:
-    needs = model.needs.get(name, frozenset())
-    assert set(reasons(model, [name])) == ({name} if needs else set())
-    assert reasons(model, {name, *needs}) == {}
+@MODELS
+def test_a_rehearsal_tells_whether_the_loader_needs_company(model: type[ToyModel]) -> None:
+    """And leaves the model as it was, also with tensors that are refused."""
+    served = serve(model, base_checkpoint(model))
+    bits, objects = memory(served.model), identities(served.model)
+    for name in model.shapes:
+        alone = rehearsed(served, [name])
+        if name not in model.refused:
+            needs = model.needs.get(name, frozenset())
+            assert set(alone) == ({name} if needs else set()), name
+            assert rehearsed(served, {name, *needs}) == {}, name
+    assert memory(served.model) == bits
+    assert identities(served.model) == objects
+    assert torch.Tensor.copy_ is COPY
 
 
 @pytest.mark.parametrize(
@@ -57,7 +54,8 @@ def test_a_rehearsal_tells_whether_the_loader_needs_company(
     ids=lambda v: getattr(v, "__name__", v),
 )
 def test_a_rehearsal_gives_the_reason(model: type[ToyModel], name: str, fragment: str) -> None:
-    assert fragment in reasons(model, [name])[name]
+    served = serve(model, base_checkpoint(model))
+    assert fragment in rehearsed(served, [name])[name]
 
 
 # --- what the loader does with one tensor alone ---

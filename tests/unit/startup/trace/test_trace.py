@@ -15,21 +15,8 @@ from engine_ext.model import fingerprint
 from engine_ext.model.storage_index import StorageIndex
 from engine_ext.placement.segments import Placed, Status, TensorSpec
 from engine_ext.startup import LoaderDryRun
-from tests.unit.startup.trace.traced import COPY, MODELS, Calls, loaded, trace
-
-
-@MODELS
-def test_one_call_of_the_loader_is_enough(model: type[ToyModel]) -> None:
-    """All tensors in one call; singly only to explain a failure."""
-    live = loaded(model)
-    calls = Calls(live)
-    placement = LoaderDryRun(live, calls, StorageIndex(live)).trace(live.specs())
-    names = list(model.shapes)
-    assert calls.names in ([names], [names, *([name] for name in names)])
-    assert list(placement) == names
-    if calls.names == [names]:
-        assert not any("fails" in placed.reason for placed in placement.values())
-
+from tests.support.served_models import memory
+from tests.unit.startup.trace.traced import COPY, MODELS, Calls, identities, loaded, trace
 
 # Tensors whose placement a trace of the loader does not find; every other tensor is placed.
 NOT_FOLLOWED: dict[str, set[str]] = {
@@ -57,8 +44,45 @@ NOT_FOLLOWED: dict[str, set[str]] = {
 NOT_HERE: dict[str, set[str]] = {"PackedAway": {"weight"}, "Skipped": {"rotary"}}
 
 
+REASONS: dict[type[ToyModel], dict[str, str]] = {
+    toy_models.IndexPut: {"weight": "index_put_"},
+    toy_models.ForeachCopy: {"weight": "foreach_copy"},
+    toy_models.TransformedWhileLoading: {"A_log": "changes it before"},
+    toy_models.Accumulates: {"weight": "add_"},
+    toy_models.BitsView: {"weight": "int16"},
+    toy_models.BytesView: {"weight": "uint8"},
+    toy_models.ZeroesPaddingRow: {"embed": "zero_"},
+    toy_models.ClampsAfter: {"weight": "writes other values over it"},
+    toy_models.ZeroesFirst: dict.fromkeys("qk", "writes other values over it"),
+    toy_models.FillsFirst: {"k": "writes other values over it"},
+    toy_models.ConstantFirst: {"k": "writes other values over it"},
+    toy_models.TiedInEngine: {"embed": "with head", "head": "with embed"},
+    toy_models.TiedInPart: {"embed": "with head", "head": "with embed"},
+    toy_models.KeepsReference: {"weight": "kept"},
+    toy_models.KeepsCopy: {"weight": "kept"},
+    toy_models.ReadsValue: {"scale": "fails on a tensor without data"},
+    toy_models.ReadsThroughTemporary: {"scale": "fails on a tensor without data"},
+    toy_models.AssignsData: {"weight": "fails on a tensor without data"},
+    toy_models.SwapsParameter: {"weight": "puts other memory in place of weight"},
+}
+
+
 @MODELS
 def test_every_tensor_has_its_listed_status(model: type[ToyModel]) -> None:
+    """And reason, after one call of the loader; or one for each tensor, to explain a failure.
+
+    The model keeps its bits, objects and addresses, also where the loader fails.
+    """
+    live = loaded(model)
+    bits, objects, calls, names = memory(live), identities(live), Calls(live), list(model.shapes)
+    placement = LoaderDryRun(live, calls, StorageIndex(live)).trace(live.specs())
+    assert memory(live) == bits
+    assert identities(live) == objects
+    assert torch.Tensor.copy_ is COPY
+    assert calls.names in ([names], [names, *([name] for name in names)])
+    assert list(placement) == names
+    if calls.names == [names]:
+        assert not any("fails" in placed.reason for placed in placement.values())
     expected = {
         name: Status.UNCERTIFIED
         if name in NOT_FOLLOWED.get(model.__name__, ())
@@ -67,8 +91,9 @@ def test_every_tensor_has_its_listed_status(model: type[ToyModel]) -> None:
         else Status.UNJUDGED
         for name in model.shapes
     }
-    placement = trace(loaded(model))
     assert {name: placed.status for name, placed in placement.items()} == expected
+    for name, fragment in REASONS.get(model, {}).items():
+        assert fragment in placement[name].reason
     for placed in placement.values():
         assert bool(placed.reason) == (placed.status is Status.UNCERTIFIED)
         assert bool(placed.segments) or placed.status is not Status.UNJUDGED
@@ -79,43 +104,6 @@ def test_every_tensor_has_its_listed_status(model: type[ToyModel]) -> None:
 def test_listed_tensors_exist(table: dict[str, set[str]]) -> None:
     shapes = {model.__name__: set(model.shapes) for model in toy_models.every_model()}
     assert all(names and names <= shapes[model] for model, names in table.items())
-
-
-REASONS = [
-    (toy_models.IndexPut, "weight", "index_put_"),
-    (toy_models.ForeachCopy, "weight", "foreach_copy"),
-    (toy_models.TransformedWhileLoading, "A_log", "changes it before"),
-    (toy_models.Accumulates, "weight", "add_"),
-    (toy_models.BitsView, "weight", "int16"),
-    (toy_models.BytesView, "weight", "uint8"),
-    (toy_models.ZeroesPaddingRow, "embed", "zero_"),
-    (toy_models.ClampsAfter, "weight", "writes other values over it"),
-    (toy_models.ZeroesFirst, "q", "writes other values over it"),
-    (toy_models.ZeroesFirst, "k", "writes other values over it"),
-    (toy_models.FillsFirst, "k", "writes other values over it"),
-    (toy_models.ConstantFirst, "k", "writes other values over it"),
-    (toy_models.TiedInEngine, "embed", "with head"),
-    (toy_models.TiedInEngine, "head", "with embed"),
-    (toy_models.TiedInPart, "embed", "with head"),
-    (toy_models.TiedInPart, "head", "with embed"),
-    (toy_models.KeepsReference, "weight", "kept"),
-    (toy_models.KeepsCopy, "weight", "kept"),
-    (toy_models.ReadsValue, "scale", "fails on a tensor without data"),
-    (toy_models.ReadsThroughTemporary, "scale", "fails on a tensor without data"),
-    (toy_models.AssignsData, "weight", "fails on a tensor without data"),
-    (toy_models.SwapsParameter, "weight", "puts other memory in place of weight"),
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "name", "fragment"), REASONS, ids=lambda v: getattr(v, "__name__", v)
-)
-def test_the_reason_says_what_the_loader_does(
-    model: type[ToyModel], name: str, fragment: str
-) -> None:
-    placed = trace(loaded(model))[name]
-    assert placed.status is Status.UNCERTIFIED
-    assert fragment in placed.reason
 
 
 class KeepsInList(toy_models.KeepsReference):

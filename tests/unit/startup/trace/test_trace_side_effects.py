@@ -22,31 +22,7 @@ from engine_ext.placement.segments import Status
 from engine_ext.startup import LoaderDryRun, young_collections
 from engine_ext.startup.trace import thread_propagation
 from tests.support.served_models import base_checkpoint, memory, serve
-from tests.unit.startup.trace.traced import COPY, MODELS, Calls, identities, loaded, trace
-
-
-@MODELS
-def test_tracing_leaves_the_model_alone(model: type[ToyModel]) -> None:
-    """Bits, objects, addresses and ``Tensor.copy_``, also where the loader fails."""
-    live = loaded(model)
-    bits, objects = memory(live), identities(live)
-    trace(live)
-    assert memory(live) == bits
-    assert identities(live) == objects
-    assert torch.Tensor.copy_ is COPY
-
-
-@MODELS
-def test_rehearsing_leaves_the_model_alone(model: type[ToyModel]) -> None:
-    served = serve(model, base_checkpoint(model))
-    bits, objects = memory(served.model), identities(served.model)
-    for name in model.shapes:
-        LoaderDryRun(served.model, served.model.load_weights, served.index).rehearse(
-            [name], served.placement
-        )
-    assert memory(served.model) == bits
-    assert identities(served.model) == objects
-    assert torch.Tensor.copy_ is COPY
+from tests.unit.startup.trace.traced import COPY, Calls, identities, loaded, trace
 
 
 def test_a_value_that_is_not_there_is_not_read() -> None:
