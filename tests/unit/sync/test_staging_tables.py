@@ -213,7 +213,7 @@ def test_every_loader_is_staged_alike_by_all_tables(model: type[ToyModel]) -> No
 
 
 def outcomes(model: type[ToyModel], table: str) -> dict[tuple[tuple[str, ...], bool], Any]:
-    """What a table stages of each sync, and what is written then; each follows the one before."""
+    """Return what a table stages of each sync and what is written; the syncs follow each other."""
     current = base_checkpoint(model)
     served = use(serve(model, current, apply="scatter", threads=2), table)
     found = {}
