@@ -76,10 +76,10 @@ def test_exact_or_refused(model: type[ToyModel], apply: str) -> None:
         else:
             assert named_in(refusal), case
             assert named_in(refusal) <= set(names), case
-    names = sorted(served.applier.plan.held)
-    for target in (target_checkpoint(current, names), base):
+    held = sorted(served.applier.plan.held)
+    for target in (target_checkpoint(current, held), base):
         assert_full_sync(served, target, apply)
-    if is_updatable(model, names, True, apply):
+    if is_updatable(model, held, True, apply):
         assert memory(served.model) == first
 
 
