@@ -91,8 +91,10 @@ def changed(tensor: torch.Tensor, seed: int, density: float = 0.4) -> torch.Tens
     """The tensor with some other elements: at least the first one, and odd patterns among them."""
     other = random_tensor(tensor.shape, tensor.dtype, seed + 1000).reshape(-1)
     if tensor.dtype == torch.bfloat16:
-        odd = torch.tensor(ODD_BITS, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-        other[-len(odd) :] = odd[: other.numel()]
+        odd = torch.tensor(ODD_BITS, dtype=torch.int32).to(torch.int16)[: other.numel()]
+        last = tensor.reshape(-1).view(torch.int16)[-len(odd) :]
+        odd = torch.where(odd == last, odd ^ 0x4000, odd)  # of a tensor that was changed before
+        other[-len(odd) :] = odd.view(torch.bfloat16)
     chosen = torch.rand(other.numel(), generator=torch.Generator().manual_seed(seed)) < density
     chosen[0] = True
     flat = tensor.reshape(-1).clone()

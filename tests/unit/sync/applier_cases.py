@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -29,6 +29,15 @@ APPLY = pytest.mark.parametrize("apply", APPLIES)
 
 
 DENSE = pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+
+
+EVERY_MODEL = pytest.mark.parametrize("model", toy_models.every_model(), ids=sync_id)
+
+
+def each_sync(model: type[toy_models.ToyModel]) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """Yield each tensor of a model alone, and all of them; sparse, and dense."""
+    for names in dict.fromkeys([*((name,) for name in model.shapes), tuple(model.shapes)]):
+        yield from ((names, dense) for dense in (False, True))
 
 
 def deltas_for(

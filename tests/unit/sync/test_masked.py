@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import threading
@@ -191,11 +192,15 @@ def test_merged_deltas_are_one_delta(owners: list[int], seed: int) -> None:
 # --- what it cannot carry ---
 
 
-def placed(dtype: str, status: Status = Status.EXACT, reason: str = "") -> Placed:
+@functools.cache
+def traced(dtype: str) -> Placed:
     model = type("M", (ToyModel,), {"shapes": {"w": (4,)}, "dtypes": {"w": TORCH_DTYPE[dtype]}})
     [tensor] = serve(model, base_checkpoint(model)).placement.values()
-    tensor.status, tensor.reason = status, reason
     return tensor
+
+
+def placed(dtype: str, status: Status = Status.EXACT, reason: str = "") -> Placed:
+    return dataclasses.replace(traced(dtype), status=status, reason=reason)
 
 
 @pytest.mark.parametrize("dtype", sorted(TORCH_DTYPE))

@@ -56,8 +56,7 @@ from tests.support.served_models import (
 )
 from tests.support.staged_writes import writes_of
 from tests.support.thread_ranks import Shard, shards
-from tests.unit.sync.applier_cases import DENSE, deltas_for
-from tests.unit.sync.test_appliers import SYNCS
+from tests.unit.sync.applier_cases import EVERY_MODEL, deltas_for, each_sync
 
 pytestmark = pytest.mark.host_memory
 
@@ -204,35 +203,38 @@ def int64_numbers(served: Served) -> Iterator[None]:
         yield
 
 
-@SYNCS
-@DENSE
-def test_every_loader_is_staged_alike_by_all_tables(
-    model: type[ToyModel], names: tuple[str, ...], dense: bool
-) -> None:
+@EVERY_MODEL
+def test_every_loader_is_staged_alike_by_all_tables(model: type[ToyModel]) -> None:
     """Experts, permutations, casts, ties and copies, in one piece and in many; and written."""
-    base = base_checkpoint(model)
-    target = target_checkpoint(base, names)
-    parts = parts_of(deltas_for(base, target, names, dense))
-    found = []
-    for table in TABLES:
-        served = use(serve(model, base, apply="scatter", threads=2), table)
-        with small_pieces(3):
-            refusal = attempt(served, parts)
-        written = str(refusal), memory(served.model), served.applier.digests
-        served = use(serve(model, base, apply="scatter"), table)
+    expected, *others = (outcomes(model, table) for table in TABLES)
+    for table, found in zip(TABLES[1:], others, strict=True):
+        for case, outcome in expected.items():
+            assert found[case] == outcome, (table, case)
+
+
+def outcomes(model: type[ToyModel], table: str) -> dict[tuple[tuple[str, ...], bool], Any]:
+    """Return what a table stages of each sync and what is written; the syncs follow each other."""
+    current = base_checkpoint(model)
+    served = use(serve(model, current, apply="scatter", threads=2), table)
+    found = {}
+    for number, (names, dense) in enumerate(each_sync(model), start=1):
+        target = target_checkpoint(current, names, number)
+        parts = parts_of(deltas_for(current, target, names, dense))
         staged: list[Any] = []
         with suppress(NotUpdatable):
             for part in (served.applier.stage(part) for part in parts):
                 staged += elements_of(writes_of(part)), digests_of(part.params)
-        found.append((written, staged))
-    assert found[0] == found[1] == found[2]
+        with small_pieces(3):
+            refusal = attempt(served, parts)
+        current = target if refusal is None else current
+        written = str(refusal), memory(served.model), dict(served.applier.digests)
+        found[names, dense] = staged, written
+    return found
 
 
-@EACH_TABLE
-@pytest.mark.parametrize("encoding", ["gap8_exp", "gap8_ulp", "deltas"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("far", [False, True])
-def test_elements_of_each_width(table: str, dtype: torch.dtype, encoding: str, far: bool) -> None:
+def test_elements_of_each_width(dtype: torch.dtype, far: bool) -> None:
     """Close to each other, and with more blocks of the digest than elements."""
     shapes = {"a": (40, 60), "b": (3,), "c": (1, 1)} | ({"a": (90_000,)} if far else {})
     dtypes = dict.fromkeys(shapes, dtype)
@@ -247,37 +249,42 @@ def test_elements_of_each_width(table: str, dtype: torch.dtype, encoding: str, f
             torch.from_numpy(each.view(f"i{kind.itemsize}")).view(dtype).reshape(shape)
             for each in (old, new)
         )
-    served = use(serve(model, base, apply="scatter"), table)
-    staged = served.applier.stage(part_between(base, target, encoding))
-    for param in staged.params:
-        old, new = bits(base[param.name]), bits(target[param.name])
-        places = np.flatnonzero(old != new)
-        assert param.change == change_digest(param.name, places, old[places], new[places])
-    served.applier.write([staged])
-    assert memory(served.model) == memory(load(model, target))
+    for table in TABLES:
+        served, before, after = use(serve(model, base, apply="scatter"), table), base, target
+        for encoding in ("gap8_exp", "gap8_ulp", "deltas"):
+            staged = served.applier.stage(part_between(before, after, encoding))
+            for param in staged.params:
+                old, new = bits(before[param.name]), bits(after[param.name])
+                places = np.flatnonzero(old != new)
+                change = change_digest(param.name, places, old[places], new[places])
+                assert param.change == change, (table, encoding, param.name)
+            served.applier.write([staged])
+            assert memory(served.model) == memory(load(model, after)), (table, encoding)
+            before, after = after, before
 
 
 @pytest.mark.slow
-@EACH_TABLE
 @pytest.mark.parametrize("step", [1, 3000], ids=["close", "far"])
 @pytest.mark.parametrize("count", [1, 2, AHEAD - 1, AHEAD, AHEAD + 1, 3 * AHEAD])
-def test_counts_around_the_prefetch_distance(table: str, step: int, count: int) -> None:
+def test_counts_around_the_prefetch_distance(step: int, count: int) -> None:
     """The values are also neither aligned nor next to each other."""
     model = type("OfOneTensor", (ToyModel,), {"shapes": {"a": (count * step,)}})
     base = base_checkpoint(model)
-    old = bits(base["a"])
-    places = np.arange(count) * step
-    served = use(serve(model, base, apply="scatter"), table)
+    old, places = bits(base["a"]), np.arange(count) * step
+    new = old[places] ^ 5
+    [like] = parts_of([delta_between("a", base["a"], changed(base["a"], 7))])
     raw = np.zeros(2 * count + 1, np.uint8)[1:].view(np.uint16)
     strided = np.zeros((count, 2), np.uint16)[:, 0]
-    for values in (raw, strided):
-        values[:] = old[places] ^ 5
-        [like] = parts_of([delta_between("a", base["a"], changed(base["a"], 7))])
-        delta = ParamDelta("a", "bfloat16", (count * step,), places, values)
-        [param] = served.applier.stage(DecodedPart(like.manifest, (delta,))).params
-        assert param.change == change_digest("a", places, old[places], old[places] ^ 5)
-        expected = {("a", int(i)): (int(old[i]), int(old[i] ^ 5)) for i in places}
-        assert elements_of(param.writes) == expected
+    served = serve(model, base, apply="scatter")
+    for table in TABLES:
+        use(served, table)
+        for values in (raw, strided):
+            values[:] = new
+            delta = ParamDelta("a", "bfloat16", (count * step,), places, values)
+            [param] = served.applier.stage(DecodedPart(like.manifest, (delta,))).params
+            assert param.change == change_digest("a", places, old[places], new), table
+            expected = {("a", int(i)): (int(old[i]), int(old[i] ^ 5)) for i in places}
+            assert elements_of(param.writes) == expected, table
 
 
 @EACH_TABLE

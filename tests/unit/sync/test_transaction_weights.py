@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,32 +135,31 @@ def corrupt(scattered: Sharded, rank: int, element: int) -> None:
 
 
 @pytest.mark.host_memory
-@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
-@pytest.mark.parametrize("element", [0, 5, 11])
 def test_weight_changed_after_staging_refuses_on_all_ranks(
-    scattered: Sharded, ranks: list[int], element: int, monkeypatch: pytest.MonkeyPatch
+    scattered: Sharded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the pass that writes is the one that finds it: every rank has its bits again."""
-    target = {"weight": changed(scattered.base["weight"], 3, 1.0)}
-    data = scattered.sparse(target)
-    scattered.engine.stage(part_id(data), data)
-    for rank in ranks:
-        corrupt(scattered, rank, element)
-    before = scattered.memories()
     monkeypatch.setattr(HostElements, "seems_to_hold", lambda self, bits: True)
-    for error in errors_of(scattered.engine.commit(part_id(data))):
-        assert (error["type"], error["engine_state"]) == ("BaseMismatch", "unchanged")
-        assert "between staging and commit" in error["message"]
-    assert scattered.memories() == before
-    states = {(s["version"], s["engine_state"], s["staged"]) for s in scattered.engine.status()}
-    assert states == {(0, "certain", None)}, "what was staged is of other old values"
+    target = {"weight": changed(scattered.base["weight"], 3, 1.0)}
+    for ranks, element in product([[0], [1], [0, 1]], [0, 5, 11]):
+        data = scattered.sparse(target, sync_id=f"{ranks} {element}")
+        scattered.engine.stage(part_id(data), data)
+        for rank in ranks:
+            corrupt(scattered, rank, element)
+        before = scattered.memories()
+        for error in errors_of(scattered.engine.commit(part_id(data))):
+            assert (error["type"], error["engine_state"]) == ("BaseMismatch", "unchanged")
+            assert "between staging and commit" in error["message"]
+        assert scattered.memories() == before, (ranks, element)
+        states = {(s["version"], s["engine_state"], s["staged"]) for s in scattered.engine.status()}
+        assert states == {(0, "certain", None)}, "what was staged is of other old values"
 
-    for rank in ranks:
-        corrupt(scattered, rank, element)
-    errors_of(scattered.engine.apply(part_id(data), data), none=True)
-    assert scattered.memories() == scattered.fresh(target)
-    errors_of(scattered.engine.call("rollback"), none=True)
-    assert scattered.memories() == scattered.fresh(scattered.base)
+        for rank in ranks:
+            corrupt(scattered, rank, element)
+        errors_of(scattered.engine.apply(part_id(data), data), none=True)
+        assert scattered.memories() == scattered.fresh(target), (ranks, element)
+        errors_of(scattered.engine.call("rollback"), none=True)
+        assert scattered.memories() == scattered.fresh(scattered.base), (ranks, element)
 
 
 @pytest.mark.host_memory
