@@ -22,7 +22,6 @@ import torch
 from safetensors.torch import save_file
 
 from delta_sender import cli
-from delta_sender.publish.log_destination import LogDestination
 from delta_sender.publish.publisher import Publisher
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, tensor_digest
@@ -31,7 +30,6 @@ from engine_ext.format.zstd_frames import FrameReader
 from engine_ext.log import open_log
 from tests.support.statuses import engine_status
 from tests.unit.log.places import folders
-from tests.unit.sender.test_log_sender import interrupt_while_writing
 
 URL = "http://engine:8000"
 CHANGES = {("a.weight", 3, 2.0), ("c.scale", 0, 5.0), ("c.scale", 6, 7.0)}
@@ -541,23 +539,6 @@ def test_engines_are_told_though_nobody_reads(
     arguments = ["--log", tmp_path / "log"]
     assert send(*arguments, "--notify", URL) == 0
     assert [request.url.path for request in requests] == ["/delta_catch_up"]
-
-
-@pytest.mark.slow
-def test_interrupted_while_the_log_is_written(
-    send: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No draft is deleted under the thread that writes it."""
-    close, done = LogDestination.close, list[str]()
-
-    def closed(log: LogDestination) -> None:
-        done.append("closed")
-        close(log)
-
-    monkeypatch.setattr(LogDestination, "close", closed)
-    interrupt_while_writing(monkeypatch, done)
-    assert send("--log", tmp_path / "log") == 130
-    assert done == ["added", "closed"]
 
 
 def test_unlike_or_unreadable_checkpoints(send: Command, tmp_path: Path) -> None:
