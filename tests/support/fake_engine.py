@@ -26,6 +26,7 @@ from tests.support.statuses import engine_status, last_sync
 EngineT = TypeVar("EngineT", bound="Engine")
 Model = dict[str, torch.Tensor]
 Handler = Callable[[httpx.Request], httpx.Response]
+A, B, C = "http://a:1", "http://b:2", "http://c:3"
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
@@ -309,6 +310,16 @@ class AdapterEngine(Engine):
     @staticmethod
     def named(request: httpx.Request) -> str | None:
         return request.url.params.get("adapter")
+
+
+def copied(model: Model) -> Model:
+    return {name: tensor.clone() for name, tensor in model.items()}
+
+
+def client_of(*engines: Engine) -> httpx.Client:
+    """Return a client that finds engines at `A`, `B` and `C`."""
+    hosts = dict(zip("abc", engines, strict=False))
+    return httpx.Client(transport=httpx.MockTransport(lambda r: hosts[r.url.host].answer(r)))
 
 
 def sends(response: httpx.Response) -> Callable[[Handler, httpx.Request], httpx.Response]:

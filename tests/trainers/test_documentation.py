@@ -15,7 +15,7 @@ import transformers
 import trl
 import trl.experimental.async_grpo as async_grpo
 from safetensors.torch import load_file
-from trl.generation import vllm_client, vllm_generation
+from trl.generation import vllm_generation
 
 from delta_sender import DeltaSender
 from tests.support.fake_engine import AdapterEngine, Engine
@@ -113,14 +113,11 @@ class Trainer:
         return client.close_communicator()
 
 
+@pytest.mark.usefixtures("trl_client")
 @pytest.mark.parametrize("example", ["grpo", "async_grpo"])
 def test_the_examples_of_trl_run(
     example: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (vllm_client, vllm_generation):
-        monkeypatch.setattr(module, "VLLMClient", module.VLLMClient)
-    monkeypatch.setattr(vllm_client.VLLMClient, "check_server", lambda self, timeout: None)
-    monkeypatch.setattr(vllm_client.VLLMClient, "_get", lambda *_: {"data": [{"id": "tiny"}]})
     monkeypatch.setattr(trl, "GRPOTrainer", Trainer)
     config = functools.partial(trl.GRPOConfig, output_dir=str(tmp_path), use_cpu=True, bf16=False)
     monkeypatch.setattr(trl, "GRPOConfig", config)

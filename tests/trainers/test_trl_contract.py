@@ -86,17 +86,12 @@ def test_async_grpo_takes_what_has_the_protocol_s_methods() -> None:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(monkeypatch: pytest.MonkeyPatch, trl_client: None) -> Engine:
     """Return an engine that TRL's client finds, in place of a server; `use_deltas` is undone."""
-    for module in (vllm_client, vllm_generation):
-        monkeypatch.setattr(module, "VLLMClient", module.VLLMClient)
     generation = vllm_generation.VLLMGeneration
     monkeypatch.setattr(generation, "sync_weights", generation.sync_weights)
     monkeypatch.setattr(generation, "generate", generation.generate)
     monkeypatch.setattr(trl.GRPOTrainer, "_generate", vars(trl.GRPOTrainer)["_generate"])
-    stock = vllm_client.VLLMClient
-    monkeypatch.setattr(stock, "check_server", lambda self, timeout: None)
-    monkeypatch.setattr(stock, "_get", lambda self, url: {"data": [{"id": "tiny"}]})
     return Engine.of(saved(make_model("qwen3_moe")))
 
 

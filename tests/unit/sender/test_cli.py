@@ -21,9 +21,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from delta_sender import SyncError, cli
-from delta_sender.publish.http_client import EngineClient
-from delta_sender.publish.log_destination import LogDestination
+from delta_sender import cli
 from delta_sender.publish.publisher import Publisher
 from engine_ext.dtypes import torch_bits_dtype
 from engine_ext.format.digest import Digest, tensor_digest
@@ -32,7 +30,6 @@ from engine_ext.format.zstd_frames import FrameReader
 from engine_ext.log import open_log
 from tests.support.statuses import engine_status
 from tests.unit.log.places import folders
-from tests.unit.sender.test_log_sender import interrupt_while_writing
 
 URL = "http://engine:8000"
 CHANGES = {("a.weight", 3, 2.0), ("c.scale", 0, 5.0), ("c.scale", 6, 7.0)}
@@ -96,18 +93,23 @@ Serve = Callable[..., list[httpx.Request]]
 class Command:
     """``delta-send`` from the base to the target; `out` and `err` are what it printed last."""
 
-    def __init__(self, folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        self.folders, self._capsys, self.out, self.err = folders, capsys, "", ""
+    def __init__(self, base: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.base, self.target, self._capsys, self.out, self.err = base, target, capsys, "", ""
 
-    def __call__(self, *options: object) -> int:
-        status = cli.main([*self.folders, *map(str, options)])
+    def __call__(self, *options: object, base: bool = True) -> int:
+        given = ["--base", self.base] if base else []
+        status = cli.main([*map(str, [*given, "--target", self.target, *options])])
         self.out, self.err = self._capsys.readouterr()
         return status
+
+    def back(self, *options: object) -> int:
+        """Send from the target to the base."""
+        return Command(self.target, self.base, self._capsys)(*options)
 
 
 @pytest.fixture
 def send(base: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(["--base", str(base), "--target", str(target)], capsys)
+    return Command(base, target, capsys)
 
 
 def accept(request: httpx.Request) -> httpx.Response:
@@ -221,7 +223,7 @@ def test_saved_parts_are_signed(
     send: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELTA_HMAC_KEY", "key")
-    assert send("--log", str(tmp_path / "log")) == 0
+    assert send("--log", tmp_path / "log") == 0
     parts = sorted((tmp_path / "log" / "weight_v000001").glob("*.safetensors"))
     assert parts
     for part in parts:
@@ -238,14 +240,9 @@ def test_auto_says_what_it_picked(send: Command, serve: Serve) -> None:
     assert f"{len(parts)} part(s) ({said}), encode" in send.out
 
 
-def test_full_needs_no_base(
-    target: Path,
-    serve: Serve,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_full_needs_no_base(send: Command, serve: Serve) -> None:
     requests = serve(accept)
-    arguments = ["--target", str(target), "--url", URL, "--full", "--bucket-bytes", "70"]
-    assert cli.main(arguments) == 0
+    assert send("--url", URL, "--full", "--bucket-bytes", "70", base=False) == 0
     deltas = [delta for r in requests for delta in decoded(r.content).deltas]
     assert {(d.name, d.nnz, d.indices is None) for d in deltas} == {
         ("a.weight", 32, True),
@@ -253,7 +250,7 @@ def test_full_needs_no_base(
         ("c.scale", 16, True),
     }
     assert len(requests) == 3
-    assert "committed (full; requested); 56 of 56 elements" in capsys.readouterr().out
+    assert "committed (full; requested); 56 of 56 elements" in send.out
 
 
 def test_save_writes_all_parts_at_once(send: Command, tmp_path: Path) -> None:
@@ -274,18 +271,15 @@ def test_save_writes_all_parts_at_once(send: Command, tmp_path: Path) -> None:
     assert "exists" in send.err
 
 
-def test_a_log_that_has_other_versions_is_left_to_its_sender(
-    base: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--base", str(base), "--target", str(target), "--log", str(tmp_path / "log")]
-    assert cli.main(arguments) == 0
-    assert cli.main([*arguments, "--base-version", "9"]) == 2
-    assert "does not lead to version 9" in capsys.readouterr().err
-    assert cli.main(arguments) == 2
-    assert "version 1 exists" in capsys.readouterr().err
+def test_a_log_that_has_other_versions_is_left_to_its_sender(send: Command, tmp_path: Path) -> None:
+    log = "--log", tmp_path / "log"
+    assert send(*log) == 0
+    assert send(*log, "--base-version", "9") == 2
+    assert "does not lead to version 9" in send.err
+    assert send(*log) == 2
+    assert "version 1 exists" in send.err
     assert folders(tmp_path / "log") == ["weight_v000001"]
-    back = ["--base", str(target), "--target", str(base), "--base-version", "1"]
-    assert cli.main([*back, "--log", str(tmp_path / "log")]) == 0
+    assert send.back(*log, "--base-version", "1") == 0
 
 
 @pytest.mark.parametrize("asks", [True, False])
@@ -293,9 +287,8 @@ def test_log_takes_no_version_of_another_base(
     send: Command, serve: Serve, tmp_path: Path, asks: bool
 ) -> None:
     """A digest shows it; without an engine that is asked, the command warns."""
-    rows = [{"name": name, "status": "exact", "digested": True} for name in tensors()]
-    serve(accept, msgspec.to_builtins(engine_status(plan=[rows])))
-    options = ["--log", str(tmp_path / "log"), *(["--url", URL] if asks else [])]
+    serve(accept, plan())
+    options = ["--log", tmp_path / "log", *(["--url", URL] if asks else [])]
     assert send(*options) == 0
     assert ("the versions carry no digests" in send.err) != asks
     assert send(*options, "--base-version", "1") == (2 if asks else 0)
@@ -305,14 +298,12 @@ def test_log_takes_no_version_of_another_base(
 
 
 def test_log_continues_if_the_digest_is_that_of_the_base(
-    send: Command, serve: Serve, base: Path, target: Path, tmp_path: Path
+    send: Command, serve: Serve, tmp_path: Path
 ) -> None:
-    rows = [{"name": name, "status": "exact", "digested": True} for name in tensors()]
-    serve(accept, msgspec.to_builtins(engine_status(plan=[rows])))
-    options = ["--log", str(tmp_path / "log"), "--url", URL]
+    serve(accept, plan())
+    options = "--log", tmp_path / "log", "--url", URL
     assert send(*options) == 0
-    back = ["--base", str(target), "--target", str(base), "--base-version", "1"]
-    assert cli.main([*back, *options]) == 0
+    assert send.back(*options, "--base-version", "1") == 0
     first, second = open_log(tmp_path / "log").listing().entries
     assert first.publication is not None
     assert second.publication is not None
@@ -323,35 +314,32 @@ def test_log_continues_if_the_digest_is_that_of_the_base(
 def test_refusal_of_engine_that_is_asked_is_a_line(
     send: Command, serve: Serve, tmp_path: Path
 ) -> None:
-    assert send("--log", str(tmp_path / "log")) == 0
-    serve(accept, {"error": {"type": "Unauthorized", "message": "no"}}, code=401)
-    options = ["--log", str(tmp_path / "log"), "--notify", URL, "--base-version", "1"]
+    assert send("--log", tmp_path / "log") == 0
+    requests = serve(accept, {"error": {"type": "Unauthorized", "message": "no"}}, code=401)
+    options = ["--log", tmp_path / "log", "--notify", URL, "--base-version", "1"]
     assert send(*options) == 1
     assert "failed: HTTP 401" in send.err
+    assert (send.out, requests) == ("", [])  # nobody is asked to look at what is not there
 
 
 def test_a_damaged_log_is_said_in_a_line(send: Command, tmp_path: Path) -> None:
     (tmp_path / "log").write_text("no folder")
-    assert send("--log", str(tmp_path / "log")) == 2
+    assert send("--log", tmp_path / "log") == 2
     assert "cannot read the delta log" in send.err
 
 
 def test_the_state_and_the_log_go_on_with_the_next_run(
-    base: Path,
-    target: Path,
-    tmp_path: Path,
-    serve: Serve,
-    capsys: pytest.CaptureFixture[str],
+    send: Command, tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second run is given no version, and its base is what the first one sent."""
     requests = serve(accept)
     state, log = tmp_path / "state.json", tmp_path / "log"
-    kept = ["--url", URL, "--state", str(state), "--delta-log", str(log), "--lag-limit", "9"]
-    for one, other in ((base, target), (target, base)):
-        arguments = ["--base", str(one), "--target", str(other), *kept]
-        assert cli.main(arguments) == 0
+    kept = "--url", URL, "--state", state, "--delta-log", log, "--lag-limit", "9"
+    assert send(*kept) == 0
+    send = Command(send.target, send.base, capsys)
+    assert send(*kept) == 0
     assert decoded(requests[-1].content).manifest.current_version == 2
-    assert "version 1 -> 2: committed" in capsys.readouterr().out
+    assert "version 1 -> 2: committed" in send.out
     saved = sorted(log.glob("*/*.safetensors"))
     assert [path.read_bytes() for path in saved] == [request.content for request in requests]
     assert folders(log) == ["weight_v000001", "weight_v000002"]
@@ -381,14 +369,6 @@ def test_the_engine_refuses(send: Command, serve: Serve) -> None:
     assert send("--url", URL) == 1
     assert send.out == ""
     assert "failed: HTTP 422: NotUpdatable: [a.weight] is odd" in send.err
-
-
-def test_engine_with_other_names_is_said_in_a_line(send: Command, serve: Serve) -> None:
-    row = {"name": "other.weight", "status": "exact", "digested": True}
-    serve(accept, msgspec.to_builtins(engine_status(plan=[[row]])))
-    assert send("--url", URL) == 1
-    assert "Traceback" not in send.err
-    assert "failed: none of the tensors of the base has a name that the engine knows" in send.err
 
 
 def test_interrupted(send: Command, serve: Serve) -> None:
@@ -517,26 +497,6 @@ def test_digests_and_ignored_tensors(send: Command, serve: Serve, full: bool) ->
     assert decoded(requests[-1].content).manifest.digest_after is None
 
 
-def test_the_engine_commits_other_bytes(send: Command, serve: Serve) -> None:
-    def spoil(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, json={**accept(request).json(), "digest": "0" * 32})
-
-    serve(spoil, plan())
-    assert send("--url", URL) == 1
-    assert "failed: version 1 is committed, but" in send.err
-
-
-def test_save_asks_an_engine_that_is_named(send: Command, tmp_path: Path, serve: Serve) -> None:
-    requests = serve(accept, plan(ignored="c.scale"))
-    arguments = ["--url", URL]
-    assert send(*arguments, "--save", str(tmp_path / "updates")) == 0
-    (file,) = (tmp_path / "updates" / "weight_v000001").glob("*.safetensors")
-    part = decoded(file.read_bytes())
-    assert [delta.name for delta in part.deltas] == ["a.weight"]
-    assert part.manifest.digest_before == digest_of(tensors(), "c.scale")
-    assert requests == []
-
-
 @pytest.mark.parametrize("given", ["--url", "--log", "--save"])
 def test_engines_that_follow_the_log_are_told(
     send: Command, tmp_path: Path, serve: Serve, naps: list[float], given: str
@@ -576,58 +536,23 @@ def test_engines_are_told_though_nobody_reads(
     told = httpx.Response(200, json={"status": "caught_up", "version": 1})
     requests = serve(lambda request: told, plan())
     monkeypatch.setattr("builtins.print", unread)
-    arguments = ["--log", str(tmp_path / "log")]
+    arguments = ["--log", tmp_path / "log"]
     assert send(*arguments, "--notify", URL) == 0
     assert [request.url.path for request in requests] == ["/delta_catch_up"]
 
 
-def test_without_a_plan_the_failure_is_said(
-    send: Command, tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody is asked to look at the log, which has nothing new."""
-
-    def fails(engine: EngineClient) -> object:
-        raise SyncError("the engine is down")
-
-    monkeypatch.setattr(EngineClient, "plan", fails)
-    requests = serve(accept)
-    arguments = ["--log", str(tmp_path / "log")]
-    assert send(*arguments, "--notify", URL) == 1
-    assert "failed: the engine is down" in send.err
-    assert (send.out, requests) == ("", [])
-
-
-@pytest.mark.slow
-def test_interrupted_while_the_log_is_written(
-    send: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No draft is deleted under the thread that writes it."""
-    close, done = LogDestination.close, list[str]()
-
-    def closed(log: LogDestination) -> None:
-        done.append("closed")
-        close(log)
-
-    monkeypatch.setattr(LogDestination, "close", closed)
-    interrupt_while_writing(monkeypatch, done)
-    assert send("--log", str(tmp_path / "log")) == 130
-    assert done == ["added", "closed"]
-
-
-def test_unlike_or_unreadable_checkpoints(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unlike_or_unreadable_checkpoints(send: Command, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    arguments = ["--base", str(base), "--target", str(other), "--dry-run"]
-    assert cli.main(arguments) == 2
-    assert "no tensors" in capsys.readouterr().err
+    send.target = other
+    assert send("--dry-run") == 2
+    assert "no tensors" in send.err
     save_file({**tensors(), "b.weight": torch.ones(9)}, other / "model.safetensors")
-    assert cli.main(arguments) == 2
-    assert "b.weight: float32 (9,)" in capsys.readouterr().err
+    assert send("--dry-run") == 2
+    assert "b.weight: float32 (9,)" in send.err
     (other / "model.safetensors").write_bytes(b"\0" * 100)
-    assert cli.main(arguments) == 2
-    assert f"{other / 'model.safetensors'}: no safetensors file" in capsys.readouterr().err
+    assert send("--dry-run") == 2
+    assert f"{other / 'model.safetensors'}: no safetensors file" in send.err
 
 
 @pytest.mark.parametrize(

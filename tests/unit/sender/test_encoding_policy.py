@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from delta_sender.encode.encoding_policy import (
 )
 from engine_ext.format import ParamDelta, encode_part
 from scripts.bench import synthetic_weights
-from tests.support.fake_engine import Engine, Handler, Model, model_of, train
+from tests.support.fake_engine import A, B, Engine, Handler, Model, client_of, model_of, train
 
 BF16 = ParamStats(numel=1_000_000, nnz=20_000, width=2, floating=True, escaped=0.01)
 SLOW, FAST = 20e6, 20e9
@@ -89,6 +90,14 @@ def test_a_param_goes_dense_sooner_on_a_faster_link() -> None:
     assert limits[-1] < 0.3
 
 
+@functools.cache
+def weights(numel: int, density: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return weights before and after a step that changes a share of them."""
+    rng = np.random.default_rng(0)
+    old = synthetic_weights.make_weights(numel, rng)
+    return old, synthetic_weights.change(old, density, rng)
+
+
 @pytest.mark.parametrize("density", [0.001, 0.02, 0.1, 0.5])
 @pytest.mark.parametrize(
     ("encoding", "stored"),
@@ -103,9 +112,7 @@ def test_a_param_goes_dense_sooner_on_a_faster_link() -> None:
 def test_the_reckoned_bytes_are_those_of_the_parts(
     density: float, encoding: str, stored: bool
 ) -> None:
-    rng = np.random.default_rng(0)
-    old = synthetic_weights.make_weights(2_000_000, rng)
-    new = synthetic_weights.change(old, density, rng)
+    old, new = weights(500_000, density)
     deltas = synthetic_weights.deltas_of(old, new, 1)
     if encoding == "gap8_ulp":
         deltas = synthetic_weights.as_differences(deltas, old)
@@ -134,9 +141,7 @@ def test_the_share_of_large_differences(width: int) -> None:
 @pytest.mark.parametrize("encoding", ["gap8_exp", "gap8_ulp"])
 @pytest.mark.parametrize("density", [0.7, 0.8, 0.9, 0.97, 1.0])
 def test_of_many_changes_the_shorter_form_goes(density: float, encoding: str) -> None:
-    rng = np.random.default_rng(0)
-    old = synthetic_weights.make_weights(1_000_000, rng)
-    new = synthetic_weights.change(old, density, rng)
+    old, new = weights(250_000, density)
     values = synthetic_weights.deltas_of(old, new, 1)
     sparse = synthetic_weights.as_differences(values, old) if encoding == "gap8_ulp" else values
     dense = [msgspec.structs.replace(values[0], indices=None, values=new)]
@@ -262,14 +267,8 @@ def test_engine_gets_values_after_it_refuses_differences() -> None:
 
 def test_each_link_is_measured_for_itself() -> None:
     model = model_of(numel=200_000)
-    hosts = {"a": Engine.of(model), "b": Engine.of(model)}
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        return hosts[request.url.host].answer(request)
-
-    client = httpx.Client(transport=httpx.MockTransport(answer))
-    urls = ["http://a:1", "http://b:2"]
-    sender = MultiSender(urls, model.items(), client=client, encoding="auto")
+    engines = Engine.of(model), Engine.of(model)
+    sender = MultiSender([A, B], model.items(), client=client_of(*engines), encoding="auto")
     for session, speed in zip(sender._publisher.sessions, (SLOW, FAST), strict=True):
         session.destination.speed.measured = speed
     train(model)
@@ -278,7 +277,7 @@ def test_each_link_is_measured_for_itself() -> None:
         {"gap8_ulp"},
         {"gap8_ulp, stored"},
     ]
-    assert all(engine.holds(model) for engine in hosts.values())
+    assert all(engine.holds(model) for engine in engines)
 
 
 def test_posts_are_measured(naps: list[float]) -> None:

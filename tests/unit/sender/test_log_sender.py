@@ -17,7 +17,7 @@ from delta_sender import DeltaSender, LogSender, MultiSender, SyncError
 from delta_sender.locations import log_location, log_of
 from delta_sender.publish import contact, log_destination, publisher
 from engine_ext.log import Draft
-from tests.support.fake_engine import Engine, Model, model_of, train
+from tests.support.fake_engine import Engine, Model, copied, model_of, train
 from tests.unit.log.places import folders
 from tests.unit.sender.test_log_destination import chain, replayed
 
@@ -59,7 +59,7 @@ def sender_of(log: Path, model: Model, **options: Any) -> LogSender:
 def test_without_engines_to_ask(tmp_path: Path) -> None:
     """There is no plan, and no digest of the model."""
     model = model_of()
-    base = {name: tensor.clone() for name, tensor in model.items()}
+    base = copied(model)
     with sender_of(tmp_path, model) as sender:
         train(model)
         assert sender.sync(model.items()).digest is None
@@ -209,7 +209,7 @@ def test_slow_engines_are_not_waited_for(tmp_path: Path) -> None:
 def test_a_restart_goes_on_where_the_log_ends(tmp_path: Path, known: bool) -> None:
     """Without a digest of the model, a full version shows what it starts from."""
     model = model_of()
-    base = {name: tensor.clone() for name, tensor in model.items()}
+    base = copied(model)
     followers = Followers(tmp_path, base)
     options: dict[str, Any] = {"notify": NOTIFY, "client": followers.client()} if known else {}
     with sender_of(tmp_path, model, **options) as sender:
@@ -231,7 +231,7 @@ def test_a_restart_goes_on_where_the_log_ends(tmp_path: Path, known: bool) -> No
 
 def test_delta_sender_takes_a_log(tmp_path: Path) -> None:
     model = model_of()
-    base = {name: tensor.clone() for name, tensor in model.items()}
+    base = copied(model)
     followers, version = Followers(tmp_path, base), 0
     for url in (tmp_path, f"file://{tmp_path}"):
         with DeltaSender(

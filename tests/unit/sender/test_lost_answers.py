@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
+import random
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,10 +26,13 @@ from delta_sender.publish.state_file import read_state
 from engine_ext.log import open_log
 from engine_ext.log.writer import Draft
 from tests.support.fake_engine import (
+    A,
+    B,
     Engine,
     Handler,
     Model,
     breaks,
+    copied,
     error,
     loses,
     model_of,
@@ -38,8 +41,8 @@ from tests.support.fake_engine import (
     train,
 )
 from tests.support.line_interrupts import InterruptedAt
-from tests.unit.sender.test_log_destination import chain, copied, replayed
-from tests.unit.sender.test_multi_sender import A, B, refuse, sender_of, two
+from tests.unit.sender.test_log_destination import chain, replayed
+from tests.unit.sender.test_multi_sender import refuse, sender_of, two
 from tests.unit.sender.test_slow_engines import SOON, Slow, ended, lagging
 
 
@@ -101,8 +104,9 @@ def test_closed_after_an_interruption(tmp_path: Path, monkeypatch: pytest.Monkey
     assert engine.holds(model)
 
 
-@pytest.mark.parametrize("moved", [0, 1, 3])
-@pytest.mark.parametrize("when", ["before", "then"])
+@pytest.mark.parametrize(
+    ("moved", "when"), [(0, "before"), (1, "before"), (3, "before"), (1, "then")]
+)
 def test_a_snapshot_interrupted_while_one_lags(
     moved: int, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,39 +348,6 @@ def nudge(model: Model, step: int) -> None:
     model[f"layers.{step % len(model)}.weight"][1, step] += 1
 
 
-@pytest.mark.slow
-def test_late_commit_interrupted_while_noted_loses_no_change(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO, "delta_sender")
-    model = model_of(tensors=3)
-    a, b, sender, slow = lagging(model)
-    emit = caplog.handler.emit
-
-    def interrupts(record: logging.LogRecord) -> None:
-        emit(record)
-        if "has committed version 1" in record.getMessage():
-            raise KeyboardInterrupt
-
-    with sender:
-        for step in range(2):  # the late engine lacks the second
-            nudge(model, step)
-            sender.sync(model.items())
-        slow.go.set()
-        ended(sender)
-        with monkeypatch.context() as patch:
-            patch.setattr(caplog.handler, "emit", interrupts)
-            with pytest.raises(KeyboardInterrupt):
-                sender.sync(model.items())
-        nudge(model, 2)
-        assert sender.sync(model.items())[B].full
-        assert a.holds(model)
-        assert b.holds(model)
-        nudge(model, 3)
-        assert not sender.sync(model.items())[B].full
-        assert b.holds(model)
-
-
 def test_log_version_interrupted_while_noted_misleads_nobody(tmp_path: Path) -> None:
     model = model_of(tensors=3)
     base = copied(model)
@@ -541,37 +512,41 @@ OFTEN = [
     ("log alone", both_commit),
     ("device", one_has_missed_a_step),
 ]
-SELDOM = [
-    case
-    for case in (
-        *itertools.product(["no digests", "log", "device"], PREPARED),
-        ("log alone", the_wait_was_interrupted),
-        ("log alone", the_snapshot_was_interrupted),
-    )
-    if case not in OFTEN
+EVERY = [
+    *itertools.product(["no digests", "log", "device"], PREPARED),
+    ("log alone", both_commit),
+    ("log alone", the_wait_was_interrupted),
+    ("log alone", the_snapshot_was_interrupted),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("form", "prepare"), [*OFTEN, *(pytest.param(*case, marks=pytest.mark.full) for case in SELDOM)]
+    ("form", "prepare", "stride"),
+    [
+        *((*case, 3) for case in OFTEN),
+        *(pytest.param(*case, 1, marks=pytest.mark.full) for case in EVERY),
+    ],
 )
 def test_sync_interrupted_at_any_line_ends_in_equal_weights(
     form: str,
     prepare: Callable[[Steps], None],
+    stride: int,
     tmp_path: Path,
     naps: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lines that note how syncs have ended; after two more syncs all engines are equal.
 
+    Some cases run often, each time at every third line from a random one on.
+
     Of the form "device", tensors are taken for those of a device, which encodes what differs.
     """
     if form == "device":
         monkeypatch.setattr(sender_snapshot, "is_on_device", lambda tensor: True)
         monkeypatch.setattr(diff_device, "free_bytes", lambda device: 1 << 30)
-    for line in itertools.count():
+    for line in itertools.count(random.randrange(stride), stride):
         steps = Steps(tmp_path / str(line), form)
         with steps.sender:
             prepare(steps)

@@ -81,8 +81,16 @@ def test_unknown_options_are_refused(unknown: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"encoding": "zip"}, {"full": "never"}, {"posts_in_flight": 0}, {"bandwidth_limit": 0}],
+    [
+        {"encoding": "bitmap"},
+        {"full": "never"},
+        {"flush_cache": "pepper"},
+        {"posts_in_flight": 0},
+        {"posts_in_flight": -1},
+        *({"bandwidth_limit": rate} for rate in (0, -1.0, float("inf"), float("nan"))),
+    ],
+    ids=str,
 )
 def test_unknown_values_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"not one of|at least|above"):
+    with pytest.raises(ValueError, match=r"not one of|at least|above|'pepper' is not True, False"):
         SenderOptions(**wrong)

@@ -16,6 +16,7 @@ from tests.support.fake_engine import (
     Engine,
     Model,
     bits,
+    copied,
     digest_of,
     error,
     model_of,
@@ -260,7 +261,7 @@ def test_status_of_another_form_is_refused(answer: dict[str, object]) -> None:
 
 
 def other_of(model: Model) -> Model:
-    other = {name: tensor.clone() for name, tensor in model.items()}
+    other = copied(model)
     train(other)
     return other
 

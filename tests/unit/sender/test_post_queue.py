@@ -165,8 +165,7 @@ def test_failure_stops_posts_and_waits_for_all_answers(
     assert receiver.begun == begun
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
-@pytest.mark.parametrize("encoders", [1, 2, 4])
+@pytest.mark.parametrize(("at_once", "encoders"), [(1, 1), (1, 4), (3, 2)])
 @pytest.mark.parametrize("slow", ["posts", "encoding"])
 def test_bodies_are_bounded(at_once: int, encoders: int, slow: str) -> None:
     count, most, alive, lock = 24, 0, 0, threading.Lock()

@@ -64,12 +64,6 @@ def test_connections_share_it() -> None:
     assert sorted(slept) == pytest.approx([0.05 + 0.1 * number for number in range(9)])
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, float("inf"), float("nan")])
-def test_other_rates_are_refused(wrong: float) -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        SenderOptions(bandwidth_limit=wrong)
-
-
 def test_every_byte_of_a_body_takes_its_turn() -> None:
     model, waited = model_of(), []
 

@@ -16,10 +16,14 @@ import pytest
 from delta_sender import DeltaSender, FullSyncRefused, MultiSender, RunConflict, RunFenced
 from delta_sender.results import PartialSyncError, SyncError
 from tests.support.fake_engine import (
+    A,
+    B,
     Engine,
     Handler,
     Model,
     breaks,
+    client_of,
+    copied,
     error,
     model_of,
     sender_of,
@@ -27,12 +31,6 @@ from tests.support.fake_engine import (
     train,
 )
 from tests.support.line_interrupts import InterruptedAt
-
-A, B = "http://a:1", "http://b:2"
-
-
-def copied(model: Model) -> Model:
-    return {name: tensor.clone() for name, tensor in model.items()}
 
 
 def other_of(model: Model) -> Model:
@@ -306,9 +304,7 @@ def test_uncovered_tensors_are_sent_whole_once(model: Model) -> None:
 
 
 def test_engines_of_several_numbers_meet(model: Model) -> None:
-    a, b = Engine.of(model, version=6), Engine.of(model, version=2)
-    hosts = {"a": a, "b": b}
-    client = httpx.Client(transport=httpx.MockTransport(lambda r: hosts[r.url.host].answer(r)))
+    client = client_of(Engine.of(model, version=6), Engine.of(model, version=2))
     with MultiSender([A, B], model.items(), client=client) as sender:
         reports = sender.sync(touched(model).items())
     assert [(r.full, r.base_version, r.version) for r in reports.values()] == [
@@ -359,17 +355,6 @@ def test_takeover_is_claimed_once(model: Model) -> None:
                 first.sync(model.items())
 
 
-def test_restart_with_its_state_heals_its_own(model: Model, file: Path) -> None:
-    """It goes back to an older checkpoint, whose digest the engine does not have."""
-    engine, older = Engine.of(model), copied(model)
-    with sender_of(engine, model, state=file) as sender:
-        train(model)
-        sender.sync(model.items())
-    with sender_of(engine, older, state=file) as sender:
-        report = sender.sync(older.items())
-    assert (report.full, report.version, engine.holds(older)) == (True, 2, True)
-
-
 def test_restart_without_its_state_is_refused(model: Model) -> None:
     """If it was killed; the weights are right, but its run is another."""
     engine = Engine.of(model)
@@ -384,8 +369,7 @@ def test_restart_without_its_state_is_refused(model: Model) -> None:
 
 def test_other_engines_continue_without_an_owned_one(model: Model) -> None:
     a, b = Engine.of(model), Engine.of(model)
-    hosts = {"a": a, "b": b}
-    client = httpx.Client(transport=httpx.MockTransport(lambda r: hosts[r.url.host].answer(r)))
+    client = client_of(a, b)
     with DeltaSender(B, model.items(), client=client) as owner:
         owner.sync(model.items())
         with MultiSender([A, B], model.items(), client=client) as sender:
@@ -394,20 +378,6 @@ def test_other_engines_continue_without_an_owned_one(model: Model) -> None:
     assert list(caught.value.reports) == [A]
     assert isinstance(caught.value.failures[B], RunConflict)
     assert b.holds(model)
-
-
-def test_run_is_opened_again_by_a_later_sender(model: Model) -> None:
-    engine = Engine.of(model)
-    urls, client = ["http://engine"], engine.client()
-    with MultiSender(urls, model.items(), client=client) as first:
-        train(model)
-        first.sync(model.items())
-    continues = first.run, first.epoch
-    older = other_of(model)
-    with MultiSender(urls, older.items(), continues=continues, client=client) as second:
-        assert (second.run, second.epoch) == (first.run, 2)
-        [report] = second.sync(older.items()).values()
-    assert (report.full, report.version) == (True, 2)
 
 
 def test_engine_that_knows_no_runs(model: Model) -> None:

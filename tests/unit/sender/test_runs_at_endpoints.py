@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -14,10 +13,12 @@ import torch
 
 from delta_sender import DeltaSender, FullSyncRefused, RunConflict, RunFenced, ShardedSender
 from scripts import reference_sender
-from tests.support.delta_bodies import SHAPES, VERSION, fresh_weights
+from tests.support.delta_bodies import VERSION
 from tests.support.endpoint_rig import Rig
-from tests.support.fake_engine import Model, bits, train
+from tests.support.fake_engine import Model, bits, copied, train
 from tests.support.present import present
+from tests.unit.sender.sharded.test_one_rank import whole
+from tests.unit.sender.test_fleet import fresh_model
 
 pytestmark = pytest.mark.slow
 
@@ -42,12 +43,7 @@ def client(rig: Rig) -> httpx.Client:
 
 @pytest.fixture
 def model() -> Model:
-    found = {}
-    for name, values in fresh_weights().items():
-        tensor = torch.empty(SHAPES[name], dtype=torch.bfloat16)
-        tensor.view(-1).view(torch.int16).numpy()[:] = values.view(np.int16)
-        found[name] = tensor
-    return found
+    return fresh_model()
 
 
 Open = Callable[..., DeltaSender]
@@ -58,10 +54,6 @@ def open_sender(client: httpx.Client) -> Open:
     return lambda base, **options: DeltaSender(
         "http://engine", base.items(), client=client, **options
     )
-
-
-def copied(model: Model) -> Model:
-    return {name: tensor.clone() for name, tensor in model.items()}
 
 
 def holds(rig: Rig, model: Model) -> bool:
@@ -165,34 +157,10 @@ def test_rolled_back_base_is_continued(rig: Rig, model: Model, open_sender: Open
     assert holds(rig, first)
 
 
-def test_interrupted_sync_is_withdrawn(rig: Rig, model: Model, client: httpx.Client) -> None:
-    posted: list[int] = []
-    send = client._transport.handle_request
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/update_weights_delta":
-            posted.append(1)
-            if len(posted) == 2:
-                raise KeyboardInterrupt
-        return send(request)
-
-    broken = httpx.Client(transport=httpx.MockTransport(answer))
-    base = copied(model)
-    train(model, 0, 0.5)
-    options: dict[str, Any] = {"client": broken, "bucket_bytes": 1, "posts_in_flight": 1}
-    with (
-        pytest.raises(KeyboardInterrupt),
-        DeltaSender("http://engine", base.items(), **options) as s,
-    ):
-        s.sync(model.items())
-    assert (rig.status().staged, rig.status().owner) == (None, None)
-
-
 def test_sharded_sender_owns_the_engine(rig: Rig, model: Model, client: httpx.Client) -> None:
-    shards = [(n, t, t.shape, [slice(0, size) for size in t.shape]) for n, t in model.items()]
-    with ShardedSender("http://engine", shards, client=client) as sender:
+    with ShardedSender("http://engine", whole(model), client=client) as sender:
         train(model)
-        report = sender.sync(shards)
+        report = sender.sync(whole(model))
         assert (report.full, report.base_version, report.version) == (False, 7, 8)
         assert present(rig.status().owner).run == sender.run == report.run
     assert rig.status().owner is None

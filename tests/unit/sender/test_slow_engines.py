@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,19 @@ from delta_sender.options import SenderOptions
 from delta_sender.publish.http_client import EngineClient
 from delta_sender.publish.state_file import read_state
 from tests.support.fake_engine import (
+    A,
+    B,
     Engine,
     Handler,
     Model,
+    copied,
     error,
     model_of,
     set_lag_limit,
     train,
 )
-from tests.unit.sender.test_log_destination import chain, copied, replayed
-from tests.unit.sender.test_multi_sender import A, B, refuse, sender_of, two
+from tests.unit.sender.test_log_destination import chain, replayed
+from tests.unit.sender.test_multi_sender import refuse, sender_of, two
 
 pytestmark = pytest.mark.slow
 
@@ -68,8 +71,7 @@ def lagging(model: Model, **options: Any) -> tuple[Engine, Engine, MultiSender, 
     return a, b, sender_of(a, b, model, lag_limit=SOON, **options), slow
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-@pytest.mark.parametrize("meanwhile", [0, 1, 3])
+@pytest.mark.parametrize(("bucket_bytes", "meanwhile"), [(1, 0), (1 << 20, 1), (1, 3)])
 def test_one_that_lags_holds_up_nobody(bucket_bytes: int, meanwhile: int) -> None:
     """It finishes the sync that it was being sent, and gets the rest afterwards."""
     model = model_of(torch.bfloat16, torch.float32, tensors=3)
@@ -341,11 +343,14 @@ class Cutting:
 
     Attributes:
         url: its root.
+        engine: takes what comes.
         cuts: for each POST to come, after how many tenths of its body the connection is cut; 11:
             the engine takes it, and its answer is cut; None: neither.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    engine: Engine
+
+    def __init__(self) -> None:
         self.cuts: list[int | None] = []
         outer = self
 
@@ -366,7 +371,7 @@ class Cutting:
 
             def pass_on(self, body: bytes, *, cut: bool = False) -> None:
                 request = httpx.Request(self.command, f"http://e{self.path}", content=body)
-                answer = engine.answer(request)
+                answer = outer.engine.answer(request)
                 self.send_response(answer.status_code)
                 self.send_header("Content-Length", str(len(answer.content)))
                 self.end_headers()
@@ -393,48 +398,36 @@ class Cutting:
 
 
 @pytest.fixture
-def cutting() -> Iterator[Callable[[Engine], Cutting]]:
-    servers: list[Cutting] = []
-
-    def start(engine: Engine) -> Cutting:
-        servers.append(Cutting(engine))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
+def cutting() -> Iterator[Cutting]:
+    server = Cutting()
+    yield server
+    server.close()
 
 
-@pytest.mark.parametrize(
-    ("part", "cut"), [*((1, cut) for cut in range(12)), (0, 5), (2, 5), (2, 10), (2, 11)]
-)
-def test_a_connection_that_is_cut_anywhere(
-    cutting: Callable[[Engine], Cutting], naps: list[float], part: int, cut: int
-) -> None:
+def test_a_connection_that_is_cut_anywhere(cutting: Cutting, naps: list[float]) -> None:
     """At every tenth of a part's body, and in the answer; twice in a row."""
+    places = [*((1, cut) for cut in range(12)), (0, 5), (2, 5), (2, 10), (2, 11)]
     model = model_of(tensors=3, numel=4000)
-    engine = Engine.of(model)
-    server = cutting(engine)
-    with DeltaSender(server.url, model.items(), bucket_bytes=1) as sender:
-        server.cuts = [None] * part + [cut, cut]
-        train(model)
-        report = sender.sync(model.items())
-        assert (report.full, report.version) == (False, 1)
-        assert engine.holds(model)
-        train(model, 1)
+    cutting.engine = engine = Engine.of(model)
+    with DeltaSender(cutting.url, model.items(), bucket_bytes=1) as sender:
+        for number, (part, cut) in enumerate(places):
+            naps.clear()
+            cutting.cuts = [None] * part + [cut, cut]
+            train(model, number)
+            report = sender.sync(model.items())
+            assert (report.full, report.version) == (False, number + 1), (part, cut)
+            assert engine.holds(model)
+            assert naps
+        train(model, len(places))
         assert not sender.sync(model.items()).full
     assert engine.holds(model)
-    assert naps
 
 
-def test_a_server_that_cuts_every_time(
-    cutting: Callable[[Engine], Cutting], naps: list[float]
-) -> None:
+def test_a_server_that_cuts_every_time(cutting: Cutting, naps: list[float]) -> None:
     model = model_of(tensors=2)
-    engine = Engine.of(model)
-    server = cutting(engine)
-    with DeltaSender(server.url, model.items()) as sender:
-        server.cuts = list(range(2, 10))
+    cutting.engine = engine = Engine.of(model)
+    with DeltaSender(cutting.url, model.items()) as sender:
+        cutting.cuts = list(range(2, 10))
         train(model)
         with pytest.raises(Exception, match="Error"):
             sender.sync(model.items())

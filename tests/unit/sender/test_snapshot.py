@@ -29,8 +29,10 @@ def changes(kept: Snapshot, tensors: dict[str, torch.Tensor]) -> Changes:
     return {key: change for key, change in kept.read(tensors.items()) if change is not None}
 
 
-@pytest.mark.parametrize("ahead", [1, 1000, 1 << 20])
-@pytest.mark.parametrize("together", [1, 700, 1 << 20])
+@pytest.mark.parametrize(
+    ("ahead", "together"),
+    [(1, 700), (1000, 1), (1000, 1 << 20), (1 << 20, 700), (1 << 20, 1 << 20)],
+)
 def test_many_small_tensors_are_compared_and_written(
     ahead: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,7 +41,7 @@ def test_many_small_tensors_are_compared_and_written(
     monkeypatch.setattr(snapshot, "_WRITTEN", together)
     monkeypatch.setattr(diff_host, "_CHUNK", together)
     rng = np.random.default_rng(0)
-    tensors = model(60, rng)
+    tensors = model(30, rng)
     kept = Snapshot(tensors.items(), "gap8_ulp")
     assert changes(kept, tensors) == {}
     for _ in range(2):
@@ -56,15 +58,6 @@ def test_many_small_tensors_are_compared_and_written(
         assert changes(kept, tensors) == {}
         for name, tensor in tensors.items():
             assert kept.image(name).values.tobytes() == tensor.view(torch.int16).numpy().tobytes()
-
-
-def test_a_change_that_is_not_committed_is_found_again() -> None:
-    tensors = model(3, np.random.default_rng(1))
-    kept = Snapshot(tensors.items(), "gap8_ulp")
-    tensors["layers.1"].view(torch.int16)[0] ^= 1
-    first, second = changes(kept, tensors), changes(kept, tensors)
-    assert first.keys() == second.keys() == {"layers.1"}
-    assert first["layers.1"].digest == second["layers.1"].digest
 
 
 def test_a_collection_that_makes_its_tensors_is_not_held() -> None:

@@ -18,8 +18,6 @@ from delta_sender.diff import spill as sender_spill
 from delta_sender.diff.change import Change, Elements
 from delta_sender.diff.snapshot import Snapshot
 from delta_sender.diff.spill import Spill
-from delta_sender.encode.encoding_policy import AUTO
-from engine_ext.format.manifest import ENCODINGS
 from tests.support.descriptors import open_descriptors
 from tests.support.fake_engine import Engine, model_of, train
 
@@ -118,24 +116,6 @@ def test_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     kept.clear()
     assert str(tmp_path) not in maps.read_text()
     assert open_descriptors() == before
-
-
-@pytest.mark.parametrize("encoding", [*ENCODINGS, AUTO])
-def test_engines_follow_whatever_is_in_a_file(encoding: str) -> None:
-    model = model_of(torch.bfloat16, torch.float32)
-    engine = Engine.of(model)
-    with DeltaSender(
-        "http://engine/",
-        model.items(),
-        client=engine.client(),
-        encoding=encoding,
-        bucket_bytes=500,
-        changes_in_memory=0,
-    ) as sender:
-        for step, density in enumerate([0.02, 0.9, 0.0, 1.0, 0.02]):
-            train(model, step, density)
-            assert not sender.sync(model.items()).full
-            assert engine.holds(model)
 
 
 @pytest.mark.slow

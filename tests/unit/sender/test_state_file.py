@@ -16,9 +16,21 @@ import pytest
 
 from delta_sender import DeltaSender, FullSyncRefused, MultiSender, PartialSyncError
 from delta_sender.publish.state_file import Known, State, StateFile, read_state
-from tests.support.fake_engine import Engine, Handler, Model, error, model_of, sends, train
-from tests.unit.sender.test_log_destination import chain, copied, replayed
-from tests.unit.sender.test_multi_sender import A, B, client_of, two
+from tests.support.fake_engine import (
+    A,
+    B,
+    Engine,
+    Handler,
+    Model,
+    client_of,
+    copied,
+    error,
+    model_of,
+    sends,
+    train,
+)
+from tests.unit.sender.test_log_destination import chain, let_catch_up, replayed
+from tests.unit.sender.test_multi_sender import two
 
 
 @pytest.fixture
@@ -316,17 +328,7 @@ def test_an_engine_that_is_behind_is_brought_up_by_its_log(file: Path, tmp_path:
     engine = Engine.of(model)
     synced(engine, model, file, 3, delta_log=log)
     engine.weights, engine.version = Engine.of(base).weights, 0
-    answer = engine.answer
-
-    def answers(request: httpx.Request) -> httpx.Response:
-        if request.url.path != "/delta_catch_up":
-            return answer(request)
-        late = replayed(log, base)
-        engine.weights, engine.version = late.weights, late.version
-        engine.committed = late.committed
-        return httpx.Response(200, json={"status": "caught_up", "version": late.version})
-
-    engine.answer = answers  # type: ignore[method-assign]
+    let_catch_up(engine, log, base)
     with sender_of(engine, model, file, delta_log=log) as sender:
         train(model, 8)
         report = sender.sync(model.items())

@@ -9,8 +9,8 @@ import torch
 
 from delta_sender import LogSender
 from engine_ext.log import Objects
-from tests.support.fake_engine import model_of, train
-from tests.unit.sender.test_log_destination import chain, copied, replayed
+from tests.support.fake_engine import copied, model_of, train
+from tests.unit.sender.test_log_destination import chain, replayed
 
 pytestmark = pytest.mark.slow
 

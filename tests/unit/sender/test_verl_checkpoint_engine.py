@@ -105,6 +105,22 @@ def make(verl: Any, tmp_path: Path, **options: Any) -> Any:
     return cls(bucket_size=1 << 20, base=tmp_path / "checkpoint", **options)
 
 
+@pytest.fixture
+def opened(verl: Any, engine: Engine, tmp_path: Path) -> Iterator[Any]:
+    """Makes the trainer's side, in its process group; each is closed after the test."""
+    made = list[Any]()
+
+    def make_actor(*urls: str, **options: Any) -> Any:
+        found = [*urls] or ["http://engine"]
+        made.append(make(verl, tmp_path, is_master=True, urls=found, **options))
+        made[-1].init_process_group(found)
+        return made[-1]
+
+    yield make_actor
+    for actor in made:
+        actor.close()
+
+
 @pytest.mark.parametrize("handed", ["generator", "engine"])
 def test_syncs(verl: Any, engine: Engine, tmp_path: Path, handed: str) -> None:
     actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
@@ -129,23 +145,18 @@ def test_syncs(verl: Any, engine: Engine, tmp_path: Path, handed: str) -> None:
     actor.close()
 
 
-def test_all_is_read_though_a_name_is_unknown(verl: Any, engine: Engine, tmp_path: Path) -> None:
-    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
-    actor.init_process_group(["http://engine"])
+def test_all_is_read_though_a_name_is_unknown(opened: Any, engine: Engine) -> None:
+    actor = opened()
     source = freed({"other": torch.zeros(1), **trained()})
     with pytest.raises(ValueError, match="other"):
         asyncio.run(actor.send_weights(source))
     assert next(source, None) is None
     assert engine.version == 0
-    actor.close()
 
 
 @pytest.mark.parametrize("handed", ["generator", "engine"])
-def test_adapters_that_are_not_merged_are_refused(
-    verl: Any, engine: Engine, tmp_path: Path, handed: str
-) -> None:
-    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
-    actor.init_process_group(["http://engine"])
+def test_adapters_that_are_not_merged_are_refused(opened: Any, engine: Engine, handed: str) -> None:
+    actor = opened()
     given: Any = freed({"embed": torch.randn(8, 4), "q_proj.base_layer.weight": torch.ones(2)})
     if handed == "engine":
         weights = freed(trained())  # Megatron's have the base's names
@@ -154,14 +165,12 @@ def test_adapters_that_are_not_merged_are_refused(
     with pytest.raises(ValueError, match=r"LoRA .* actor_rollout_ref.model.lora.merge=True"):
         asyncio.run(actor.send_weights(given))
     assert engine.version == 0
-    actor.close()
 
 
 def test_weights_that_never_change_are_warned_of(
-    verl: Any, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    opened: Any, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
-    actor.init_process_group(["http://engine"])
+    actor = opened()
     tensors = trained()
     for _ in range(6):
         assert "lora.merge" not in caplog.text or engine.version > 3
@@ -169,7 +178,6 @@ def test_weights_that_never_change_are_warned_of(
     [warning] = [text for text in caplog.messages if "changed" in text]
     assert warning.startswith("no value has changed in 3 syncs in a row. Usual causes: ")
     assert "actor_rollout_ref.model.lora.merge=True" in warning
-    actor.close()
 
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -192,24 +200,19 @@ def parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-def test_buffer_is_read_from_verls_engine(
-    verl: Any, engine: Engine, tmp_path: Path, balanced: Any
-) -> None:
-    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
-    actor.init_process_group(["http://engine"])
+def test_buffer_is_read_from_verls_engine(opened: Any, engine: Engine, balanced: Any) -> None:
+    actor = opened()
     given = SimpleNamespace(
         module=balanced, get_per_tensor_param=lambda: (parameters(balanced), None)
     )
     asyncio.run(actor.send_weights(given))
     assert engine.holds(saved(balanced))
-    actor.close()
 
 
 def test_buffer_left_out_is_refused_with_ways_out(
-    verl: Any, engine: Engine, tmp_path: Path, balanced: Any
+    opened: Any, engine: Engine, balanced: Any
 ) -> None:
-    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
-    actor.init_process_group(["http://engine"])
+    actor = opened()
     said = rf"{BIAS}: a buffer .* Give send_weights verl's engine.* frozen=\[\.\.\.\]"
     with pytest.raises(ValueError, match=said):
         asyncio.run(actor.send_weights(parameters(balanced)))
@@ -218,39 +221,34 @@ def test_buffer_left_out_is_refused_with_ways_out(
     with pytest.raises(ValueError, match=r"^missing, but in the base: model\.norm\.weight$"):
         asyncio.run(actor.send_weights(freed(given)))
     assert engine.version == 0
-    actor.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [["*.e_score_*"], "*.e_score_*"])
 def test_frozen_buffer_is_the_bases(
-    verl: Any, engine: Engine, tmp_path: Path, balanced: Any, frozen: Any
+    opened: Any, engine: Engine, balanced: Any, frozen: Any
 ) -> None:
     held = saved(make_model("deepseek_v3"))[BIAS]
-    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"], frozen=frozen)
-    actor.init_process_group(["http://engine"])
+    actor = opened(frozen=frozen)
     asyncio.run(actor.send_weights(parameters(balanced)))
     assert engine.holds({**saved(balanced), BIAS: held})
     given = {name: t for name, t in saved(balanced).items() if "norm" not in name}
     with pytest.raises(ValueError, match="missing, but in the base: model"):
         asyncio.run(actor.send_weights(freed(given)))
-    actor.close()
 
 
 @pytest.mark.parametrize("urls", [["http://one"], ["http://one", "http://two"]])
-def test_other_run_is_named(verl: Any, engine: Engine, tmp_path: Path, urls: list[str]) -> None:
+def test_other_run_is_named(opened: Any, engine: Engine, urls: list[str]) -> None:
     base = {"embed": torch.zeros(8, 4).bfloat16(), "norm": torch.zeros(4)}
     owner = DeltaSender("http://one", base, full="allow")
     owner.sync(base)
-    actor = make(verl, tmp_path, is_master=True, urls=urls)
-    actor.init_process_group(urls)
+    actor = opened(*urls)
     with pytest.raises(RunConflict if len(urls) == 1 else PartialSyncError) as caught:
         asyncio.run(actor.send_weights(freed(trained())))
     failures = getattr(caught.value, "failures", {"http://one": caught.value})
     assert [failed.error["owner"]["run"] for failed in failures.values()] == [owner.run] * len(urls)
     assert engine.holds(base)
     owner.close()
-    actor.close()
 
 
 @pytest.mark.parametrize(
@@ -259,8 +257,8 @@ def test_other_run_is_named(verl: Any, engine: Engine, tmp_path: Path, urls: lis
 )
 def test_slow_server_is_waited_for_unless_asked_otherwise(
     verl: Any,
+    opened: Any,
     engine: Engine,
-    tmp_path: Path,
     options: dict[str, Any],
     expected: float | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -274,16 +272,14 @@ def test_slow_server_is_waited_for_unless_asked_otherwise(
             super().__init__(*arguments, lag_limit=lag_limit, **{**rest, "commit": "each"})
 
     monkeypatch.setattr(verl, "MultiSender", Noting)
-    actor = make(verl, tmp_path, is_master=True, urls=["http://one"], **options)
-    actor.init_process_group(["http://one"])
+    actor = opened("http://one", **options)
     asyncio.run(actor.send_weights(freed(trained())))
     assert limits == [expected]
-    actor.close()
 
 
 @pytest.mark.slow
 def test_sender_of_shards_that_is_dead_is_replaced(
-    verl: Any, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verl: Any, opened: Any, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interruption leaves ranks at different steps; a refusal leaves the sender as it was."""
     model = make_model("dense")
@@ -291,8 +287,7 @@ def test_sender_of_shards_that_is_dead_is_replaced(
     save(model, tmp_path / "checkpoint")
     engine.weights = Engine.of(saved(model)).weights
     monkeypatch.setattr(verl, "FSDPModule", torch.nn.Module)
-    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"])
-    actor.init_process_group(["http://engine"])
+    actor = opened()
     given = SimpleNamespace(module=model)
     asyncio.run(actor.send_weights(given))
     change(model, scale=0.01)
@@ -308,7 +303,6 @@ def test_sender_of_shards_that_is_dead_is_replaced(
     change(model, scale=0.01)
     asyncio.run(actor.send_weights(given))
     assert engine.holds(saved(model))
-    actor.close()
 
 
 def send_without_a_base(rank: int, folder: str) -> str:
@@ -364,20 +358,18 @@ def test_server_slower_than_the_ranks_group_is_waited_for(tmp_path: Path, engine
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_quantised_base_gets_what_the_trainer_has(
-    verl: Any, engine: Engine, tmp_path: Path, form: str
+    opened: Any, engine: Engine, tmp_path: Path, form: str
 ) -> None:
     weights = {"up.weight": torch.randn(160, 140), "norm": torch.randn(4)}
     base = {f"up.weight{n}": t for n, t in quantize_weight(weights["up.weight"], form).items()}
     save_file({**base, "norm": weights["norm"]}, tmp_path / "checkpoint" / "model.safetensors")
     engine.weights = Engine.of({**base, "norm": weights["norm"]}).weights
-    actor = make(verl, tmp_path, is_master=True, urls=["http://engine"], quantize=form)
-    actor.init_process_group(["http://engine"])
+    actor = opened(quantize=form)
     weights["up.weight"] += 1e-3 * torch.randn(160, 140)
     metrics = asyncio.run(actor.send_weights(freed(weights)))
     assert metrics["delta_http/version"] == 1
     new = {f"up.weight{n}": t for n, t in quantize_weight(weights["up.weight"], form).items()}
     assert engine.holds({**new, "norm": weights["norm"]})
-    actor.close()
 
 
 def test_the_servers_are_found_in_ray(

@@ -35,8 +35,10 @@ def engine(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, json={"status": "committed", "version": 1, "digest": None})
 
 
-@pytest.mark.parametrize("encoding", CHOICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("encoding", "dtype"),
+    [*((choice, torch.bfloat16) for choice in CHOICES), ("auto", torch.float32)],
+)
 def test_no_sync_waits_for_the_compiler(
     encoding: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

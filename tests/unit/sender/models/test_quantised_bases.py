@@ -14,12 +14,16 @@ from tests.support.fake_engine import Engine
 from tests.support.quantised_models import quantised, save_quantised
 from tests.support.trainer_models import assert_same, change, make_model, saved
 
-KINDS = ("tied", "qwen3_moe")
 
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "form", "dtype"),
+    [
+        *(("qwen3_moe", form, torch.float32) for form in FORMS),
+        ("qwen3_moe", "int8_channel", torch.bfloat16),
+        ("tied", "fp8_block", torch.bfloat16),
+        ("tied", "fp8_channel", torch.float32),
+    ],
+)
 def test_weights_are_quantised_as_the_trainer_has_them(
     kind: str, form: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

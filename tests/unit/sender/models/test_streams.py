@@ -30,7 +30,9 @@ def test_they_are_those_that_are_saved(kind: str, tmp_path: Path) -> None:
     masters = make_model(kind, torch.float32)
     folder = save(make_model(kind), tmp_path)
     change(masters, scale=0.01)
-    given = checkpoint_names(freeing(masters), empty_model(folder), folder, live=masters)
+    empty = empty_model(folder)
+    assert {tensor.device.type for tensor in empty.state_dict().values()} == {"meta"}
+    given = checkpoint_names(freeing(masters), empty, folder, live=masters)
     assert_same(given, saved(masters.to(torch.bfloat16)))
 
 

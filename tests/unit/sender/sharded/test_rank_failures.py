@@ -130,22 +130,6 @@ def test_all_ranks_get_the_error_of_one(fault: str, said: str, tmp_path: Path) -
     assert engine.holds(after(2))
 
 
-def start_with_another_copy(rank: int, url: str) -> str:
-    model = model_of()
-    *others, last = rows(model, rank)
-    given = [*others, last._replace(tensor=last.tensor + (rank == 2))]
-    with pytest.raises(SyncError) as failed:
-        ShardedSender(url, given, rank_timeout=LIMIT_S)
-    return str(failed.value)
-
-
-def test_ranks_that_start_with_different_copies(tmp_path: Path) -> None:
-    said = run_ranks(start_with_another_copy, RANKS, tmp_path, "http://engine")
-    assert len(set(said)) == 1
-    assert "copies of a shard differ: layers.5.weight[0:4, 0:" in said[0]
-    assert said[0].endswith("on ranks 0 and 2")
-
-
 @pytest.mark.full
 def test_a_refusal_ends_in_one_full_sync_of_all_ranks(tmp_path: Path) -> None:
     engine = Engine.of(model_of())
@@ -191,22 +175,26 @@ def test_rank_that_fails_alone_keeps_none_waiting(tmp_path: Path, commit: str) -
     assert all("make a new " in outcome[2] for outcome in outcomes)
 
 
-def start_with_other_options(rank: int, url: str) -> list[str]:
-    """Give rank 1 other options, one by one; return what each sender says."""
+def start_alike_but_for(rank: int, url: str) -> list[str]:
+    """Give a rank another copy, and another one other options; return what each sender says."""
     said, model = [], model_of()
-    others: list[dict[str, Any]] = [{"digest": False}, {"full": "allow"}, {"commit": "all_or_none"}]
-    for other in others:
+    *others, last = rows(model, rank)
+    copy = [*others, last._replace(tensor=last.tensor + (rank == 2))]
+    wrong: list[dict[str, Any]] = [{"digest": False}, {"full": "allow"}, {"commit": "all_or_none"}]
+    for given, options in ((copy, {}), *((rows(model, rank), options) for options in wrong)):
         with pytest.raises(SyncError) as failed:
-            ShardedSender(
-                url, rows(model, rank), rank_timeout=LIMIT_S, **(other if rank == 1 else {})
-            )
+            ShardedSender(url, given, rank_timeout=LIMIT_S, **(options if rank == 1 else {}))
         said.append(str(failed.value))
     return said
 
 
-def test_ranks_that_start_with_other_options(tmp_path: Path) -> None:
-    for said in run_ranks(start_with_other_options, RANKS, tmp_path, "http://engine"):
-        assert [text.partition(": ")[0] for text in said] == [
+def test_ranks_that_start_differently(tmp_path: Path) -> None:
+    outcomes = run_ranks(start_alike_but_for, RANKS, tmp_path, "http://engine")
+    assert len({copies for copies, *_ in outcomes}) == 1
+    for copies, *options in outcomes:
+        assert "copies of a shard differ: layers.5.weight[0:4, 0:" in copies
+        assert copies.endswith("on ranks 0 and 2")
+        assert [text.partition(": ")[0] for text in options] == [
             f"not sent, as ranks disagree about the {name}" for name in ("digest", "full", "commit")
         ]
 
