@@ -7,10 +7,15 @@ from typing import Any
 
 
 class LazyModule:
-    """A module that is imported when a test first asks for one of its attributes."""
+    """A module that is imported when a test first asks for one of its public attributes.
+
+    pytest looks for others on all that a test module has.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
         return getattr(import_module(self._name), attribute)

@@ -74,7 +74,7 @@ def test_refilled_views_are_sent_as_they_were_yielded(
 
 
 def freeing(model: Model) -> Generator:
-    """Yield copies, each of which is freed by the time of the next, which can have its memory."""
+    """Yield copies; each is freed by the time of the next, which can have its memory."""
     for name in model:
         yield name, model[name].clone()
 
