@@ -380,6 +380,20 @@ def test_other_engines_continue_without_an_owned_one(model: Model) -> None:
     assert b.holds(model)
 
 
+def test_run_is_opened_again_by_a_later_sender(model: Model) -> None:
+    engine = Engine.of(model)
+    urls, client = ["http://engine"], engine.client()
+    with MultiSender(urls, model.items(), client=client) as first:
+        train(model)
+        first.sync(model.items())
+    continues = first.run, first.epoch
+    older = other_of(model)
+    with MultiSender(urls, older.items(), continues=continues, client=client) as second:
+        assert (second.run, second.epoch) == (first.run, 2)
+        [report] = second.sync(older.items()).values()
+    assert (report.full, report.version) == (True, 2)
+
+
 def test_engine_that_knows_no_runs(model: Model) -> None:
     """Its weights are not replaced unasked: who has sent them cannot be known."""
     engine = Engine.of(model, has_runs=False)
