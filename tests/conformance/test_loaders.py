@@ -15,7 +15,6 @@ from engine_ext.conformance.toy_models import ToyModel
 pytestmark = pytest.mark.slow
 
 LOADERS = [(case, setup) for case in CASES for setup in case.setups]
-SEVERAL = {"sparse 40 %", "dense"}
 
 
 def loader_id(loader: tuple[Case, Setup]) -> str:
@@ -26,18 +25,18 @@ def loader_id(loader: tuple[Case, Setup]) -> str:
 def own_syncs(case: Case, setup: Setup, receiver: str) -> Iterator[Sync]:
     """Yield what this project's receivers are given; the table of the documentation has all.
 
-    The masked apply refuses most tensors of a loader that it does not carry, whatever their values.
-    If nothing is computed after loading, `tests/unit/sync/test_appliers.py` sends each tensor
-    alone, and the properties of both ways to apply draw how many elements change.
+    If nothing is computed after loading and nothing refused, `tests/unit/sync/test_appliers.py`
+    sends each tensor alone, and the properties of both ways to apply draw how many elements change.
+    The masked apply refuses most tensors of a loader that it does not carry, so none goes alone.
     """
-    copies = setup[0].after_loading is ToyModel.after_loading
+    copies = setup[0].after_loading is ToyModel.after_loading and not setup[0].refused
     in_unit_tests = copies and len(setup) == 1 and ".toy_models" in setup[0].__module__
     is_carried = receiver == "scatter" or receiver in case.carried
     for sync in syncs_of(setup):
         alone = sync.group == "alone"
         if in_unit_tests and (alone or sync.name == "sparse 0.5 %"):
             continue
-        if is_carried or alone or sync.name in SEVERAL:
+        if is_carried or not alone:
             yield sync
 
 

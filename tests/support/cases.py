@@ -30,6 +30,7 @@ def in_one_test(
     """
     keys = [names] if isinstance(names, str) else [*names]
     rows = [dict(zip(keys, [row] if isinstance(names, str) else row, strict=True)) for row in table]
+    assert rows, "an empty table"
     called: list[Any] = rows if ids is None else [*ids]
 
     def decorate(test: Test) -> Test:

@@ -22,10 +22,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in of_host]
 
 
-@pytest.fixture(autouse=True)
-def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture(scope="session", autouse=True)
+def no_keys() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (API_KEY_ENVIRONMENT, HMAC_KEY_ENVIRONMENT):
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture(autouse=True)

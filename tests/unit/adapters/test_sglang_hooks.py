@@ -122,7 +122,7 @@ def test_server_that_drains_answers_a_call_in_flight(
         call = rpc.Call.from_manifest(sent.manifest)
         message = call.reply([ops.encode_answer(ops.Reply)], 0)
         output = Output(success=True, message=message)
-        asyncio.get_running_loop().call_later(0.6, lambda: answers[Output](output))
+        asyncio.get_running_loop().call_later(1.0, lambda: answers[Output](output))
 
     rank = SimpleNamespace(is_alive=lambda: is_alive)
     manager = SimpleNamespace(

@@ -133,6 +133,8 @@ def refuse_a_part(api: Api, info: Any, status: int, kind: str) -> None:
     assert_error(api.update(info), status, kind)
     assert_error(api.post(FINISH), 409, "Conflict")
     assert api.rig.status().staged is None
+    assert not api.rig.engine.paused
+    assert api.rig.spooled() == []
 
 
 def test_a_refused_part_ends_the_update(api: Api) -> None:

@@ -73,12 +73,13 @@ def _append(path: Path, boot: str) -> None:
 
 @pytest.mark.slow
 def test_processes_share_a_file(path: Path) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=_append, args=(path, boot)) for boot in "xyz"]
     for process in processes:
         process.start()
     for process in processes:
-        process.join()
+        process.join(60)
+        assert process.exitcode == 0
     assert len(versions(path)) == 60
     assert read_engine_trail(path, None).problems == []
 

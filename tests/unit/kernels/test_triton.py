@@ -58,7 +58,7 @@ def test_the_kernels_do_what_the_host_does(place: str, cases: tuple[str, ...], m
     interpreted = place == "interpreter"
     environment = {**os.environ, "TRITON_INTERPRET": "1" if interpreted else "0"}
     environment["DELTA_TEST_DEVICE"] = "cpu" if interpreted else "cuda:0"
-    options = "-q", "-p", "no:cacheprovider", "-W", "ignore", "-m", marked
+    options = "-p", "no:cacheprovider", "-W", "ignore", "-m", marked
     checked: list[str] = []
     if place == "sanitizer":  # an access outside of a tensor must be one outside of any memory
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -75,6 +75,7 @@ def test_the_kernels_do_what_the_host_does(place: str, cases: tuple[str, ...], m
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert " passed" in run.stdout
+    assert all(f"{name}.py" in run.stdout for name in cases)
 
 
 def variants() -> list[Any]:

@@ -300,7 +300,7 @@ def test_log_takes_no_version_of_another_base(
 def test_log_continues_if_the_digest_is_that_of_the_base(
     send: Command, serve: Serve, tmp_path: Path
 ) -> None:
-    serve(accept, plan())
+    requests = serve(accept, plan())
     options = "--log", tmp_path / "log", "--url", URL
     assert send(*options) == 0
     assert send.back(*options, "--base-version", "1") == 0
@@ -309,6 +309,7 @@ def test_log_continues_if_the_digest_is_that_of_the_base(
     assert second.publication is not None
     assert second.publication.run == first.publication.run
     assert second.publication.digest_before == first.publication.digest_after
+    assert requests == []  # the engine is asked for its plan alone
 
 
 def test_refusal_of_engine_that_is_asked_is_a_line(
@@ -320,6 +321,9 @@ def test_refusal_of_engine_that_is_asked_is_a_line(
     assert send(*options) == 1
     assert "failed: HTTP 401" in send.err
     assert (send.out, requests) == ("", [])  # nobody is asked to look at what is not there
+    assert send("--log", tmp_path / "new", "--notify", URL) == 1  # the sync itself fails
+    assert "failed: HTTP 401" in send.err
+    assert (send.out, requests) == ("", [])
 
 
 def test_a_damaged_log_is_said_in_a_line(send: Command, tmp_path: Path) -> None:

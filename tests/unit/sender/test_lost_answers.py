@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from delta_sender.publish.session_thread import SessionThread
 from delta_sender.publish.state_file import read_state
 from engine_ext.log import open_log
 from engine_ext.log.writer import Draft
+from tests.support.cases import case
 from tests.support.fake_engine import (
     A,
     B,
@@ -348,6 +350,39 @@ def nudge(model: Model, step: int) -> None:
     model[f"layers.{step % len(model)}.weight"][1, step] += 1
 
 
+@pytest.mark.slow
+def test_late_commit_interrupted_while_noted_loses_no_change(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "delta_sender")
+    model = model_of(tensors=3)
+    a, b, sender, slow = lagging(model)
+    emit = caplog.handler.emit
+
+    def interrupts(record: logging.LogRecord) -> None:
+        emit(record)
+        if "has committed version 1" in record.getMessage():
+            raise KeyboardInterrupt
+
+    with sender:
+        for step in range(2):  # the late engine lacks the second
+            nudge(model, step)
+            sender.sync(model.items())
+        slow.go.set()
+        ended(sender)
+        with monkeypatch.context() as patch:
+            patch.setattr(caplog.handler, "emit", interrupts)
+            with pytest.raises(KeyboardInterrupt):
+                sender.sync(model.items())
+        nudge(model, 2)
+        assert sender.sync(model.items())[B].full
+        assert a.holds(model)
+        assert b.holds(model)
+        nudge(model, 3)
+        assert not sender.sync(model.items())[B].full
+        assert b.holds(model)
+
+
 def test_log_version_interrupted_while_noted_misleads_nobody(tmp_path: Path) -> None:
     model = model_of(tensors=3)
     base = copied(model)
@@ -548,7 +583,7 @@ def test_sync_interrupted_at_any_line_ends_in_equal_weights(
         monkeypatch.setattr(diff_device, "free_bytes", lambda device: 1 << 30)
     for line in itertools.count(random.randrange(stride), stride):
         steps = Steps(tmp_path / str(line), form)
-        with steps.sender:
+        with case(f"line {line}"), steps.sender:
             prepare(steps)
             place = steps.is_interrupted(line, *NOTING)
             steps.heal()

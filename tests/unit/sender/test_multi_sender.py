@@ -86,7 +86,7 @@ def test_one_that_refuses_is_brought_what_it_missed(failing: int, times: int) ->
         b.faults[len(b.requests) + failing] = refuse()
         train(model, step)
         with pytest.raises(PartialSyncError, match=r"^http://b:2: HTTP 507: SpoolFull") as caught:
-            sender.sync(model.items())
+            sender.sync(iter(model.items()))
         assert (list(caught.value.failures), list(caught.value.reports)) == ([B], [A])
         assert a.holds(model)
         assert b.holds(base)

@@ -37,7 +37,10 @@ def engine(request: httpx.Request) -> httpx.Response:
 
 @pytest.mark.parametrize(
     ("encoding", "dtype"),
-    [*((choice, torch.bfloat16) for choice in CHOICES), ("auto", torch.float32)],
+    [
+        *((choice, torch.bfloat16) for choice in CHOICES),
+        *((choice, torch.float32) for choice in ("auto", "gap8_ulp")),
+    ],
 )
 def test_no_sync_waits_for_the_compiler(
     encoding: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -25,16 +25,18 @@ def test_another_process_lives_until_it_is_killed() -> None:
             signal.pause()
         finally:
             os._exit(1)
-    name = os.read(reading, 200).decode()
-    assert pid_of(name) == process
-    assert is_alive(name)
-    os.kill(process, signal.SIGKILL)
+    os.close(writing)
+    try:
+        name = os.read(reading, 200).decode()
+        assert pid_of(name) == process
+        assert is_alive(name)
+    finally:
+        os.kill(process, signal.SIGKILL)
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     assert not is_alive(name)  # nobody has reaped it yet
     os.waitpid(process, 0)
     assert not is_alive(name)
     os.close(reading)
-    os.close(writing)
 
 
 def test_another_process_with_the_same_number_is_another() -> None:

@@ -35,15 +35,15 @@ def test_a_sync_of_many_parts_is_one(rig: Rig) -> None:
     processes = [SyncHistory(rig.engine) for _ in range(2)]
 
     async def stage() -> None:
-        await asyncio.gather(*(processes[n % 2].add(record("staged")) for n in range(40)))
+        await asyncio.gather(*(processes[n % 2].add(record("staged")) for n in range(60)))
 
     rig.run(stage())
     assert rig.run(processes[1].syncs()) == []
     last = record(timings_ms={"receive_ms": 1.0, "pause_ms": 5.0})
     whole = rig.run(processes[0].add(last))
     assert rig.run(processes[1].syncs()) == [whole]
-    assert (whole.outcome, whole.parts, whole.bytes) == ("committed", 41, 410)
-    assert whole.timings_ms == {"receive_ms": 41.0, "stage_ms": 80.0, "pause_ms": 5.0}
+    assert (whole.outcome, whole.parts, whole.bytes) == ("committed", 61, 610)
+    assert whole.timings_ms == {"receive_ms": 61.0, "stage_ms": 120.0, "pause_ms": 5.0}
     repeat = record("already_applied")
     assert rig.run(processes[1].add(repeat)) == repeat
 

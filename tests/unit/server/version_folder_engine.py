@@ -87,7 +87,8 @@ class Engine:
     def assert_unchanged(self) -> None:
         """Nothing was written."""
         assert self.memories() == self.fresh
-        assert self.rig.status().version.number == VERSION
+        status = self.rig.status()
+        assert (status.version.number, status.staged) == (VERSION, None)
         assert (self.rig.engine.paused, self.rig.spooled()) == (False, [])
 
     def assert_untouched(self) -> None:

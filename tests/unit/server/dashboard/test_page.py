@@ -75,11 +75,9 @@ def policy(response: httpx.Response) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> httpx.Response:
     """The page, as this host gets it of an engine without a token."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(API_KEY_ENVIRONMENT, raising=False)
-        rig = Rig(tmp_path_factory.mktemp("spool"))
-        response = rig.get(PAGE)
-        rig.close()
+    rig = Rig(tmp_path_factory.mktemp("spool"))
+    response = rig.get(PAGE)
+    rig.close()
     return response
 
 

@@ -115,7 +115,7 @@ WHEN = ["before the first status", "before any sync"]
     ("path", "when"),
     [
         *((path, "later") for path in MADE),
-        *product(("first.wide", "first.largest"), WHEN),
+        *product(("first.room", "first.backend.scale"), WHEN),
     ],
 )
 def test_copy_of_first_forward_refuses_its_module(tmp_path: Path, path: str, when: str) -> None:
