@@ -198,7 +198,6 @@ def test_both_hosts_are_bit_identical(
 
         send(engine, bodies(trainer, full=True))
         assert holds(engine, trainer)
-        assert engine.complete("the quick", max_tokens=8)
         live = fingerprint(engine)
     target = tiny_models.save_checkpoint(base, tmp_path / "target", trainer.tensors)
     fresh = start(
