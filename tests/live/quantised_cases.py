@@ -18,6 +18,11 @@ _TENSOR = ("--quantization", "fp8_per_tensor")
 _SHIM = Path(__file__).parents[1] / "shims" / "vllm_cpu_fp8"
 
 
+def cpu_has(instructions: str) -> bool:
+    """Return whether this CPU has an instruction set; vLLM packs weights for some of them."""
+    return bool(torch.cpu.get_capabilities().get(instructions, False))
+
+
 @dataclass(frozen=True)
 class Case:
     """A checkpoint, how vLLM serves it, and how many tensors have which status in the plan."""
@@ -34,12 +39,15 @@ class Case:
     def planned(self) -> dict[str, int]:
         """Return the statuses on this machine: what its CPU does not pack is exact."""
         exact = 0
-        if self.packed and not torch.cpu._is_avx512_supported():
+        if self.packed and not cpu_has("avx512_bw"):
             exact += self.states["rebuilt"] - self.convolutions
-        if not torch.cpu._is_avx512_bf16_supported():
+        if not cpu_has("avx512_bf16"):
             exact += self.convolutions
-        moved = {"rebuilt": -exact, "exact": exact}
-        states = {state: count + moved.get(state, 0) for state, count in self.states.items()}
+        states = {
+            **self.states,
+            "rebuilt": self.states.get("rebuilt", 0) - exact,
+            "exact": self.states["exact"] + exact,
+        }
         return {state: count for state, count in states.items() if count}
 
     def build(self, folder: Path) -> Path:
@@ -60,7 +68,7 @@ class Case:
 
     def observed(self, engine: EngineProcess) -> dict[str, Any]:
         """Return everything about an engine's weights that this machine can observe."""
-        if self.int4 and not torch.cpu._is_avx512_supported():
+        if self.int4 and not cpu_has("avx512_bw"):
             return {"parameters": engine.checksums(), "buffers": engine.buffer_checksums()}
         return fingerprint(engine)
 
