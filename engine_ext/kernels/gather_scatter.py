@@ -8,7 +8,7 @@ the compiled loops prefetch the lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -433,9 +433,13 @@ def warm_up_tables(width: int, index: int) -> None:
     _loop_of_table(width, index)
 
 
-def warm_up() -> None:
-    """Compile the loops now, so that the first sync does not wait for the compiler."""
-    _loop_of_all()
-    for width in (1, 2, 4, 8):
-        for index in (4, 8):
-            _loops(width, index)
+def warm_up(tensors: Iterable[torch.Tensor]) -> None:
+    """Compile the loops for elements of these tensors now; the first sync would wait for them.
+
+    Tensors on other devices need none. A loop that is missing is compiled at its first call.
+    """
+    hosted = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    if hosted:
+        _loop_of_all()
+    for width, is_long in sorted({(one.itemsize, one.numel() > 1 << 31) for one in hosted}):
+        _loops(width, 8 if is_long else 4)

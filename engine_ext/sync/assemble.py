@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -75,7 +76,7 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
 
 def wrap_applier(loaded: LoadedModel, settings: Settings, applier: Applier) -> Receiver:
     """Make the receiver that applies syncs by an applier; compiles what the first one needs."""
-    warm_up()
+    warm_up(itertools.chain(loaded.model.parameters(), loaded.model.buffers()))
     gap_streams.warm_up()
     return Receiver(applier, loaded.ranks, settings, loaded.locate)
 

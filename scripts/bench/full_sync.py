@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in base.items()]
     placement = LoaderDryRun(model, lambda found: load_weights(model, found), index).trace(specs)
     certified = certify_placement(placement, base.items(), threads=options.threads)
-    warm_up()
+    warm_up(model.parameters())
     plan = make_plan(placement, SingleRank())
     undo_bytes = Settings().undo_bytes
     applier = DeltaApplier(

@@ -137,7 +137,7 @@ def _certified(
     wrong = [name for name, placed in placement.items() if placed.status is not Status.EXACT]
     if wrong:
         raise RuntimeError(f"not certified: {wrong}")
-    warm_up()
+    warm_up(model.parameters())
     plan = make_plan(placement, SingleRank())
     undo_bytes = Settings().undo_bytes
 

@@ -66,7 +66,7 @@ def _attribute(name: str) -> str:
 
 def make_receiver(tensors: dict[str, torch.Tensor], settings: Settings) -> Receiver:
     """Make a model of the tensors; trace, certify and plan as at an engine's start."""
-    warm_up()
+    warm_up(tensors.values())
     model = PlainModel(tensors)
     index = StorageIndex(model)
     specs = [TensorSpec(name, tuple(one.shape), one.dtype) for name, one in tensors.items()]

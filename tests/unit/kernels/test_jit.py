@@ -86,3 +86,35 @@ def test_a_function_of_another_file_that_changed_is_compiled(tmp_path: Path, nam
         return done.stdout.strip()
 
     assert [run(1), run(1), run(2)] == ["2 0", "2 1", "3 0"]
+
+
+WARMED = """
+import os
+from pathlib import Path
+import numpy as np
+import torch
+from engine_ext.kernels import gather_scatter, warm_up
+
+cache = Path(os.environ["NUMBA_CACHE_DIR"])
+offsets = np.arange(3, dtype=np.int32)
+compiled = lambda: len(list(cache.rglob("*.nbc")))
+
+warm_up([torch.zeros(8, dtype=torch.bfloat16), torch.zeros(4, device="meta")])
+counts = [compiled()]
+for dtype in np.uint16, np.uint32:
+    live, bits = np.zeros(8, dtype), np.ones(3, dtype)
+    gather_scatter.swap(live, offsets, bits)
+    gather_scatter.swap_checked(live, offsets, bits, gather_scatter.read(live, offsets))
+    gather_scatter.write(live, offsets, bits)
+    assert gather_scatter.holds(live, offsets, bits)
+    counts.append(compiled())
+print(*counts)
+"""
+
+
+def test_warm_up_compiles_what_the_model_needs_only(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WARMED]
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    warmed, used, other_width = map(int, done.stdout.split())
+    assert 0 < warmed == used < other_width
