@@ -74,7 +74,7 @@ test-slow: setup .venv-trainers ## the slow tests of those that start no engine,
 	@OMP_NUM_THREADS=1 $(TRAINERS)/python -m pytest tests/trainers -m "not engine and not full" \
 		$(PARALLEL) $(PYTEST_ARGS)
 
-test-all: programs setup .venv-sglang .venv-trainers lint test-fast test-slow ## lint, and every test; needs chromium and prometheus
+test-all: programs setup .venv-sglang .venv-trainers lint test-fast test-slow ## lint, and every test; needs chromium, nginx and prometheus
 	@echo "test-all: the tests that start engines, and the full ones"
 	@$(BIN)/python -m pytest -m "engine or full" $(PYTEST_ARGS)
 	@$(TRAINERS)/python -m pytest tests/trainers -m "engine or full" $(PYTEST_ARGS)
@@ -83,10 +83,10 @@ test-all: programs setup .venv-sglang .venv-trainers lint test-fast test-slow ##
 
 # Checked first: what needs them is at the end of hours of tests.
 programs:
-	@for program in chromium prometheus promtool; do \
+	@PATH="$$PATH:/usr/sbin"; for program in chromium nginx prometheus promtool; do \
 		command -v $$program >/dev/null || { \
-			echo "test-all: error: no $$program here; install Debian's packages chromium and prometheus:" \
-				"apt-get install --no-install-recommends chromium prometheus" >&2; exit 1; }; \
+			echo "test-all: error: no $$program here; install Debian's packages:" \
+				"apt-get install --no-install-recommends chromium nginx prometheus" >&2; exit 1; }; \
 	done
 
 test-gpu: ## the receiver's tests on a CUDA device, by GPU_PYTHON=python3
