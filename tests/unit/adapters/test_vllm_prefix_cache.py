@@ -19,7 +19,8 @@ KV_CACHE = LazyModule("vllm.v1.kv_cache_interface")
 KV_CACHE_MANAGER = LazyModule("vllm.v1.core.kv_cache_manager")
 KV_CACHE_UTILS = LazyModule("vllm.v1.core.kv_cache_utils")
 POOLING = LazyModule("vllm.v1.pool.metadata")
-POOLING_METHODS = LazyModule("vllm.model_executor.layers.pooler.tokwise.methods")
+METHODS = "vllm.model_executor.layers.pooler.tokwise.methods"
+POOLING_METHODS = LazyModule(METHODS)
 REQUEST = LazyModule("vllm.v1.request")
 
 BLOCK = 4
@@ -192,11 +193,12 @@ def test_flush_drops_only_caches_computed_from_weights(
     assert asked[1:] == (["embeddings"] if error is None else [])
 
 
-def test_preempted_prompt_gives_one_row_per_token() -> None:
+def test_preempted_prompt_gives_one_row_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own pooling of chunks; between two of them, a sync makes the request begin again."""
-    pool = POOLING_METHODS.AllPool.__new__(POOLING_METHODS.AllPool)
-    torch.nn.Module.__init__(pool)
-    pool.enable_chunked_prefill, pool.clone_finished = True, False
+    scheduler = SimpleNamespace(enable_chunked_prefill=True, async_scheduling=False)
+    config = SimpleNamespace(scheduler_config=scheduler)
+    monkeypatch.setattr(f"{METHODS}.get_current_vllm_config", lambda: config)
+    pool = POOLING_METHODS.AllPool()
     states = POOLING.PoolingStates()
 
     def chunk(tokens: int, weights: float, *, finished: bool) -> Any:
