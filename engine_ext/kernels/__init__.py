@@ -17,7 +17,6 @@ from engine_ext.kernels.gather_scatter import (
     table_of,
     typed,
     warm_up,
-    warm_up_tables,
 )
 from engine_ext.kernels.host_link import HostLink, download_box, upload_box
 from engine_ext.kernels.jit import array, compile_loop, made_once, made_with_numba
@@ -59,5 +58,4 @@ __all__ = [
     "typed",
     "upload_box",
     "warm_up",
-    "warm_up_tables",
 ]

@@ -8,7 +8,7 @@ the compiled loops prefetch the lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -428,18 +428,8 @@ def exchange(flat: torch.Tensor, offsets: torch.Tensor, bits: torch.Tensor) -> t
     return kept.copy_(old)
 
 
-def warm_up_tables(width: int, index: int) -> None:
-    """Compile the loop of `table_of` for elements and offsets of so many bytes now."""
+def warm_up(width: int, index: int) -> None:
+    """Compile the loops for elements and offsets of so many bytes in host memory now."""
+    _loop_of_all()
+    _loops(width, index)
     _loop_of_table(width, index)
-
-
-def warm_up(tensors: Iterable[torch.Tensor]) -> None:
-    """Compile the loops for elements of these tensors now; the first sync would wait for them.
-
-    Tensors on other devices need none. A loop that is missing is compiled at its first call.
-    """
-    hosted = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-    if hosted:
-        _loop_of_all()
-    for width, is_long in sorted({(one.itemsize, one.numel() > 1 << 31) for one in hosted}):
-        _loops(width, 8 if is_long else 4)

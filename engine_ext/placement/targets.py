@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_ext.kernels import Bits, bits_of, host_bits
+from engine_ext.kernels import Bits, bits_of, host_bits, warm_up
 from engine_ext.kernels.triton import runs_kernels
 from engine_ext.placement.live_elements import DeviceElements, HostElements
 from engine_ext.placement.locator import Locator
@@ -35,9 +36,13 @@ def make_targets(
     for segment, box in zip(segments, boxes, strict=True):
         flat = bits_of(segment.live.flat())
         host = host_bits(flat) if flat.device.type == "cpu" else None
-        runs_kernels(flat.device)  # compiles them, which the first sync would otherwise wait for
+        locator = Locator(segment)
+        # Compile what the first sync would otherwise wait for.
+        runs_kernels(flat.device)
+        if host is not None:
+            warm_up(host.itemsize, np.dtype(locator.offset_dtype).itemsize)
         first, dtype = boxes.index(box), segment.live.tensor.dtype
-        targets.append(Target(segment, Locator(segment), holders[box], first, dtype, flat, host))
+        targets.append(Target(segment, locator, holders[box], first, dtype, flat, host))
     return tuple(targets)
 
 

@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable
 
 import torch
 
 from engine_ext.format import gap_streams
-from engine_ext.kernels import warm_up
 from engine_ext.placement import DeviceMemory, Plan
 from engine_ext.ranks import cores_per_rank
 from engine_ext.settings import Settings
@@ -75,8 +73,7 @@ def make_receiver(loaded: LoadedModel, settings: Settings) -> Receiver:
 
 
 def wrap_applier(loaded: LoadedModel, settings: Settings, applier: Applier) -> Receiver:
-    """Make the receiver that applies syncs by an applier; compiles what the first one needs."""
-    warm_up(itertools.chain(loaded.model.parameters(), loaded.model.buffers()))
+    """Make the receiver that applies syncs by an applier."""
     gap_streams.warm_up()
     return Receiver(applier, loaded.ranks, settings, loaded.locate)
 

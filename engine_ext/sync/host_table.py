@@ -33,7 +33,6 @@ from engine_ext.kernels import (
     memory_at,
     prefetch,
     register_intrinsics,
-    warm_up_tables,
 )
 from engine_ext.placement import HostElements, Plan, Target, box_loop
 from engine_ext.sync.staged import StagedParam, Write, copies_differ
@@ -167,8 +166,6 @@ class HostTable:
         kinds = {tensor.kind for tensor in self._tensors.values()}
         compiled: list[Any] = [_locate_loop(kind.place, kind.offset) for kind in kinds]
         compiled += [_gather_loop(kind, differs) for kind in kinds for differs in (False, True)]
-        for kind in kinds:
-            warm_up_tables(kind.width, kind.offset)
         if None in compiled:
             self._tensors.clear()
 

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from engine_ext.format import Digest, ParamDelta, decode_part, encode_part, tensor_digest
-    from engine_ext.kernels import bits_of, host_bits, warm_up
+    from engine_ext.kernels import bits_of, host_bits
     from engine_ext.model import StorageIndex
     from engine_ext.placement import TensorSpec, certify_placement, make_plan
     from engine_ext.ranks import SingleRank
@@ -95,7 +95,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in base.items()]
     placement = LoaderDryRun(model, lambda found: load_weights(model, found), index).trace(specs)
     certified = certify_placement(placement, base.items(), threads=options.threads)
-    warm_up(model.parameters())
     plan = make_plan(placement, SingleRank())
     undo_bytes = Settings().undo_bytes
     applier = DeltaApplier(

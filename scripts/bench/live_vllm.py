@@ -16,7 +16,7 @@ import torch
 
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.format import DecodedPart, ParamDelta, decode_part, encode_part, tensor_digest
-from engine_ext.kernels import bits_of, host_bits, warm_up
+from engine_ext.kernels import bits_of, host_bits
 from engine_ext.model import StorageIndex
 from engine_ext.placement import Plan, Status, TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
@@ -137,7 +137,6 @@ def _certified(
     wrong = [name for name, placed in placement.items() if placed.status is not Status.EXACT]
     if wrong:
         raise RuntimeError(f"not certified: {wrong}")
-    warm_up(model.parameters())
     plan = make_plan(placement, SingleRank())
     undo_bytes = Settings().undo_bytes
 

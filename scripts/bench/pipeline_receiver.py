@@ -24,7 +24,6 @@ from delta_server.routes import attach
 from delta_server.service import DeltaService
 from delta_server.sources.numbering import part_id
 from engine_ext.errors import DeltaError
-from engine_ext.kernels import warm_up
 from engine_ext.model import StorageIndex
 from engine_ext.placement import TensorSpec, certify_placement, make_plan
 from engine_ext.ranks import SingleRank
@@ -66,7 +65,6 @@ def _attribute(name: str) -> str:
 
 def make_receiver(tensors: dict[str, torch.Tensor], settings: Settings) -> Receiver:
     """Make a model of the tensors; trace, certify and plan as at an engine's start."""
-    warm_up(tensors.values())
     model = PlainModel(tensors)
     index = StorageIndex(model)
     specs = [TensorSpec(name, tuple(one.shape), one.dtype) for name, one in tensors.items()]
