@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 
-from engine_ext.kernels import host_bits
+from engine_ext.kernels import host_bits, warm_up
 from engine_ext.model import extent
 from engine_ext.placement import DeviceElements, HostElements, LiveElements, flat_bits
 from engine_ext.startup.derived import varied
@@ -158,6 +158,8 @@ def tensor_differences(path: str, live: torch.Tensor, new: torch.Tensor) -> Iter
         return
     of_live, of_new = host_bits(memory), host_bits(other)
     dtype = np.int32 if narrow else np.int64
+    # Start-up comes here, too: the pause of the first sync would otherwise wait for the compiler.
+    warm_up(of_live.itemsize, np.dtype(dtype).itemsize)
     for start in range(0, len(of_live), _CHUNK):
         part = slice(start, start + _CHUNK)
         offsets = np.flatnonzero(of_live[part] != of_new[part])
