@@ -8,6 +8,7 @@ BUNDLE_ARGS ?=
 VERSIONS ?= vllm vllm-0.31 vllm-0.33-sources sglang sglang-0.5.22
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 600
+AGAINST ?=
 FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
 
 BIN := .venv/bin
@@ -45,6 +46,7 @@ help: ## list the targets
 	@echo "  PYTEST_ARGS=...     goes to pytest"
 	@echo "  BUNDLE_ARGS=...     goes to scripts.gpu.bundle (--python 3.12, --arch 90, --wheel FILE)"
 	@echo "  VERSIONS=...        environments of make test-versions: $(VERSIONS)"
+	@echo "  AGAINST=main        the commit that make bench-gate compares with; default: the newest tag v*, or else HEAD^"
 	@echo "  FUZZ_SECONDS=600    how long make fuzz takes; FUZZ_SEED=... repeats one"
 
 setup: ## make .venv with the pinned packages, or another environment with NAME=...
@@ -122,8 +124,8 @@ fuzz: setup ## throw broken parts and requests at the receiver, for FUZZ_SECONDS
 	@FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) \
 		$(BIN)/python -m pytest -s tests/fuzz $(PYTEST_ARGS)
 
-bench-gate: setup ## a short benchmark, and whether its ratios are as at the last release
-	@$(BIN)/python -m scripts.bench.gate
+bench-gate: setup ## a short benchmark of this tree and of the last release, and whether a ratio is worse
+	@$(BIN)/python -m scripts.bench.gate $(if $(AGAINST),--against $(AGAINST))
 
 lint: setup ## ruff, import contracts, private attributes in tests, words, mypy
 	@echo "lint: ruff check"

@@ -91,7 +91,6 @@ RUN_BY = {
     "promtool": "tests/dashboard/test_promtool.py",
     "prometheus": "tests/dashboard/test_promtool.py",
     ".venv/bin/python -m scripts.release": "tests/unit/scripts/test_release.py",
-    ".venv/bin/python -m scripts.bench.gate": "tests/unit/scripts/test_bench_gate.py",
     "make gpu-bundle": "tests/unit/scripts/test_gpu_bundle.py",
     "make package": ".github/workflows/checks.yml",
     # No builder, cluster or scheduler here: what they are given is checked.
