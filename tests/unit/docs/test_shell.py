@@ -68,6 +68,7 @@ class Scene:
         for name, tensors in {
             "BASE": self.base,
             "NEXT": self.next,
+            "AFTER": {name: -tensor for name, tensor in self.next.items()},
             "ADAPTER": adapter,
             "NEXT_ADAPTER": next_of(adapter),
         }.items():
@@ -85,6 +86,7 @@ class Scene:
             "FP8_CHECKPOINT": folder / "BASE",
             "$MODEL": folder / "BASE",
             "NEXT": folder / "NEXT",
+            "AFTER": folder / "AFTER",
             "/path/to/next": folder / "NEXT",
             "ADAPTER": folder / "ADAPTER",
             "NEXT_ADAPTER": folder / "NEXT_ADAPTER",
@@ -155,6 +157,8 @@ def test_a_sending_line_runs(
         other = DeltaSender(scene.engines[0].url, scene.base.items())
         other.sync(scene.base.items())
         before = other.version
+    if "AFTER" in words:
+        assert send(scene.own(["--base", "BASE", "--target", "NEXT", "--log", "DIR"])) == 0
     assert COMMANDS["delta-send"](scene.own(words)[1:]) == 0, capsys.readouterr().err
     query, held = {}, scene.next
     if "--adapter" in words:
