@@ -20,6 +20,7 @@ from engine_ext.model.leaves import PLAIN, leaves_of, reachable_leaves, same_lea
 from engine_ext.model.module_walk import (
     DEPTH,
     PROCESSING,
+    is_processed,
     reachable_containers,
     reachable_tensors,
     takes_part,
@@ -61,6 +62,7 @@ __all__ = [
     "is_cache",
     "is_constant",
     "is_default",
+    "is_processed",
     "layout",
     "leaves_of",
     "location",

@@ -51,6 +51,12 @@ def takes_part(value: object) -> bool:
     return is_object and callable(getattr(type(value), PROCESSING, None))
 
 
+def is_processed(module: torch.nn.Module) -> bool:
+    """Return whether a module, or an object on it, takes part in post-load processing."""
+    own = callable(getattr(type(module), PROCESSING, None))
+    return own or any(takes_part(value) for value in vars(module).values())
+
+
 def reachable_tensors(
     model: torch.nn.Module,
 ) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:

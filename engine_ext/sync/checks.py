@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,18 +22,27 @@ from engine_ext.placement import (
     Plan,
     Status,
     TensorSpec,
+    uncertified,
 )
 from engine_ext.sync.staged import StagedParam, StagedPart
 from engine_ext.sync.totals import totals
 
+_RESTART: Final = "no full sync can replace it: restart the engine from a checkpoint of the weights"
+
 
 def check_param(
-    delta: ParamDelta, plan: Plan, refusal: Callable[[ParamDelta, Placed, bool], str | None]
+    delta: ParamDelta,
+    plan: Plan,
+    refusal: Callable[[ParamDelta, Placed, bool], str | None],
+    *,
+    full: bool,
 ) -> None:
     """Check that a param is a tensor of the checkpoint that can be updated exactly.
 
-    `refusal` returns why the apply mode cannot write a delta of a certified tensor, or None; its
-    last argument is whether the digest covers the tensor.
+    Args:
+        refusal: returns why the apply mode cannot write a delta of a certified tensor, or None;
+            its last argument is whether the digest covers the tensor.
+        full: whether it is of a full sync.
     """
     name = delta.name
     placed = plan.placement.get(name)
@@ -45,12 +53,13 @@ def check_param(
             tensor=name,
         )
     _check_spec(delta, placed.spec)
-    uncertified = placed.status is Status.UNCERTIFIED
-    reason = placed.reason if uncertified else refusal(delta, placed, name in plan.digested)
+    is_refused = placed.status is Status.UNCERTIFIED
+    reason = placed.reason if is_refused else refusal(delta, placed, name in plan.digested)
     if reason:
-        raise NotUpdatable(
-            f"{name}: this engine cannot update it exactly: {reason}", tensor=name, reason=reason
-        )
+        message = f"{name}: this engine cannot update it exactly: {reason}"
+        if full and is_refused:
+            message += f"; {_RESTART}"
+        raise NotUpdatable(message, tensor=name, reason=reason)
 
 
 def is_ignored(delta: ParamDelta, plan: Plan) -> bool:
@@ -116,14 +125,15 @@ def _overlap(params: Sequence[StagedParam]) -> bool:
     )
 
 
-def check_covers(staged: Sequence[StagedPart], held: AbstractSet[str]) -> None:
-    """Check that a full sync, whose params are dense, sends every tensor in `held`, of any rank."""
-    missing = sorted(held - {param.name for part in staged for param in part.params})
+def check_covers(staged: Sequence[StagedPart], plan: Plan) -> None:
+    """Check that a full sync, whose params are dense, sends every tensor that any rank holds."""
+    missing = sorted(plan.held - {param.name for part in staged for param in part.params})
     if missing:
-        raise NotUpdatable(
-            f"a full sync must cover every tensor; {len(missing)} are missing: {missing}",
-            tensors=missing,
-        )
+        message = f"a full sync must cover every tensor; {len(missing)} are missing: {missing}"
+        refused = uncertified(plan.placement)
+        if lost := next((name for name in missing if name in refused), None):
+            message += f"; {lost} cannot be updated exactly ({refused[lost]}): {_RESTART}"
+        raise NotUpdatable(message, tensors=missing)
 
 
 def check_undo_log(staged: Sequence[StagedPart], limit: int) -> None:

@@ -164,7 +164,7 @@ class DeltaApplier:
             names = {delta.name for delta in ignored}
             part = replace(part, deltas=tuple(d for d in part.deltas if d.name not in names))
         for delta in part.deltas:
-            checks.check_param(delta, self.plan, self.refusal)
+            checks.check_param(delta, self.plan, self.refusal, full=part.manifest.full)
         undo = not part.manifest.full or self._size() <= self._undo_bytes
         staged = self._stage(part, undo=undo)
         for param in staged.params:
@@ -197,7 +197,7 @@ class DeltaApplier:
             tied = self.plan.tied.get(delta.name)
             if tied is not None:
                 own = msgspec.structs.replace(delta, name=tied, new_checksum=None)
-                checks.check_param(own, self.plan, self.refusal)
+                checks.check_param(own, self.plan, self.refusal, full=part.manifest.full)
                 one = replace(part, deltas=(own,))
                 [param] = self._stage(one, undo=False).params
                 param.name = delta.name
@@ -220,7 +220,7 @@ class DeltaApplier:
             checks.check_no_overlap(staged)
             check_tied(staged, self.plan.tied, self.plan.dropped)
             if full:
-                checks.check_covers(staged, self.plan.held)
+                checks.check_covers(staged, self.plan)
             whole.is_checked = True
         if not full:  # modules that were rebuilt since can have added to it
             checks.check_undo_log(staged, self._undo_bytes)

@@ -18,7 +18,7 @@ import torch
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.format import DecodedPart, Digest, ParamDelta, tensor_digest
-from engine_ext.model import Known, extent
+from engine_ext.model import Known, extent, is_processed
 from engine_ext.placement import (
     Segment,
     TensorSpec,
@@ -232,16 +232,22 @@ def _tensors(staged: Sequence[StagedPart]) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _left_out(traced: Traced, constant: Known) -> list[str]:
-    """Return the parameters with elements that are neither written, recomputed nor constant."""
+    """Return the tensors of the model's state with elements that nothing gives their values.
+
+    They are neither written, recomputed nor constant; or the constructor's values, all of them the
+    same number, are there for a checkpoint to replace: a norm's ones, unlike a scale that the
+    processing of a module reads, which a checkpoint can omit. A buffer of different numbers is
+    computed.
+    """
     segments: dict[str, list[Segment]] = {}
     for segment in [*(s for p in traced.placement.values() for s in p.segments), *traced.others]:
         segments.setdefault(segment.live.name, []).append(segment)
-    parameters = {name for name, _ in traced.dry_run.model.named_parameters(remove_duplicate=False)}
-    parameters -= {path for one in traced.recomputed for path in one.paths}
-    parameters -= {name for one in traced.rebuilds for name in one.computed}
+    state = dict(_state(traced.dry_run.model))
+    computed = {path for one in traced.recomputed for path in one.paths}
+    computed |= {name for one in traced.rebuilds for name in one.computed}
     missing = []
     for entry in traced.dry_run.index.entries:
-        if entry.name not in parameters:
+        if entry.name not in state or entry.name in computed:
             continue
         around = {other.name for other in traced.dry_run.index.holding(entry.tensor)} - {entry.name}
         if entry.name not in segments and around & segments.keys():
@@ -249,7 +255,33 @@ def _left_out(traced: Traced, constant: Known) -> list[str]:
         written = torch.zeros(extent(entry.tensor), dtype=torch.bool)
         for segment in segments.get(entry.name, []):
             written.as_strided(segment.sizes, segment.strides, segment.offset).fill_(True)
-        complete = written.as_strided(entry.tensor.shape, entry.tensor.stride(), 0).all()
-        if not complete and not constant(entry.name, entry.tensor):
+        if written.as_strided(entry.tensor.shape, entry.tensor.stride(), 0).all():
+            continue
+        waits = not state[entry.name] and _is_filled(entry.tensor)
+        if waits or not constant(entry.name, entry.tensor):
             missing.append(entry.name)
     return missing
+
+
+def _state(model: torch.nn.Module) -> Iterator[tuple[str, bool]]:
+    """Yield the names of a model's parameters and of the floating-point buffers of its state.
+
+    Each comes with whether its module takes part in post-load processing.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        dot = f"{path}." if path else ""
+        processed = is_processed(module)
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield dot + name, processed
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                yield dot + name, processed
+
+
+def _is_filled(tensor: torch.Tensor) -> bool:
+    """Return whether all elements, at least one, are the same number."""
+    if not tensor.numel() or tensor.is_meta:
+        return False
+    flat = tensor.detach().flatten()
+    first = flat[0].float()  # fp8 numbers cannot be compared
+    return bool(flat[-1].float() == first and (flat.float() == first).all())

@@ -359,7 +359,8 @@ class SyncOperations:
         A search for copies takes 50 µs for each module: over a second for 25,000, hundredths where
         a layer's experts are two tensors. So it comes before every sync whose number is a power of
         two: before the first, after the first commit, and in case the engine generates later; and
-        before a sync that finds new attributes on modules, which are counted each time. Tensors in
+        before a sync that finds new attributes on modules, which are counted each time, and again
+        before its commit. Tensors in
         objects and dictionaries that were there before wait for the next power of two.
 
         Returns:
@@ -413,6 +414,8 @@ class SyncOperations:
         sync = self._sync_state.sync
         if sync is None or not sync.complete:
             raise Conflict("the sync lacks parts; send it again")
+        if self._applier.has_grown():  # since the first part, by a forward pass
+            self._search_due = not self._applier.search_again()
         # The engine might have gone to sleep since the parts were admitted.
         self._sync_state.check_writable(full=sync.full)
         staged = self._staging.results(sync.slots)

@@ -81,16 +81,18 @@ def _preceded(method: Any, run: Callable[[], None]) -> Callable[[Any], None]:
 
 @contextlib.contextmanager
 def constants_kept() -> Iterator[None]:
-    """Keep tensors that the constructor has filled with one number from becoming dummy weights."""
+    """Keep buffers, and what the constructor has filled with one number, from dummy weights."""
     from sglang.srt.model_loader import loader
 
     original = loader.initialize_dummy_weights
 
     def initialize(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        kept = [(t, t.clone()) for t in model.state_dict().values() if is_default(t)]
+        constants = [*model.buffers(), *filter(is_default, model.parameters())]
+        kept = [(one, one.clone()) for one in constants]
         original(model, *args, **kwargs)
-        for tensor, default in kept:
-            tensor.copy_(default)
+        with torch.no_grad():
+            for tensor, default in kept:
+                tensor.copy_(default)
 
     loader.initialize_dummy_weights = initialize
     try:

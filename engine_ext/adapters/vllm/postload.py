@@ -79,16 +79,17 @@ def online_processing(states: UnprocessedModules) -> Iterator[None]:
 
 @contextlib.contextmanager
 def constants_kept() -> Iterator[None]:
-    """Keep tensors that the constructor has filled with one number from becoming dummy weights.
+    """Keep buffers, and what the constructor has filled with one number, from dummy weights.
 
-    Scales and zero points that a checkpoint can omit have such defaults.
+    Scales and zero points that a checkpoint can omit have such defaults, and no checkpoint has the
+    buffers that a constructor computes.
     """
     from vllm.model_executor.model_loader import dummy_loader
 
     original = dummy_loader.initialize_single_dummy_weight
 
     def initialize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        if not is_default(tensor):
+        if isinstance(tensor, torch.nn.Parameter) and not is_default(tensor):
             original(tensor, *args, **kwargs)
 
     dummy_loader.initialize_single_dummy_weight = initialize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from engine_ext.conformance.toy_models import (
     every_model,
 )
 from engine_ext.format.digest import Digest, tensor_digest
-from engine_ext.model.constants import is_constant
+from engine_ext.model.constants import Constants, is_constant
 from engine_ext.ranks import SingleRank
 from engine_ext.settings import Settings
 from engine_ext.startup import LoadedModel
@@ -46,13 +47,14 @@ class Unloaded:
     def __init__(self, model: type[ToyModel], folder: Path, **settings: Any) -> None:
         self.model = model()
         getattr(self.model, UNTOUCHED).copy_(torch.arange(5) + 0.5)
+        made = Constants(self.model)
         loaded = LoadedModel(
             model=self.model,
             load_weights=self.model.load_weights,
             checkpoint=None,
             reload=self._reload,
             ranks=SingleRank(),
-            constants=lambda path, tensor: path == UNTOUCHED or is_constant(path, tensor),
+            constants=lambda path, tensor: is_constant(path, tensor) or made(path, tensor),
         )
         self.engine = Engine([], folder)
         self.engine.receivers = [make_receiver(loaded, Settings(**settings))]
@@ -334,3 +336,50 @@ def test_every_live_weight_counts(tmp_path: Path) -> None:
     answer = Unloaded(Extra, tmp_path).send_full(base_checkpoint(PlainCopy))
     assert kind(answer) == "NotUpdatable"
     assert "extra" in answer["error"]["message"]
+
+
+class Method:
+    """As engines' quant methods."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Nothing is to be done."""
+
+
+def a_norm(model: Any) -> None:
+    model.norm = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16), requires_grad=False)
+
+
+def an_omitted_scale(model: Any) -> None:
+    a_norm(model)
+    model.quant_method = Method()
+
+
+def a_buffer(values: torch.Tensor, *, persistent: bool = True) -> Callable[[Any], None]:
+    def register(model: Any) -> None:
+        model.register_buffer("scalar", values.clone(), persistent=persistent)
+
+    return register
+
+
+@pytest.mark.parametrize(
+    ("add", "missing"),
+    [
+        (a_norm, "norm"),
+        (a_buffer(torch.ones(1)), "scalar"),
+        (a_buffer(torch.zeros(2, 3)), "scalar"),
+        (an_omitted_scale, None),
+        (a_buffer(torch.arange(3.0)), None),  # computed
+        (a_buffer(torch.ones(3), persistent=False), None),
+        (a_buffer(torch.ones(3, dtype=torch.int32)), None),
+    ],
+)
+def test_constructors_values_that_a_checkpoint_replaces(
+    add: Callable[[Any], None], missing: str | None, tmp_path: Path
+) -> None:
+    class Extra(PlainCopy):
+        def build(self) -> None:
+            super().build()
+            add(self)
+
+    answer = Unloaded(Extra, tmp_path).send_full(base_checkpoint(PlainCopy))
+    assert answer.get("error", {}).get("missing") == (missing and [missing])

@@ -138,7 +138,12 @@ def test_copy_of_first_forward_refuses_its_module(tmp_path: Path, path: str, whe
     for full, names in ((False, ["first.weight"]), (True, list(serving.current))):
         message = refusal(serving.sync(target_of(serving, *names), full=full))
         assert message.startswith("first.")
+        assert ("restart the engine" in message) == full
         assert f"the engine keeps {path} since it has generated" in message
+    rest = {n: one for n, one in target_of(serving).items() if not n.startswith("first.")}
+    message = refusal(serving.sync(rest, full=True))
+    assert message.startswith("a full sync must cover every tensor; 2 are missing")
+    assert "no full sync can replace it: restart the engine" in message
     assert serving.served() == before
     others = ["norm", "second.weight", "int8.weight", "int8.bias"]
     errors_of(serving.sync(target_of(serving, *others)), none=True)
@@ -208,14 +213,18 @@ def test_new_attribute_is_found_before_any_sync(
     assert serving.served() == before
 
 
-def test_staged_sync_is_refused_once_the_engine_keeps_a_copy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("syncs", [0, 2])
+def test_staged_sync_is_refused_once_the_engine_keeps_a_copy(tmp_path: Path, syncs: int) -> None:
+    """A forward pass makes it between the first part and the commit."""
     serving = Serving(Generating, tmp_path, ranks=2)
+    for seed in range(syncs):
+        errors_of(serving.sync(target_of(serving, seed=seed)), none=True)
+    serving.engine.status()
     body = serving.body(target_of(serving, "first.weight"))
     errors_of(serving.stage(body), none=True)
     for model in serving.models:
         single(model.first)
     before = serving.served()
-    serving.engine.status()
     message = refusal(serving.engine.commit(part_id(body)))
     assert "the engine keeps first.wide since it has generated" in message
     assert message.endswith("restart the engine")
