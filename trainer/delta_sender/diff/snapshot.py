@@ -7,6 +7,7 @@ accelerator.
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -315,8 +316,13 @@ class Snapshot:
         """Return the change from a tensor with `before` made to that tensor with `after` made."""
         if before is None:
             return after
-        old, new = self.image(key, before), self.image(key, after)
-        return self._change(key, compare(old.values, new.values, key, streams=self._streams))
+        old, new = self.image(key, before).values, self.image(key, after).values
+        found = self._found(key, compare(old, new, key, streams=self._streams))
+        if found is None or self._is_smaller(found):
+            return found
+        # Neither the snapshot's memory, which advances, nor that of the change.
+        own = new.copy() if after is None or after.is_dense else new
+        return replace(found, elements=Elements(None, old, own))
 
     def sparse(self, change: Change) -> Change:
         """Return the change with indices, even if it is kept dense."""
@@ -399,18 +405,24 @@ class Snapshot:
     def _set(self, key: str, dense: ParamDelta) -> None:
         self._dense[key], self._memory[key] = dense, gather_scatter.signed(dense.values)
 
-    def _change(self, key: str, found: Difference | Change) -> Change | None:
-        """Return a difference as a change, dense if it is large; None if nothing differs."""
-        old = self._dense[key]
+    def _found(self, key: str, found: Difference | Change) -> Change | None:
+        """Return a difference as a change; None if nothing differs."""
         if isinstance(found, Difference):
-            counted = found.indices.size, found.change
+            old, counted = self._dense[key], (found.indices.size, found.change)
             found = Change(old.dtype, old.shape, found.elements, *counted)
-        elements, nnz = found.elements, found.nnz
-        if not nnz:
-            return None
-        positions = elements.position_bytes(self._encoding)
-        if positions + nnz * old.values.itemsize < old.values.nbytes:
+        return found if found.nnz else None
+
+    def _is_smaller(self, change: Change) -> bool:
+        """Return whether a sparse change takes fewer bytes than the whole tensor."""
+        nbytes = change.elements.position_bytes(self._encoding) + change.nnz * change.width
+        return nbytes < math.prod(change.shape) * change.width
+
+    def _change(self, key: str, difference: Difference | Change) -> Change | None:
+        """Return a difference from the snapshot as a change, dense if it is large."""
+        found = self._found(key, difference)
+        if found is None or self._is_smaller(found):
             return found
+        old, elements = self._dense[key], found.elements
         new = old.values.copy()
         if isinstance(elements, EncodedElements):
             self.check_decoded(key, found, found.decoded())
