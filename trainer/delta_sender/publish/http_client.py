@@ -8,11 +8,11 @@ import logging
 import ssl
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import httpx
 import msgspec
-from tenacity import RetryCallState, Retrying, retry, retry_if_exception_type
+from tenacity import RetryCallState, Retrying, retry_if_exception_type
 from tenacity.stop import stop_after_attempt, stop_before_delay
 from tenacity.wait import wait_random_exponential
 
@@ -50,6 +50,15 @@ def _log_retry(state: RetryCallState) -> None:
 
 class EngineClient(Destination):
     """The delta endpoints of one engine; `client` is the HTTP client."""
+
+    # No decorator: its statistics would be those of all threads, which clear them for each other.
+    retrying: ClassVar = Retrying(
+        retry=retry_if_exception_type(EngineUnreachable),
+        wait=wait_random_exponential(multiplier=0.5, max=4.0),
+        stop=stop_after_attempt(_TRIES),
+        before_sleep=_log_retry,
+        reraise=True,
+    )
 
     def __init__(self, url: str, options: SenderOptions) -> None:
         self.name = self._url = engine_root(url)
@@ -197,14 +206,11 @@ class EngineClient(Destination):
             raise SyncError(f"part {part} of version {version} was answered {answer}", 200)
         return answer
 
-    @retry(
-        retry=retry_if_exception_type(EngineUnreachable),
-        wait=wait_random_exponential(multiplier=0.5, max=4.0),
-        stop=stop_after_attempt(_TRIES),
-        before_sleep=_log_retry,
-        reraise=True,
-    )
-    def _request(
+    def _request(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        """Send a request, again if no answer comes; see `_send`."""
+        return self.retrying(self._send, *arguments, **named)
+
+    def _send(
         self,
         method: str,
         path: str,
@@ -214,9 +220,10 @@ class EngineClient(Destination):
         unanswered: list[SyncError] | None = None,
         fields: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Send a request, again if no answer comes; tries without one are added to `unanswered`.
+        """Send a request once, and return its answer.
 
         Args:
+            unanswered: Gets the failure, if no answer comes.
             fields: A body in JSON, in place of `body`.
         """
         self.check_open()

@@ -180,7 +180,7 @@ def test_a_refusal_leaves_all_as_it_was(number: int) -> None:
 def test_an_unknown_outcome_is_found_out(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from delta_sender.publish.http_client import EngineClient
 
-    monkeypatch.setattr(EngineClient._request.retry, "stop", lambda state: True)
+    monkeypatch.setattr(EngineClient.retrying, "stop", lambda state: True)
     model = model_of()
     engine = Engine.of(model)
     engine.faults[1] = fault  # of the last part
