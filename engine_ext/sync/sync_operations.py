@@ -360,8 +360,8 @@ class SyncOperations:
         a layer's experts are two tensors. So it comes before every sync whose number is a power of
         two: before the first, after the first commit, and in case the engine generates later; and
         before a sync that finds new attributes on modules, which are counted each time, and again
-        before its commit. Tensors in
-        objects and dictionaries that were there before wait for the next power of two.
+        before its commit. Tensors in objects and dictionaries that were there before wait for the
+        next power of two.
 
         Returns:
             The milliseconds that the search took; None if there was none.
@@ -414,10 +414,10 @@ class SyncOperations:
         sync = self._sync_state.sync
         if sync is None or not sync.complete:
             raise Conflict("the sync lacks parts; send it again")
-        if self._applier.has_grown():  # since the first part, by a forward pass
-            self._search_due = not self._applier.search_again()
         # The engine might have gone to sleep since the parts were admitted.
         self._sync_state.check_writable(full=sync.full)
+        if self._applier.has_grown():  # by a forward pass in that time
+            self._search_due = not self._applier.search_again()
         staged = self._staging.results(sync.slots)
         self._sync_state.check_apart(totals(staged).names)
         self._applier.check_sync(staged, full=sync.full)
