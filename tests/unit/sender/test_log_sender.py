@@ -226,6 +226,29 @@ def test_a_restart_goes_on_where_the_log_ends(tmp_path: Path, known: bool) -> No
     assert replayed(tmp_path, base).holds(model)
 
 
+@pytest.mark.parametrize("undigested", [{1}, {0, 1}])
+def test_a_restart_on_older_weights_that_no_digest_covers(
+    tmp_path: Path, undigested: set[int]
+) -> None:
+    """The next version has all of them; it is full if the digest covers nothing."""
+    model = model_of(tensors=2)
+    names = {f"layers.{number}.weight" for number in undigested}
+    base, asked = copied(model), Engine.of(model, undigested=names)
+    client = httpx.Client(transport=httpx.MockTransport(lambda _: asked.status()))
+    options: dict[str, Any] = {"notify": NOTIFY[:1], "client": client}
+    with sender_of(tmp_path, model, **options) as sender:
+        older = {}
+        for step in range(2):
+            older = copied(model)
+            model["layers.1.weight"].view(-1)[step] += 1
+            sender.sync(model.items())
+    with sender_of(tmp_path, older, **options) as sender:
+        older["layers.1.weight"].view(-1)[2] += 1
+        report = sender.sync(older.items())
+    assert (report.version, report.full) == (3, len(undigested) == 2)
+    assert replayed(tmp_path, base, undigested=names).holds(older)
+
+
 # By DeltaSender ------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""What a destination holds that has missed syncs, and what it is sent next."""
+"""Syncs that a destination has missed: what it holds, and what is sent next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from delta_sender import MultiSender, PartialSyncError
+from delta_sender import DeltaSender, MultiSender, PartialSyncError
 from delta_sender.diff.snapshot import Snapshot
 from delta_sender.encode.acked_state import AckedState
 from engine_ext.format import ENCODINGS
@@ -34,7 +34,7 @@ def test_missed_changes_lead_to_what_is_held(
     base: np.ndarray, syncs: Sequence[tuple[np.ndarray, bool]], encoding: str
 ) -> None:
     """Each sync is taken or missed; what is sent leads from what is held to the new weights."""
-    rest = ("rest", torch.zeros(10 * SIZE))  # of a model, half of which can be missed
+    rest = ("rest", torch.zeros(10 * SIZE))  # changes of half of the model can be kept
     snapshot = Snapshot([("w", tensor_of(base)), rest], encoding)
     state, held = AckedState(snapshot, 0), base.view(np.uint16).copy()
     for weights, takes in syncs:
@@ -80,3 +80,16 @@ def test_engine_gets_all_that_it_has_missed(encoding: str, digested: bool) -> No
             assert {name: one.tobytes() for name, one in engine.weights.items()} == {
                 name: bits(one).tobytes() for name, one in model.items()
             }
+
+
+def test_restarted_engine_lacks_what_no_digest_covers() -> None:
+    """Its digest is that of the sender's, as no tensor that it covers has changed."""
+    base = {"gate": torch.zeros(64), "w": torch.zeros(1000).bfloat16()}
+    engine, model = Engine.of(base, undigested={"gate"}), copied(base)
+    with DeltaSender("http://engine", base.items(), client=engine.client()) as sender:
+        for step in range(2):
+            model["gate"][10 * step : 10 * step + 10] = 1
+            report = sender.sync(model.items())
+            assert (report.full, report.nnz) == (False, (10, 64)[step])
+            assert engine.holds(model)
+            engine.restart(base)

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 import pytest
 
-from delta_sender import DeltaSender, FullSyncRefused, MultiSender, PartialSyncError
+from delta_sender import DeltaSender, FullSyncRefused, MultiSender, PartialSyncError, SyncError
 from delta_sender.publish.state_file import Known, State, StateFile, read_state
 from tests.support.fake_engine import (
     A,
@@ -55,7 +55,7 @@ def synced(engine: Engine, model: Model, file: Path, count: int = 2, **options: 
 
 def test_the_file_is_never_half_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.closing(StateFile(file)) as state:
-        state.begin(3, "a" * 32)
+        state.begin(3, "a" * 32, "f" * 32)
     before = file.read_bytes()
 
     def killed(source: object, target: object) -> None:
@@ -65,9 +65,9 @@ def test_the_file_is_never_half_written(file: Path, monkeypatch: pytest.MonkeyPa
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             with contextlib.closing(StateFile(file)) as state:
-                state.begin(4, "b" * 32)
+                state.begin(4, "b" * 32, "f" * 32)
     assert file.read_bytes() == before
-    assert read_state(file) == State(in_flight=Known(3, "a" * 32), highest=3)
+    assert read_state(file) == State(base="f" * 32, in_flight=Known(3, "a" * 32), highest=3)
 
 
 def test_a_sender_that_fails_gives_the_file_back(file: Path, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_what_was_in_flight_stays_until_something_else_is(file: Path) -> None:
     model = model_of(tensors=2)
     engine = Engine.of(model)
     with contextlib.closing(StateFile(file)) as state:
-        state.begin(1, "a" * 32)
+        state.begin(1, "a" * 32, "f" * 32)
     before = read_state(file)
     with sender_of(engine, model, file) as sender, pytest.raises(ValueError, match="missing"):
         sender.sync([])
@@ -247,6 +247,22 @@ def test_other_weights_outside_the_digest_are_sent(file: Path) -> None:
     with sender_of(engine, base, file) as sender:
         sender.sync(base.items())
     assert engine.holds(base)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_nothing_was_acknowledged_before_the_restart(file: Path, same: bool) -> None:
+    """The base is what the run began with, or what the engine has refused."""
+    model = model_of(tensors=3)
+    engine, base = Engine.of(model), copied(model)
+    engine.faults[0] = sends(error(507, "SpoolFull"))
+    with pytest.raises(SyncError, match="SpoolFull"):
+        synced(engine, model, file, 1, digest=False)
+    with sender_of(engine, base if same else model, file, digest=False) as sender:
+        train(model, 1)
+        refused = contextlib.nullcontext() if same else pytest.raises(FullSyncRefused)
+        with refused:
+            sender.sync(model.items())
+    assert engine.holds(model if same else base)
 
 
 @pytest.mark.parametrize("committed", [False, True])

@@ -236,8 +236,8 @@ class AckedState:
 
         Its digest counts and not its version, whose number another sender can have chosen. Tensors
         that the digest does not cover are only taken to be the base's if the destination has been
-        started with them, or is at the very version of this run and nothing says that it can hold
-        other bytes.
+        started with them and was sent nothing since, or is at the very version of this run and
+        nothing says that it can hold other bytes.
 
         Args:
             run: The name of the sender's run.
@@ -251,7 +251,7 @@ class AckedState:
         if self.found_other is not None:
             return False
         is_own = not self.needs_full and (held.run, held.number) == (run, self.version)
-        if not (held.loaded or is_own):
+        if not ((held.loaded and not self.was_sent) or is_own):
             unproven = frozenset(self.plan.names).difference(self.plan.digested)
             if unproven and not self.resends_unproven:
                 self.found_other = status

@@ -183,6 +183,9 @@ def _check_base(publisher: Publisher, destination: LogDestination, last: Entry) 
 def is_led_to(publisher: Publisher, destination: LogDestination, last: Entry) -> bool:
     """Return whether a digest shows that the base is what a version leads to; False: none does.
 
+    Tensors that the digest does not cover are not known to be that version's: the next one has them
+    whole.
+
     Raises:
         ValueError: The base is something else.
         LogDamaged, PartUnavailable: The version cannot be read.
@@ -201,13 +204,14 @@ def is_led_to(publisher: Publisher, destination: LogDestination, last: Entry) ->
     digest = state.digest
     if not publisher.options.digest:
         state.digest, state.proves_parts = None, False
-    if led_to is None or digest is None:
+    if led_to is None or digest is None or not state.plan.digested:
         return False
     if digest.hex() != led_to:
         raise ValueError(
             f"the base is not what version {last.version} in {log.location} leads to: its digest "
             f"is {digest}, not {led_to}; give the weights of that version, or a new folder"
         )
+    state.unproven = frozenset(state.plan.names).difference(state.plan.digested)
     if run is not None:  # the same weights: the versions that follow are of their run
         publisher.open_run(run, epoch)
     return True

@@ -39,6 +39,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str = ""
     epoch: int = 0  # openings of the run so far
+    base: str = ""  # the digest of what the run began with, once something was sent
     engines: dict[str, Known] = {}  # what each acknowledged last, by url
     # About to be committed when this was written, or might have been.
     in_flight: Known | None = None
@@ -53,7 +54,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         """Return the version of an engine (None: not recorded) whose weights have a digest.
 
         It is `otherwise` if they are not known here. Also return whether an engine at it can hold
-        something else: engines are known, but nothing known has the digest; or something else has
+        something else: something was sent, but nothing known has the digest; or something else has
         the same number. An engine at another version answers with a conflict.
         """
         own = self.engines.get(url) if url is not None else None
@@ -65,7 +66,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
                 others = [one for one in known if one.version == each.version]
                 return each.version, any(one.digest != digest for one in others)
         version = otherwise if own is None else own.version
-        return version, bool(self.engines) or any(each.version == version for each in known)
+        is_other = bool(self.engines) or self.base not in ("", digest)
+        return version, is_other or any(each.version == version for each in known)
 
 
 prepare(State)
@@ -128,11 +130,17 @@ class StateFile:
         self._write(msgspec.structs.replace(self.state, run=run.name, epoch=run.epoch))
         return run
 
-    def begin(self, version: int, digest: str) -> None:
-        """Write what is about to be committed; it is on disk when this returns."""
+    def begin(self, version: int, digest: str, before: str) -> None:
+        """Write what is about to be committed; it is on disk when this returns.
+
+        Args:
+            digest, before: of what is committed, and of what the sender has acknowledged.
+        """
         self._has_begun = True
         highest, in_flight = max(self.state.highest, version), Known(version, digest)
-        self._write(msgspec.structs.replace(self.state, in_flight=in_flight, highest=highest))
+        base = self.state.base or ("" if self.state.engines else before)
+        changed = {"in_flight": in_flight, "highest": highest, "base": base}
+        self._write(msgspec.structs.replace(self.state, **changed))
 
     def end(self, engines: Mapping[str, Known], *, is_unknown: bool) -> None:
         """Write what the engines have acknowledged, by url.
@@ -207,7 +215,8 @@ class StateTracker:
     def begin(self, sync_round: SyncRound) -> None:
         """Write what is about to be committed, and let the engines commit."""
         if self.file is not None:
-            self.file.begin(sync_round.version, self.digest_after(sync_round).hex())
+            digest = self.digest_after(sync_round).hex()
+            self.file.begin(sync_round.version, digest, self.digest.hex())
             sync_round.note_written()
 
     def digest_after(self, sync_round: SyncRound) -> Digest:
