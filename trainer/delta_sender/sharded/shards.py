@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -125,9 +126,21 @@ def _dtensor_box(name: str, tensor: Any) -> tuple[torch.Tensor, Box | None]:
     # What torch's own distributed checkpoint uses.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    for placement in tensor.placements:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for number, placement in enumerate(placements):
         if placement.is_partial():
             raise ValueError(f"{name}: {placement} holds partial sums; use sync_model")
+        strides = getattr(placement, "split_factor", 1)
+        if strides == 1 or mesh.size(number) == 1:
+            continue
+        # Rows that are strided for the inner dimensions of a mesh are next to each other on a rank.
+        inner = range(number + 1, len(placements))
+        shards = [n for n in inner if getattr(placements[n], "dim", None) == placement.dim]
+        if strides != math.prod(map(mesh.size, shards)):
+            raise ValueError(
+                f"{name}: by {placement} a rank has rows that are not next to each other, as of "
+                "fused tensors; use sync_model"
+            )
     local = tensor.to_local()
     sizes, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements

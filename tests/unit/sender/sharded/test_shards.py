@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from delta_sender import model_shards
 from delta_sender.models.model_state import unwrapped
@@ -97,6 +100,25 @@ def alone() -> Any:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_rows_that_are_not_next_to_each_other_are_refused() -> None:
+    """As transformers divides a fused gate and up projection."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = dist.init_device_mesh("cpu", (2, 2))
+        layer = nn.Linear(3, 4, bias=False)
+        for inner, refused in ((Replicate(), True), (Shard(1), True), (Shard(0), False)):
+            placements = [_StridedShard(0, split_factor=2), inner]
+            local = torch.zeros(1 if inner == Shard(0) else 2, 3 if inner != Shard(1) else 2)
+            parts = DTensor.from_local(
+                local, mesh, placements, shape=torch.Size((4, 3)), stride=(3, 1)
+            )
+            layer.weight = nn.Parameter(parts)
+            with pytest.raises(ValueError, match="use sync_model") if refused else nullcontext():
+                model_shards(layer)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_partial_sums_are_refused(alone: None) -> None:
