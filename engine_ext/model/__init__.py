@@ -14,6 +14,7 @@ from engine_ext.model.constants import (
     is_cache,
     is_constant,
     is_default,
+    is_filled,
 )
 from engine_ext.model.fingerprint import hash_memory, hash_tensor, location
 from engine_ext.model.leaves import PLAIN, leaves_of, reachable_leaves, same_leaf
@@ -62,6 +63,7 @@ __all__ = [
     "is_cache",
     "is_constant",
     "is_default",
+    "is_filled",
     "is_processed",
     "layout",
     "leaves_of",

@@ -60,11 +60,19 @@ def is_default(tensor: torch.Tensor) -> bool:
 
     Scales and zero points that a checkpoint can omit have such defaults.
     """
-    if not 0 < tensor.numel() <= _LARGE or tensor.is_meta:
+    if tensor.numel() > _LARGE or not is_filled(tensor):
         return False
-    values = tensor.detach().flatten().float()
     # Zeros might be memory that nothing was written to.
-    return not bool((values != values[0]).any()) and (len(values) == 1 or bool(values[0]))
+    return tensor.numel() == 1 or bool(tensor.detach().flatten()[0].float())
+
+
+def is_filled(tensor: torch.Tensor) -> bool:
+    """Return whether all elements, at least one, are the same number."""
+    if not tensor.numel() or tensor.is_meta:
+        return False
+    flat = tensor.detach().flatten()
+    first = flat[0].float()  # fp8 numbers cannot be compared
+    return bool(flat[-1].float() == first and (flat.float() == first).all())
 
 
 def is_cache(path: str) -> bool:
@@ -111,8 +119,7 @@ def _can_equal_weight(tensor: torch.Tensor, module: torch.nn.Module) -> bool:
         return False
     if all(parameter.shape != tensor.shape for parameter in module.parameters()):
         return False
-    values = tensor.detach().flatten()
-    return bool((values.float() == values[0].float()).all())
+    return is_filled(tensor)
 
 
 class ConstantsWatch:

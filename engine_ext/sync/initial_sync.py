@@ -18,7 +18,7 @@ import torch
 from engine_ext.dtypes import TORCH_DTYPE
 from engine_ext.errors import BaseMismatch, NotUpdatable
 from engine_ext.format import DecodedPart, Digest, ParamDelta, tensor_digest
-from engine_ext.model import Known, extent, is_processed
+from engine_ext.model import Known, extent, is_filled, is_processed
 from engine_ext.placement import (
     Segment,
     TensorSpec,
@@ -257,7 +257,7 @@ def _left_out(traced: Traced, constant: Known) -> list[str]:
             written.as_strided(segment.sizes, segment.strides, segment.offset).fill_(True)
         if written.as_strided(entry.tensor.shape, entry.tensor.stride(), 0).all():
             continue
-        waits = not state[entry.name] and _is_filled(entry.tensor)
+        waits = not state[entry.name] and is_filled(entry.tensor)
         if waits or not constant(entry.name, entry.tensor):
             missing.append(entry.name)
     return missing
@@ -276,12 +276,3 @@ def _state(model: torch.nn.Module) -> Iterator[tuple[str, bool]]:
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if name not in module._non_persistent_buffers_set and buffer.is_floating_point():
                 yield dot + name, processed
-
-
-def _is_filled(tensor: torch.Tensor) -> bool:
-    """Return whether all elements, at least one, are the same number."""
-    if not tensor.numel() or tensor.is_meta:
-        return False
-    flat = tensor.detach().flatten()
-    first = flat[0].float()  # fp8 numbers cannot be compared
-    return bool(flat[-1].float() == first and (flat.float() == first).all())

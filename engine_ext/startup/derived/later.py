@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from engine_ext.model import Known, hash_tensor, is_constant, location
+from engine_ext.model import Known, hash_tensor, is_constant, is_filled, location
 from engine_ext.placement import Placement, uncertified
 from engine_ext.startup.derived.find import (
     NOTHING,
@@ -155,8 +155,7 @@ class _Table:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._shape, self._dtype = tensor.shape, tensor.dtype
         # A placeholder's values say nothing.
-        is_filled = bool((tensor == tensor.flatten()[0]).all())
-        self._digest = None if is_filled else hash_tensor(tensor)
+        self._digest = None if is_filled(tensor) else hash_tensor(tensor)
 
     def has_grown_to(self, tensor: torch.Tensor) -> bool:
         """Return whether another tensor begins with all that this one had."""

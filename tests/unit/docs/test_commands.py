@@ -98,7 +98,7 @@ RUN_BY = {
     "kubectl ": "tests/unit/test_cluster_examples.py",
     "sbatch ": "tests/unit/test_cluster_examples.py",
 }
-OF_A_SHELL = {"git", "cd", "mkdir", "export", "source", "pip"}
+OF_A_SHELL = {"git", "cd", "mkdir", "export", "source", "pip", "uv"}
 
 
 @in_one_test("line", [one for one in LINES if one[0] != "tutorial.md"])

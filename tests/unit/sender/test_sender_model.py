@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from delta_sender import MultiSender, SyncError
 from delta_sender.publish.http_client import EngineClient
@@ -92,7 +92,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(older=st.booleans())
     def restart_trainer(self, older: bool) -> None:
-        """Resume from the weights that were sent last, or from those before."""
+        """Resume from the trainer's weights, or from those of the last sync."""
         if older:
             self.model = copied(self.before)
         self.sender.close()
@@ -109,7 +109,6 @@ class Fleet(RuleBasedStateMachine):
             engine.faults = {}
             assert url not in committed or engine.holds(self.model)
 
-    @precondition(lambda self: hasattr(self, "sender"))
     @rule()
     def heal(self) -> None:
         """Without a fault, two syncs reach both engines."""
@@ -121,6 +120,7 @@ class Fleet(RuleBasedStateMachine):
                 break
             except SyncError:
                 pass
+        self.before = copied(self.model)
         assert all(engine.holds(self.model) for engine in self.engines)
 
     def teardown(self) -> None:
